@@ -1,0 +1,246 @@
+"""Who owns what: every sharding question of the runtime, answered by arithmetic alone.
+
+The N ranks are seen as two grids, one after the other, in every layer (papers: Helix Parallelism, section 2):
+
+    attention   KVP x TPA    rank = tpa_rank * kvp + kvp_rank: TPA splits heads, KVP splits the KV sequence
+    FFN         TPF x EP     rank = ep_rank * tpf + tpf_rank: TPF splits columns, EP splits experts
+
+Shares are contiguous and differ by at most one, larger ones first; nothing has to divide, and a share may be empty.
+
+Shape legend of the project
+    B sequences, T query tokens of a sequence in one step, N tokens of one step over all its sequences,
+    S KV length (S_local on a rank), Hq / Hkv query / KV heads, D head dim, H hidden, F FFN width, V vocabulary,
+    E experts, R MLA latent, W ranks, K ranks of one kvp group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+MODES = ("helix", "tp", "medha")
+
+# Token arithmetic is written with // % and abs alone, so that one formula serves int, numpy and torch integers.
+Int = TypeVar("Int", int, Any)
+
+
+def share(total: int, parts: int, index: int) -> range:
+    """The `index`-th of `parts` contiguous shares of `total` items; sizes differ by at most one."""
+    size, larger = divmod(total, parts)
+    begin = index * size + min(index, larger)
+    return range(begin, begin + size + (index < larger))
+
+
+def _clamp(x: Int, upper: int) -> Int:
+    """min(max(x, 0), upper) for any integer type."""
+    return (abs(x) - abs(x - upper) + upper) // 2
+
+
+@dataclass(frozen=True)
+class HelixLayout:
+    """How N ranks share a model: `kvp x tpa` in attention, `tpf x ep` in the FFN.
+
+    Modes: `helix` (the paper's), `tp` (kvp=1; KV heads replicated where N exceeds them) and `medha` (KV over all
+    ranks, output projection and FFN on the `tpf = tpa` ranks with kvp_rank 0, the others idle there).
+
+    Raises:
+        ValueError: the four widths do not form a layout of this mode.
+    """
+
+    mode: str
+    kvp: int
+    tpa: int
+    tpf: int
+    ep: int
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"layout.mode={self.mode!r} is unknown; choose one of {', '.join(MODES)}")
+        for name in ("kvp", "tpa", "tpf", "ep"):
+            width = getattr(self, name)
+            if type(width) is not int or width < 1:
+                raise ValueError(f"layout.{name}={width!r} must be an integer of at least 1")
+        if self.mode == "tp" and self.kvp != 1:
+            raise ValueError(
+                f"layout.mode=tp has no KV parallelism: layout.kvp={self.kvp} must be 1 (or use mode=helix)"
+            )
+        if self.tpf * self.ep != self.ffn_ranks:
+            ranks = "tpa" if self.mode == "medha" else "kvp*tpa"
+            raise ValueError(
+                f"layout.tpf*ep = {self.tpf}*{self.ep} = {self.tpf * self.ep} but mode={self.mode} runs the FFN on "
+                f"{ranks} = {self.ffn_ranks} ranks; leave layout.tpf unset to derive it as {ranks}/ep"
+            )
+
+    @classmethod
+    def create(
+        cls, mode: str = "helix", kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1
+    ) -> HelixLayout:
+        """A layout in which an unset `tpf` takes all FFN ranks that `ep` leaves."""
+        if tpf is None:
+            ranks = tpa if mode == "medha" else kvp * tpa
+            if ep < 1 or ranks % ep:
+                raise ValueError(
+                    f"layout.ep={ep} does not divide the {ranks} ranks of the FFN, so layout.tpf is undefined"
+                )
+            tpf = ranks // ep
+        return cls(mode, kvp, tpa, tpf, ep)
+
+    def __str__(self) -> str:
+        return f"{self.mode} kvp={self.kvp} tpa={self.tpa} -> tpf={self.tpf} ep={self.ep}"
+
+    # ---- ranks and groups
+
+    @property
+    def world_size(self) -> int:
+        return self.kvp * self.tpa
+
+    @property
+    def ffn_ranks(self) -> int:
+        """Ranks that hold FFN and output-projection weights."""
+        return self.tpa if self.mode == "medha" else self.kvp * self.tpa
+
+    def kvp_rank(self, rank: int) -> int:
+        return rank % self.kvp
+
+    def tpa_rank(self, rank: int) -> int:
+        return rank // self.kvp
+
+    def kvp_group(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold the same heads and split the KV sequence, in kvp order."""
+        first = self.tpa_rank(rank) * self.kvp
+        return tuple(range(first, first + self.kvp))
+
+    def kvp_groups(self) -> list[tuple[int, ...]]:
+        return [self.kvp_group(first) for first in range(0, self.world_size, self.kvp)]
+
+    def ffn_index(self, rank: int) -> int | None:
+        """This rank's place among the FFN ranks, or None where the mode leaves it idle there."""
+        if self.mode == "medha":
+            return self.tpa_rank(rank) if self.kvp_rank(rank) == 0 else None
+        return rank
+
+    # ---- heads
+
+    def check_heads(self, q_heads: int, kv_heads: int) -> None:
+        """Raises ValueError, with the layouts that can, unless these heads can be spread over `tpa`."""
+        if q_heads % kv_heads:
+            raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+        if self._heads_fit(q_heads, kv_heads):
+            return
+        rule = (
+            "tp needs N to divide the KV heads, or the KV heads to divide N with N at most the query heads"
+            if self.mode == "tp"
+            else "tpa has to divide the KV heads: beyond them it would duplicate the cache, which is what kvp avoids"
+        )
+        fitting = ", ".join(feasible_layouts(self.world_size, q_heads, kv_heads))
+        raise ValueError(
+            f"layout.tpa={self.tpa} does not fit a model of {q_heads} query and {kv_heads} KV heads ({rule}). "
+            f"Layouts of {self.world_size} ranks that fit: {fitting}"
+        )
+
+    def _heads_fit(self, q_heads: int, kv_heads: int) -> bool:
+        if self.mode == "tp" and self.tpa > kv_heads:
+            return self.tpa % kv_heads == 0 and self.tpa <= q_heads
+        return kv_heads % self.tpa == 0
+
+    def kv_heads(self, rank: int, kv_heads: int) -> range:
+        """KV heads in this rank's cache; the same for all ranks of a kvp group."""
+        a = self.tpa_rank(rank)
+        if self.tpa > kv_heads:  # mode tp: every KV head on tpa/Hkv ranks
+            first = a // (self.tpa // kv_heads)
+            return range(first, first + 1)
+        return share(kv_heads, self.tpa, a)
+
+    def q_heads(self, rank: int, q_heads: int, kv_heads: int) -> range:
+        """Query heads that this rank projects and attends with; the same for all ranks of a kvp group."""
+        group = q_heads // kv_heads
+        kv = self.kv_heads(rank, kv_heads)
+        first, last = kv.start * group, kv.stop * group
+        if self.tpa > kv_heads:
+            copies = self.tpa // kv_heads
+            part = share(group, copies, self.tpa_rank(rank) % copies)
+            return range(first + part.start, first + part.stop)
+        return range(first, last)
+
+    def head_shares(self, rank: int, q_heads: int, kv_heads: int) -> list[int]:
+        """How many of this kvp group's query heads each kvp rank owns after the exchange."""
+        heads = len(self.q_heads(rank, q_heads, kv_heads))
+        if self.mode == "medha":  # all on kvp rank 0, which alone goes on to the output projection
+            return [heads] + [0] * (self.kvp - 1)
+        return [len(share(heads, self.kvp, k)) for k in range(self.kvp)]
+
+    def o_heads(self, rank: int, q_heads: int, kv_heads: int) -> range:
+        """Query heads whose exact attention output this rank holds after the exchange."""
+        shares = self.head_shares(rank, q_heads, kv_heads)
+        k = self.kvp_rank(rank)
+        begin = self.q_heads(rank, q_heads, kv_heads).start + sum(shares[:k])
+        return range(begin, begin + shares[k])
+
+    def hidden_columns(self, rank: int, q_heads: int, kv_heads: int, head_dim: int) -> range:
+        """Input columns of the output projection on this rank."""
+        heads = self.o_heads(rank, q_heads, kv_heads)
+        return range(heads.start * head_dim, heads.stop * head_dim)
+
+    # ---- FFN, experts, vocabulary
+
+    def ffn_columns(self, rank: int, width: int) -> range:
+        """Columns of a dense FFN (TP over all FFN ranks, whatever tpf and ep are)."""
+        index = self.ffn_index(rank)
+        return range(0) if index is None else share(width, self.ffn_ranks, index)
+
+    def experts(self, rank: int, experts: int) -> range:
+        """Routed experts on this rank."""
+        index = self.ffn_index(rank)
+        return range(0) if index is None else share(experts, self.ep, index // self.tpf)
+
+    def expert_columns(self, rank: int, width: int) -> range:
+        """Columns of each routed expert on this rank."""
+        index = self.ffn_index(rank)
+        return range(0) if index is None else share(width, self.tpf, index % self.tpf)
+
+    def vocab_rows(self, rank: int, vocab: int) -> range:
+        """Rows of the embedding and of the head."""
+        return share(vocab, self.world_size, rank)
+
+    # ---- tokens: round-robin blocks over the kvp ranks (section 2.3)
+
+    def token_owner(self, token: Int, block: int, start: Int = 0) -> Int:
+        """Kvp rank that stores a token: blocks of `block` tokens go round, the first to rank `start`."""
+        return (token // block + start) % self.kvp
+
+    def token_slot(self, token: Int, block: int) -> Int:
+        """Place of a token in its owner's local order, which is global order with the others left out."""
+        return token // (block * self.kvp) * block + token % block
+
+    def token_at(self, slot: Int, kvp_rank: int, block: int, start: Int = 0) -> Int:
+        """Inverse of `token_slot`: the global position of a rank's local slot."""
+        return (slot // block * self.kvp + (kvp_rank - start) % self.kvp) * block + slot % block
+
+    def local_length(self, length: Int, kvp_rank: int, block: int, start: Int = 0) -> Int:
+        """How many of a sequence's first `length` tokens a kvp rank stores."""
+        cycle = block * self.kvp
+        first = (kvp_rank - start) % self.kvp * block
+        return length // cycle * block + _clamp(length % cycle - first, block)
+
+    def local_bounds(
+        self, position: Int, kvp_rank: int, block: int, start: Int = 0, window: int | None = None
+    ) -> tuple[Int, Int]:
+        """Local keys `[lo, hi)` that a causal query at `position` reads; `window` counts the query's own key."""
+        hi = self.local_length(position + 1, kvp_rank, block, start)
+        if window is None:
+            return hi * 0, hi
+        before = position + 1 - window
+        return self.local_length((before + abs(before)) // 2, kvp_rank, block, start), hi
+
+
+def feasible_layouts(world_size: int, q_heads: int, kv_heads: int) -> list[str]:
+    """Attention grids of `world_size` ranks that fit these heads, as `key=value` words for the command line."""
+    found = []
+    for mode in MODES:
+        for tpa in range(1, world_size + 1):
+            kvp = world_size // tpa
+            if world_size % tpa or (mode == "tp" and kvp != 1) or (mode == "medha" and kvp == 1):
+                continue
+            if HelixLayout.create(mode, kvp, tpa)._heads_fit(q_heads, kv_heads):
+                found.append(f"[mode={mode} kvp={kvp} tpa={tpa}]")
+    return found
