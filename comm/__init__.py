@@ -1,0 +1,1 @@
+"""Communication between ranks: one contract (`base`) and its transports."""

@@ -1,0 +1,169 @@
+"""What the runtime needs from a transport, and the Helix re-partition on top of it.
+
+The exchange turns "all heads over my KV shard" into "my heads over the whole KV sequence" (Helix Parallelism,
+section 2.1.2). One all-to-all inside the kvp group carries one message per destination k:
+
+    [ outputs  N x hmax x D, model dtype | gap | LSE  N x hmax, fp32 | gap ]        hmax = max(shares)
+
+Lanes beyond shares[k] are padding, so that every message of the group has the same size; the gaps keep outputs and
+LSEs on boundaries that a kernel can load in 16-byte vectors. Every rank of the group has to take part in every
+exchange, also with no tokens and also when its own share is zero.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.lse_combine import lse_combine
+
+T = TypeVar("T")
+
+
+class Communicator(ABC):
+    """One rank's end of all communication.
+
+    Tensor collectives run on the current stream of `device`, allocate what they return, and must be called by all
+    ranks of their group in the same order. The control plane (objects, barrier) runs on the CPU.
+
+    Args:
+        rank: this rank in the world.
+        world_size: W.
+        kvp_group: world ranks that hold the same heads and split the KV sequence, in kvp order; contains `rank`.
+        device: where the tensors live.
+    """
+
+    def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.kvp_group = tuple(kvp_group)
+        self.device = torch.device(device)
+        if not 0 <= rank < world_size or rank not in self.kvp_group:
+            raise ValueError(f"rank {rank} must be in [0, {world_size}) and in its kvp group {self.kvp_group}")
+
+    @property
+    def kvp_rank(self) -> int:
+        return self.kvp_group.index(self.rank)
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of a contiguous tensor over the world, in place; bitwise equal on all ranks. Returns `x`."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor) -> Tensor:
+        """`x [...]`, of one shape on all ranks, from every rank -> `[W, ...]` in rank order."""
+
+    @abstractmethod
+    def all_to_all(self, send: Tensor) -> Tensor:
+        """`send [K, ...]`, contiguous: row k goes to kvp rank k -> `[K, ...]`: row k came from kvp rank k.
+
+        The result may alias `send` when K = 1.
+        """
+
+    def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
+        """Helix re-partition: partial attention of all the group's heads -> exact attention of this rank's heads.
+
+        Args:
+            out: [N, sum(shares), D], model dtype; attention over this rank's KV shard (0 where the shard is empty).
+            lse: [N, sum(shares)], fp32; natural-log log-sum-exp of the scores (-inf where the shard is empty).
+            shares: heads that kvp ranks 0..K-1 keep: contiguous runs in this order, zero allowed; the same on all.
+
+        Returns:
+            [N, shares[kvp_rank], D] in the dtype of `out`, summed in fp32 in kvp order. NaN in means NaN out.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit each other.
+        """
+        if len(shares) != len(self.kvp_group):
+            raise ValueError(f"shares {list(shares)} must have one entry for each rank of kvp group {self.kvp_group}")
+        received = self.all_to_all(pack_partials(out, lse, shares))
+        partials, part_lse = partial_views(received, len(out), max(shares), out.shape[-1], out.dtype)
+        mine = shares[self.kvp_rank]
+        return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine])
+
+    @abstractmethod
+    def broadcast_object(self, obj: T | None) -> T:
+        """Rank 0's picklable object, on every rank; what the others pass is ignored."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank's picklable object, in rank order."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank's host has arrived; does not wait for work queued on a GPU."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases what this communicator created; a second call does nothing."""
+
+
+def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
+    """Partial outputs `[N, Hq_local, D]` and their LSE `[N, Hq_local]` as messages, uint8 `[K, bytes]`.
+
+    Raises:
+        ValueError: as `Communicator.exchange`.
+    """
+    if out.dim() != 3 or not out.is_floating_point():
+        raise ValueError(f"out must be a floating-point [N, heads, D], got {out.dtype} {list(out.shape)}")
+    if lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
+        raise ValueError(
+            f"lse must be torch.float32 {list(out.shape[:2])} on {out.device} to fit out {list(out.shape)}, "
+            f"got {lse.dtype} {list(lse.shape)} on {lse.device}"
+        )
+    if min(shares) < 0 or sum(shares) != out.shape[1]:
+        raise ValueError(f"shares {list(shares)} must be >= 0 and add up to the {out.shape[1]} heads of out")
+
+    N, _, D = out.shape
+    hmax = max(shares)
+    send = out.new_empty(len(shares), _message_bytes(N, hmax, D, out.dtype)[1], dtype=torch.uint8)
+    to_out, to_lse = partial_views(send, N, hmax, D, out.dtype)
+    k = head = 0
+    for h, same in groupby(shares):  # balanced shares have at most two sizes: at most two rounds of copies
+        n = len(list(same))
+        run = slice(head, head + n * h)
+        to_out[k : k + n, :, :h] = out[:, run].unflatten(1, (n, h)).transpose(0, 1)  # [N, n*h, D] -> [n, N, h, D]
+        to_lse[k : k + n, :, :h] = lse[:, run].unflatten(1, (n, h)).transpose(0, 1)
+        if h < hmax:  # padding reads as an empty shard, whoever looks at it
+            to_out[k : k + n, :, h:] = 0
+            to_lse[k : k + n, :, h:] = -torch.inf
+        k, head = k + n, run.stop
+    return send
+
+
+def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The outputs `[K, N, hmax, D]` and LSEs `[K, N, hmax]` (fp32) inside messages, uint8 `[K, bytes]`; no copy."""
+    lse_at, end = _message_bytes(N, hmax, D, dtype)
+    out_bytes, lse_bytes = N * hmax * D * dtype.itemsize, N * hmax * torch.float32.itemsize
+    assert messages.shape[1] == end, f"messages of {messages.shape[1]} bytes, expected {end}"
+    out = messages[:, :out_bytes].view(dtype).view(len(messages), N, hmax, D)
+    lse = messages[:, lse_at : lse_at + lse_bytes].view(torch.float32).view(len(messages), N, hmax)
+    return out, lse
+
+
+def _message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Where the LSEs begin in a message, and its length.
+
+    Both are multiples of 64 bytes: Triton proves alignment only from strides divisible by 16 elements, here of fp32.
+    A message is never empty, so that no transport has to know what to do with nothing.
+    """
+
+    def padded(size: int) -> int:
+        return -(-size // 64) * 64
+
+    lse_at = padded(N * hmax * D * dtype.itemsize)
+    return lse_at, lse_at + max(64, padded(N * hmax * torch.float32.itemsize))
+
+
+def sum_in_rank_order(parts: Tensor) -> Tensor:
+    """`[W, ...]` -> `[...]` of the same dtype: one rank after the other, below fp32 in fp32 with a single rounding."""
+    wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)

@@ -1,0 +1,207 @@
+"""Ranks as threads of one process: the cheapest transport, and the strictest.
+
+Collectives meet in a shared table. Each of them checks that all ranks called the same operation with the same shape
+and dtype; a rank that fails, returns early or waits for something that cannot happen any more ends the run at once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator, T, sum_in_rank_order
+
+R = TypeVar("R")
+
+
+@dataclass
+class _Meeting:
+    """One collective of one group: what each rank called, and with which payload."""
+
+    calls: dict[int, str] = field(default_factory=dict)
+    payloads: dict[int, Any] = field(default_factory=dict)
+    readers: int = 0
+
+
+class LoopbackWorld:
+    """The meeting place of `world_size` threads, one a rank.
+
+    Args:
+        world_size: W.
+        timeout_s: deadline of every wait.
+        device: where the ranks' tensors live; they share it.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = 30.0, device: torch.device | str = "cpu") -> None:
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.device = torch.device(device)
+        self.failure: tuple[int | None, BaseException] | None = None
+        self._changed = threading.Condition()
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._calls_made: Counter[tuple[tuple[int, ...], int]] = Counter()
+        self._waiting: dict[int, str] = {}
+        self._finished: set[int] = set()
+
+    def communicator(self, rank: int, kvp_group: Sequence[int]) -> LoopbackCommunicator:
+        return LoopbackCommunicator(self, rank, kvp_group)
+
+    def abort(self, rank: int | None, error: BaseException) -> None:
+        """Wakes every waiting rank with an error; the first call names the culprit (None: no rank in particular)."""
+        with self._changed:
+            self._fail(rank, error)
+
+    def finish(self, rank: int) -> None:
+        """Declares that a rank makes no further call, so that those who wait for it learn at once."""
+        with self._changed:
+            self._finished.add(rank)
+            self._check_progress()
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Returns when all ranks have finished; raises the first failure, or RuntimeError at the deadline."""
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: len(self._finished) == self.world_size or self.failure is not None, self.timeout_s
+            )
+            if not ended:
+                missing = sorted(set(range(self.world_size)) - self._finished)
+                self._fail(None, RuntimeError(f"ranks {missing} did not finish within {self.timeout_s} s"))
+            if self.failure is not None:
+                raise self.failure[1]
+
+    def meet(self, ranks: tuple[int, ...], rank: int, call: str, payload: Any) -> list[Any]:
+        """Payloads of all `ranks`, in their order, once each has arrived with the same `call`.
+
+        A payload must not change after this call: the caller passes a copy.
+
+        Raises:
+            RuntimeError: the calls differ, a rank failed or cannot come, or the deadline passed.
+        """
+        with self._changed:
+            key = (ranks, self._calls_made[ranks, rank])
+            self._calls_made[ranks, rank] += 1
+            meeting = self._meetings.setdefault(key, _Meeting())
+            meeting.calls[rank] = call
+            meeting.payloads[rank] = payload
+            if len(meeting.calls) < len(ranks):
+                self._waiting[rank] = f"{call} of ranks {ranks}"
+                self._check_progress()
+                arrived = self._changed.wait_for(
+                    lambda: len(meeting.calls) == len(ranks) or self.failure is not None, self.timeout_s
+                )
+                if not arrived:
+                    missing = [r for r in ranks if r not in meeting.calls]
+                    error = f"rank {rank} waited {self.timeout_s} s in {call} for ranks {missing}"
+                    self._fail(None, RuntimeError(error))
+            else:
+                for member in ranks:
+                    self._waiting.pop(member, None)
+                self._changed.notify_all()
+            if len(meeting.calls) < len(ranks):
+                assert self.failure is not None
+                culprit, cause = self.failure
+                who = "" if culprit is None else f"rank {culprit} failed: {type(cause).__name__}: "
+                raise RuntimeError(f"{who}{cause}")
+            if len(set(meeting.calls.values())) > 1:
+                table = "; ".join(f"rank {r} called {meeting.calls[r]}" for r in ranks)
+                raise RuntimeError(f"ranks disagree on their collective: {table}")
+            meeting.readers += 1
+            if meeting.readers == len(ranks):
+                del self._meetings[key]
+            return [meeting.payloads[r] for r in ranks]
+
+    def _fail(self, rank: int | None, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = (rank, error)
+        self._changed.notify_all()
+
+    def _check_progress(self) -> None:
+        if self._waiting and len(self._waiting) + len(self._finished) == self.world_size:
+            table = [f"rank {r} in {call}" for r, call in sorted(self._waiting.items())]
+            table += [f"rank {r} returned" for r in sorted(self._finished)]
+            self._fail(None, RuntimeError(f"deadlock: no rank can go on: {'; '.join(table)}"))
+
+
+class LoopbackCommunicator(Communicator):
+    """One rank's end of a `LoopbackWorld`; all sums run in rank order, in fp32 where the dtype is narrower."""
+
+    def __init__(self, world: LoopbackWorld, rank: int, kvp_group: Sequence[int]) -> None:
+        super().__init__(rank, world.world_size, kvp_group, world.device)
+        self._shared = world
+        self._world = tuple(range(world.world_size))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
+        return x.copy_(sum_in_rank_order(torch.stack(self._meet_tensors(self._world, "all_reduce", x))))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self._meet_tensors(self._world, "all_gather", x))
+
+    def all_to_all(self, send: Tensor) -> Tensor:
+        assert send.is_contiguous() and send.shape[0] == len(self.kvp_group), (
+            f"all_to_all needs a contiguous [{len(self.kvp_group)}, ...], got {list(send.shape)}"
+        )
+        return torch.stack([s[self.kvp_rank] for s in self._meet_tensors(self.kvp_group, "all_to_all", send)])
+
+    def broadcast_object(self, obj: T | None) -> T:
+        received: T = self._meet_objects("broadcast_object", obj if self.rank == 0 else None)[0]
+        return received
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        return self._meet_objects("all_gather_object", obj)
+
+    def barrier(self) -> None:
+        self._shared.meet(self._world, self.rank, "barrier", None)
+
+    def close(self) -> None:
+        pass
+
+    def _meet_tensors(self, ranks: tuple[int, ...], op: str, x: Tensor) -> list[Tensor]:
+        call = f"{op}({str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
+        return self._shared.meet(ranks, self.rank, call, x.clone())
+
+    def _meet_objects(self, op: str, obj: Any) -> list[Any]:
+        # Pickled, as between processes: no rank may see another's object change.
+        return [pickle.loads(data) for data in self._shared.meet(self._world, self.rank, op, pickle.dumps(obj))]
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[[LoopbackWorld, int], R],
+    timeout_s: float = 30.0,
+    device: torch.device | str = "cpu",
+) -> list[R]:
+    """Runs `fn(world, rank)` in one thread a rank and returns the results in rank order.
+
+    Raises:
+        BaseException: that of the rank that failed first, with a note that names the rank; the others were woken.
+        RuntimeError: no rank failed by itself, but some did not finish within `timeout_s`, or wait for each other.
+    """
+    world = LoopbackWorld(world_size, timeout_s, device)
+    results: dict[int, R] = {}
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = fn(world, rank)
+            world.finish(rank)
+        except BaseException as error:
+            error.add_note(f"raised by rank {rank} of {world_size}")
+            world.abort(rank, error)
+
+    threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    try:
+        world.wait()
+    finally:
+        for thread in threads:
+            thread.join(timeout=1.0)  # a rank that is stuck in its own code is left behind: threads cannot be killed
+    return [results[rank] for rank in range(world_size)]

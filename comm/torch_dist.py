@@ -1,0 +1,98 @@
+"""Communicator over torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.base import Communicator, T, sum_in_rank_order
+
+# torch 2.13 deprecates the old name, torch 2.11 does not have the new one.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TorchDistCommunicator(Communicator):
+    """Collectives of the initialised default process group, which has to outlive this object.
+
+    The world's tensor collectives run on the default group under the timeout it was initialised with. Built on every
+    rank alike: each kvp group of more than one rank and, for objects and barriers, a gloo group of all ranks, so that
+    the control plane never touches a GPU.
+
+    Args:
+        kvp_groups: a partition of the world into kvp groups, each in ascending order; the same on every rank.
+        device: this rank's device; its tensors' home.
+        timeout: deadline of the collectives on the groups created here.
+
+    Raises:
+        ValueError: `kvp_groups` is no such partition.
+    """
+
+    def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if sorted(r for group in kvp_groups for r in group) != list(range(world_size)):
+            raise ValueError(f"kvp groups {kvp_groups} must contain each of the {world_size} ranks exactly once")
+        if any(list(group) != sorted(group) for group in kvp_groups):
+            raise ValueError(f"kvp groups {kvp_groups} must be in ascending order: process groups sort their ranks")
+        super().__init__(rank, world_size, next(tuple(group) for group in kvp_groups if rank in group), device)
+        self._timeout = timeout
+        self._groups: list[dist.ProcessGroup] = []
+        self._kvp: dist.ProcessGroup | None = None
+        # Every rank creates every group, in this order: creation is itself a collective of the world.
+        for ranks in kvp_groups:
+            if len(ranks) > 1:
+                group = dist.new_group(list(ranks), timeout=timeout)
+                if rank in ranks:
+                    self._kvp = group
+                    self._groups.append(group)
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._groups.append(self._control)
+        # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
+        self.barrier()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
+        if x.is_cuda:
+            dist.all_reduce(x)
+            return x
+        # gloo sums bf16 in bf16 and in an order that depends on an element's place in the buffer. Results here must
+        # not change with the batch, and must equal those of the other transports.
+        return x.copy_(sum_in_rank_order(self.all_gather(x)))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.world_size, *x.shape)
+        _all_gather_flat(out.view(-1), x.reshape(-1))  # gloo takes no stacked output shape
+        return out
+
+    def all_to_all(self, send: Tensor) -> Tensor:
+        assert send.is_contiguous() and send.shape[0] == len(self.kvp_group), (
+            f"all_to_all needs a contiguous [{len(self.kvp_group)}, ...], got {list(send.shape)}"
+        )
+        if self._kvp is None:
+            return send
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=self._kvp)
+        return received
+
+    def broadcast_object(self, obj: T | None) -> T:
+        box: list[Any] = [obj]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        received: T = box[0]
+        return received
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, obj, group=self._control)
+        return gathered
+
+    def barrier(self) -> None:
+        # The monitored one names the ranks that did not come.
+        dist.monitored_barrier(self._control, timeout=self._timeout, wait_all_ranks=True)
+
+    def close(self) -> None:
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())

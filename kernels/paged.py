@@ -1,0 +1,75 @@
+"""What flash_decode and flash_prefill share: the inner loop over paged keys, and the shape of its tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
+    """Launch options of a kernel around `attend_tiles`: no register spills on sm_90 for head dims up to 256.
+
+    Args:
+        rows: query rows (tokens x heads of a group) there are for one tile, at most.
+        most_rows: the largest tile that the kernel wants.
+        D: head dim.
+        dtype: of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
+    """
+    block_d = triton.next_power_of_2(D)
+    most_rows = 32 if dtype == torch.float32 else most_rows
+    block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
+    # 16 KiB of keys: three in flight, two blocks an SM.
+    block_n = max(16, min(64, 16384 // (block_d * dtype.itemsize)))
+    wide = dtype == torch.float32 or block_m * block_d >= 128 * 128
+    return dict(
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        num_warps=8 if wide else 4,
+        num_stages=2 if dtype == torch.float32 else 3,
+    )
+
+
+@triton.jit
+def attend_tiles(
+    acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
+    k_page, k_slot, k_head, v_page, v_slot, v_head, head, scale_log2,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
+
+    Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
+    promises that every row reads every key of these tiles. `scale_log2` is the scale times log2(e).
+    """
+    lane = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    # A page that holds whole tiles is looked up once a tile, any other page once a key.
+    step = 0 if PAGE % BLOCK_N == 0 else lane
+    # Carried one iteration ahead: an index loaded where it is used would stop the pipelining of K and V.
+    ahead = tl.maximum(first * BLOCK_N + step, start)
+    next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
+    for tile in range(first, last):
+        page = next_page.to(tl.int64)
+        ahead = (tile + 1) * BLOCK_N + step
+        next_page = tl.load(pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
+        key = tile * BLOCK_N + lane
+        slot = (key % PAGE).to(tl.int64)
+        live = (key >= start) & (key < stop)
+        mask = live[:, None] & (d < D)[None, :] if MASKED else (d < D)[None, :]
+        at = (page * k_page + slot * k_slot + head * k_head)[:, None] + d[None, :]
+        k = tl.load(k_cache + at, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if MASKED:
+            reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
+            scores = tl.where(reads, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        rescale = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
+        at = (page * v_page + slot * v_slot + head * v_head)[:, None] + d[None, :]
+        v = tl.load(v_cache + at, mask=mask, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        peak = new_peak
+    return acc, total, peak

@@ -1,0 +1,37 @@
+"""flash_prefill in plain torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from kernels.reference.paged import attend
+
+QUERIES = 256  # Queries of one block: their scores against a block of keys stay small, and the matmuls stay large.
+
+
+def flash_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_q: torch.Tensor,
+    max_q: int,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of prompt chunks over paged keys; shapes as in `kernels.flash_prefill.flash_prefill`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
+    for pages, (first, last) in zip(block_table, pairwise(cu_q.tolist()), strict=True):
+        for begin in range(first, last, QUERIES):
+            block = slice(begin, min(begin + QUERIES, last))
+            block_out, block_lse = attend(q[block], k_cache, v_cache, pages, lo[block], hi[block], scale)
+            out[block].copy_(block_out)
+            lse[block].copy_(block_lse)
+    return out, lse

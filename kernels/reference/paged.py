@@ -1,0 +1,65 @@
+"""Blocked attention over paged keys: what the references of flash_decode and flash_prefill share."""
+
+from __future__ import annotations
+
+import torch
+
+# Scores held at once (8 MiB of fp32): large enough for the matmuls, small enough to stay near the cache.
+SCORES = 1 << 21
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one sequence's queries over its own keys, an online softmax over blocks of keys in fp32.
+
+    Args:
+        q: [T, Hq, D], any float dtype.
+        k_cache: [pages, page_size, Hkv, D].
+        v_cache: [pages, page_size, Hkv, D].
+        pages: [max_pages] int, this sequence's row of the block table.
+        lo: [T] int, first key of each query.
+        hi: [T] int, one past the last key of each query.
+        scale: factor on the scores.
+
+    Returns:
+        Output [T, Hq, D] fp32 and natural-log LSE [T, Hq] fp32; 0 and -inf where a query reads no key.
+    """
+    T, Hq, D = q.shape
+    page_size, Hkv = k_cache.shape[1:3]
+    group = Hq // Hkv
+    rows = (q.float() * scale).view(T, Hkv, group, D).transpose(0, 1).reshape(Hkv, T * group, D)
+    lo, hi = (bound.repeat_interleave(group)[:, None] for bound in (lo, hi))  # [T * group, 1]
+    out = rows.new_zeros(rows.shape)
+    total = rows.new_zeros(Hkv, T * group, 1)
+    # A finite floor: -inf minus -inf would be NaN for a row that has met no key yet.
+    peak = rows.new_full(total.shape, torch.finfo(torch.float32).min)
+
+    reads = lo < hi
+    start, stop = (int(lo[reads].min()), int(hi[reads].max())) if reads.any() else (0, 0)
+    block = max(64, SCORES // max(1, T * Hq))
+    for begin in range(start, stop, block):
+        keys = torch.arange(begin, min(begin + block, stop), device=q.device)
+        where = pages[keys // page_size], keys % page_size
+        k, v = (cache[where].float().transpose(0, 1) for cache in (k_cache, v_cache))  # [Hkv, keys, D]
+        scores = rows @ k.mT  # [Hkv, T * group, keys]
+        if (lo > keys[0]).any() or (hi <= keys[-1]).any():
+            scores.masked_fill_((keys < lo) | (keys >= hi), -torch.inf)
+        last, peak = peak, torch.maximum(peak, scores.amax(-1, keepdim=True))
+        rescale = (last - peak).exp_()
+        weights = scores.sub_(peak).exp_()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        out = torch.baddbmm(out.mul_(rescale), weights, v)
+
+    out /= total.masked_fill(total == 0, 1)
+    lse = peak + total.log()  # log 0 = -inf
+    return (
+        out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq, D),
+        lse.view(Hkv, T, group).transpose(0, 1).reshape(T, Hq),
+    )

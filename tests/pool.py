@@ -1,0 +1,184 @@
+"""Worker processes for distributed tests: one pool a world size, started once, replaced after a failure.
+
+`pool(4).run(fn, *args)` calls the top-level function `fn(rank, world_size, *args)` in four processes whose default
+process group is initialised, and returns their results in rank order. gloo workers see no GPU; NCCL workers have one
+each.
+
+A worker that raises reports its traceback and exits, so that peers which wait for it see a closed connection rather
+than a deadline. After any failure the whole pool is killed: its process group cannot be trusted. The next `run`
+starts a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# A fork server, itself a fresh process that imports torch and nothing of ours: a worker then starts in milliseconds
+# instead of the seconds of another import, and yet is no copy of the test process with its threads.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])
+
+GRACE_S = 5.0  # for peers of a failed rank to report what they saw
+
+
+class PoolError(RuntimeError):
+    """At least one worker failed; the message holds every rank's traceback."""
+
+
+class Pool:
+    """`world_size` processes with an initialised process group; started by the first `run`."""
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size = world_size
+        self.backend = backend
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._directory = Path()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Results of `fn(rank, world_size, *args)`, in rank order.
+
+        Raises:
+            PoolError: a rank raised, died, or gave no result within `timeout_s`.
+        """
+        # Tests' modules need not have been importable yet when the workers started. Plain pickles carry tensors by
+        # value; multiprocessing's own would share memory.
+        task = pickle.dumps((sys.path, pickle.dumps((fn, args))))
+        if not self.processes:
+            self._start()
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        try:
+            for connection in self._connections:
+                with contextlib.suppress(ConnectionError):  # a worker that died since is reported by _collect
+                    connection.send_bytes(task)
+            self._collect(results, errors, time.monotonic() + timeout_s)
+            for rank in range(self.world_size) if not errors else ():
+                if rank not in results:
+                    errors[rank] = f"no result within {timeout_s} s\n{self._stack(rank)}"
+        except BaseException:  # an interrupted run leaves answers behind that the next would take for its own
+            self.close()
+            raise
+        if errors:
+            self.close()
+            raise PoolError("\n".join(f"--- rank {r} of {self.world_size}: {e}" for r, e in errors.items()))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Kills the workers."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        if self.processes:
+            shutil.rmtree(self._directory)
+        self.processes, self._connections = [], []
+
+    def _start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="helix-pool-"))
+        for rank in range(self.world_size):
+            ours, theirs = _context.Pipe()
+            arguments = (rank, self.world_size, self.backend, self._directory, theirs)
+            process = _context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self, results: dict[int, Any], errors: dict[int, str], deadline: float) -> None:
+        """Fills in what the ranks answer until all have, or the deadline, which the first error brings forward."""
+        pending = set(range(self.world_size))
+        while pending:
+            ready = wait([self._connections[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for rank in [rank for rank in pending if self._connections[rank] in ready]:
+                pending.remove(rank)
+                try:
+                    failed, answer = pickle.loads(self._connections[rank].recv_bytes())
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE_S)
+                    failed, answer = True, f"died with exit code {self.processes[rank].exitcode}"
+                (errors if failed else results)[rank] = answer
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+
+    def _stack(self, rank: int) -> str:
+        """Where a worker hangs."""
+        path = self._directory / f"stack-{rank}"
+        before = path.stat().st_size if path.exists() else 0
+        os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.05)
+            if path.exists() and path.stat().st_size > before:
+                break
+        return path.read_text() if path.exists() else ""
+
+
+def _work(rank: int, world_size: int, backend: str, directory: Path, connection: Connection) -> None:
+    """Body of a worker: tasks in, `(failed, result or traceback)` out."""
+    with open(directory / f"stack-{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack)
+        try:
+            _init(rank, world_size, backend, directory)
+            while True:
+                path, task = pickle.loads(connection.recv_bytes())
+                sys.path[:] = path
+                fn, args = pickle.loads(task)
+                connection.send_bytes(pickle.dumps((False, fn(rank, world_size, *args))))
+        except EOFError:  # the test process is gone
+            os._exit(0)
+        except BaseException:
+            connection.send_bytes(pickle.dumps((True, traceback.format_exc())))
+            os._exit(1)  # at once: no clean-up that waits for peers
+
+
+def _init(rank: int, world_size: int, backend: str, directory: Path) -> None:
+    torch.set_num_threads(1)
+    device = None
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    store = dist.FileStore(str(directory / "rendezvous"), world_size)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+
+
+_pools: dict[tuple[int, str], Pool] = {}
+
+
+def pool(world_size: int, backend: str = "gloo") -> Pool:
+    """The pool of this size and backend: the same one for the whole test session."""
+    return _pools.setdefault((world_size, backend), Pool(world_size, backend))
+
+
+@atexit.register
+def close_all() -> None:
+    """Kills the workers of all pools."""
+    for each in _pools.values():
+        each.close()
