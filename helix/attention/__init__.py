@@ -1,0 +1,1 @@
+"""Attention policies: which keys a query reads."""

@@ -1,0 +1,26 @@
+"""Exact attention: every key that causality and the layer's window allow."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from helix.attention.base import AttentionPolicy
+from helix.step import Step
+from kernels.flash_decode import flash_decode
+from kernels.flash_prefill import flash_prefill
+
+
+class DenseAttention(AttentionPolicy):
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, step: Step, window: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        lo, hi = step.bounds(window)
+        if step.cu_q is not None:
+            return flash_prefill(q, keys, values, step.block_tables, step.cu_q, step.max_q, lo, hi, scale)
+        sequences = len(step.block_tables)
+        per_sequence = (sequences, -1)
+        out, lse = flash_decode(
+            q.unflatten(0, per_sequence), keys, values, step.block_tables,
+            lo.view(per_sequence), hi.view(per_sequence), scale,
+        )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
+        return out.flatten(0, 1), lse.flatten(0, 1)

@@ -1,0 +1,165 @@
+"""The schema of everything in `conf/`: what a user can set, as plain dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ModelConfig:
+    """Attributes:
+    path: Hugging Face checkpoint directory.
+    config: config.json keys that override those of `path`, or a whole shape where `path` is unset.
+    dtype: float32, bfloat16, float16, or auto: the checkpoint's on a GPU, float32 on a CPU.
+    load: checkpoint, or random (weights of the config's shape, none read).
+    """
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    dtype: str = "auto"
+    load: str = "checkpoint"
+
+
+@dataclass
+class LayoutConfig:
+    """Attributes:
+    mode: helix, tp or medha.
+    kvp: KV-parallel width of attention.
+    tpa: tensor-parallel width of attention.
+    tpf: tensor-parallel width of routed experts; unset: what ep leaves.
+    ep: expert-parallel width.
+    """
+
+    mode: str = "helix"
+    kvp: int = 1
+    tpa: int = 1
+    tpf: int | None = None
+    ep: int = 1
+
+
+@dataclass
+class KVConfig:
+    """Attributes:
+    append_block: consecutive tokens on one kvp rank before the next one's turn.
+    page_size: tokens a page.
+    tokens: capacity in tokens over all ranks; unset: from memory_fraction.
+    memory_fraction: share of the memory that is free once the weights are in.
+    """
+
+    append_block: int = 16
+    page_size: int = 64
+    tokens: int | None = None
+    memory_fraction: float = 0.9
+
+
+@dataclass
+class AttentionConfig:
+    """Attributes:
+    policy: which keys a query reads; dense reads all.
+    """
+
+    policy: str = "dense"
+
+
+@dataclass
+class CommConfig:
+    """Attributes:
+    backend: nccl, gloo, or auto: NCCL where every rank has a GPU, else gloo.
+    timeout_s: deadline of each collective, seconds.
+    """
+
+    backend: str = "auto"
+    timeout_s: float = 300.0
+
+
+@dataclass
+class DecodeConfig:
+    """Attributes:
+    prompts: JSON lines of prompts.
+    output: JSON lines of results; unset: text on the terminal alone.
+    resume: keep what `output` already holds and run the rest.
+    max_batch: slots; more prompts wait for a free one.
+    prefill_chunk: most prompt tokens in one step.
+    run_steps: most decode steps between two decisions of rank 0.
+    stream: print text as it comes.
+    max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
+    """
+
+    prompts: str | None = None
+    output: str | None = None
+    resume: bool = False
+    max_batch: int = 8
+    prefill_chunk: int = 1024
+    run_steps: int = 8
+    stream: bool = True
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class BenchConfig:
+    """Attributes:
+    kind: none, or decode: time decode steps over a cache filled with random data.
+    batch: sequences.
+    length: tokens in the cache of each.
+    steps: timed steps.
+    """
+
+    kind: str = "none"
+    batch: int = 1
+    length: int = 131_072
+    steps: int = 32
+
+
+@dataclass
+class Config:
+    """Attributes:
+    record: file for the run's record, JSON.
+    seed: of random weights.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    record: str | None = None
+    seed: int = 0
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for a value out of its range, naming the key, the value and the range."""
+    choices = {
+        "model.dtype": ("auto", "float32", "bfloat16", "float16"),
+        "model.load": ("checkpoint", "random"),
+        "attention.policy": ("dense",),
+        "comm.backend": ("auto", "gloo", "nccl"),
+        "bench.kind": ("none", "decode"),
+    }
+    for key, allowed in choices.items():
+        if (value := _get(config, key)) not in allowed:
+            raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(allowed)}")
+    positive = (
+        "kv.append_block kv.page_size decode.max_batch decode.prefill_chunk decode.run_steps decode.max_new_tokens "
+        "bench.batch bench.length bench.steps comm.timeout_s"
+    )
+    for key in [*positive.split(), *(["kv.tokens"] if config.kv.tokens is not None else [])]:
+        if not (value := _get(config, key)) > 0:
+            raise ValueError(f"{key}={value!r} must be positive")
+    if not 0 < config.kv.memory_fraction <= 1:
+        raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
+    if config.decode.resume and config.decode.output is None:
+        raise ValueError("decode.resume=true continues decode.output, which is not set")
+
+
+def _get(config: Config, key: str) -> Any:
+    group, name = key.split(".")
+    return getattr(getattr(config, group), name)

@@ -1,0 +1,349 @@
+"""Requests in, tokens out.
+
+One control plane: rank 0 schedules, and broadcasts each decision on the CPU before any rank launches what it says. A
+decision covers a run of decode steps; within it, ranks launch back to back and only rank 0 reads tokens, one step
+behind the device. Tokens are drawn on every rank from the same gathered values, so they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.kv_cache import KVCache, Placement
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.request import Output, Request
+from helix.sampling import sample
+from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
+from helix.step import DecodeState, Step
+from helix.text import TextStream
+
+
+@dataclass
+class Timings:
+    """What rank 0 saw of a call of `generate`.
+
+    Attributes:
+        prefill_s: seconds in prefill steps.
+        prefill_tokens: prompt tokens in them.
+        ttl_s: seconds between decode steps' tokens, one entry a step.
+        decode_tokens: tokens that decode steps gave to requests.
+        kv_tokens: the most tokens held at a time, for each kvp rank.
+    """
+
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    ttl_s: list[float] = field(default_factory=list)
+    decode_tokens: int = 0
+    kv_tokens: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Serves requests on all ranks of a layout; every rank builds one and calls `generate` alike.
+
+    Args:
+        model: this rank's part of the model.
+        cache: this rank's pages.
+        max_batch: slots.
+        max_length: the most tokens of one sequence, prompt and new ones.
+        token_budget: the most tokens that all sequences may reserve together.
+        tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
+        on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
+        observer: called on every rank with (slots [n], logits [n, V_local] fp32) before each draw.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layout: HelixLayout,
+        comm: Communicator,
+        cache: KVCache,
+        placement: Placement,
+        *,
+        max_batch: int,
+        max_length: int,
+        token_budget: int,
+        prefill_chunk: int = 1024,
+        run_steps: int = 8,
+        tokenizer: Any | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+        observer: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.comm = comm
+        self.cache = cache
+        self.placement = placement
+        self.max_batch = max_batch
+        self.max_length = max_length
+        self.token_budget = token_budget
+        self.prefill_chunk = prefill_chunk
+        self.run_steps = run_steps
+        self.tokenizer = tokenizer
+        self.on_prefill = on_prefill
+        self.observer = observer
+        self.timings = Timings()
+        self.device = cache.keys.device
+        max_pages = max(placement.pages(max_length, start) for start in range(layout.kvp))
+        self.state = DecodeState(max_batch, max_pages, placement, self.device)
+        self._pages: dict[int, list[int]] = {}
+        self._prompts: dict[int, Tensor] = {}
+        # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
+        self._kvp_free_pages = self._free_pages_by_kvp_rank()
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
+        """Serves requests; a collective call.
+
+        Args:
+            requests: rank 0's are served, the other ranks' argument is ignored.
+
+        Yields:
+            On rank 0, an output for each token of each request, and one for each request that is refused. On the
+            other ranks nothing, but they have to iterate as well.
+
+        Raises:
+            RuntimeError: the model gave NaN, or a rank failed.
+        """
+        with torch.inference_mode():
+            if self.comm.rank == 0:
+                yield from self._lead(requests)
+            else:
+                decision: Decision | None = None
+                while (decision := self.comm.broadcast_object(decision)) is not None:
+                    for _ in self._execute(decision):
+                        pass
+
+    # ---- rank 0
+
+    def _lead(self, requests: Iterable[Request]) -> Iterator[Output]:
+        self.timings = Timings(kv_tokens=[0] * self.layout.kvp)
+        scheduler = Scheduler(
+            self.placement.pages,
+            self._kvp_free_pages,
+            self.token_budget,
+            self.max_batch,
+            self.prefill_chunk,
+            self.run_steps,
+        )
+        streams: dict[int, _Stream] = {}
+        for request in requests:
+            reason = self.refusal(request) or scheduler.submit(request)
+            if reason:
+                yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
+        prompt_tokens = 0
+        while (decision := scheduler.decide()) is not None:
+            prompt_tokens += sum(len(a.prompt) for a in decision.admit)
+            streams |= {a.slot: _Stream(scheduler.running[a.slot].request, self) for a in decision.admit}
+            self.comm.broadcast_object(decision)
+            steps = self._execute(decision)
+            try:
+                for step_tokens in self._timed(steps, decision, prompt_tokens):
+                    for slot, token in step_tokens:
+                        if scheduler.running[slot].finished:
+                            continue  # computed past its stop, thrown away
+                        output = streams[slot].push(token)
+                        scheduler.took(slot, output.finish_reason is not None)
+                        yield output
+                self._note_kv(scheduler.running.values())
+            except GeneratorExit:  # the caller has left: the other ranks are in this run of steps, finish it with them
+                for _ in steps:
+                    pass
+                self._release_all()
+                raise
+        self._release_all()
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request cannot be served by this model, whatever the cache holds; None where it can."""
+        spec = self.model.spec
+        if len(request.prompt) == 0:
+            return "the prompt is empty"
+        bad = next((t for t in request.prompt if not 0 <= t < spec.vocab), None)
+        if bad is not None:
+            return f"prompt token id {bad} is outside the vocabulary [0, {spec.vocab})"
+        if request.max_new_tokens < 1:
+            return f"max_new_tokens={request.max_new_tokens} must be at least 1"
+        length = len(request.prompt) + request.max_new_tokens
+        if length > spec.max_positions:
+            return (
+                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
+                f"context of {spec.max_positions}"
+            )
+        if request.stop and self.tokenizer is None:
+            return "stop texts need a tokenizer, and the model directory has none"
+        return None
+
+    def _timed(
+        self, steps: Iterator[list[tuple[int, int]]], decision: Decision, prompt_tokens: int
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Passes a decision's tokens on and notes when they came."""
+        last = time.perf_counter()
+        if decision.prefill:
+            first_tokens = next(steps)
+            now = time.perf_counter()
+            self.timings.prefill_s += now - last
+            self.timings.prefill_tokens += sum(s.end - s.begin for s in decision.prefill)
+            if self.on_prefill:
+                self.on_prefill(self.timings.prefill_tokens, prompt_tokens)
+            yield first_tokens
+            last = time.perf_counter()
+        for tokens in steps:
+            now = time.perf_counter()
+            self.timings.ttl_s.append(now - last)
+            last = now
+            self.timings.decode_tokens += len(tokens)
+            yield tokens
+
+    def _note_kv(self, running: Iterable[Running]) -> None:
+        held = [0] * self.layout.kvp
+        for s in running:
+            for k in range(self.layout.kvp):
+                held[k] += self.layout.local_length(s.cached, k, self.placement.append_block, s.start)
+        self.timings.kv_tokens = [max(a, b) for a, b in zip(self.timings.kv_tokens, held, strict=True)]
+
+    def _release_all(self) -> None:
+        """Frees every slot on every rank and ends their loops."""
+        held = tuple(self._pages)
+        if held:
+            self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, False, False))
+            for _ in self._execute(decision):
+                pass
+        self.comm.broadcast_object(None)
+
+    # ---- every rank
+
+    def _execute(self, decision: Decision) -> Iterator[list[tuple[int, int]]]:
+        """Does what a decision says; on rank 0, yields (slot, token) of the prefill and then of each decode step."""
+        for slot in decision.retire:
+            self.state.retire(slot)
+            self.cache.give_back(self._pages.pop(slot))
+            self._prompts.pop(slot)
+        for admission in decision.admit:
+            self._admit(admission)
+        if decision.prefill:
+            yield self._prefill(decision.prefill, decision)
+        pending: deque[_HostCopy] = deque()
+        ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
+        for _ in range(decision.decode_steps):
+            pending.append(_HostCopy(self._decode(decision), self.state.active, self.comm.rank == 0))
+            if len(pending) > ahead:
+                yield pending.popleft().read()
+        while pending:
+            yield pending.popleft().read()
+
+    def _admit(self, admission: Admission) -> None:
+        pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
+        self._pages[admission.slot] = pages
+        self._prompts[admission.slot] = torch.as_tensor(admission.prompt, dtype=torch.int64)
+        self.state.admit(admission.slot, admission.start, pages)
+        self.state.sampling.set(admission.slot, admission.sampling)
+
+    def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> list[tuple[int, int]]:
+        step = self.state.prefill_step([(s.slot, s.begin, self._prompts[s.slot][s.begin : s.end]) for s in segments])
+        hidden = self.model.hidden(self.cache, step)
+        ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
+        last = [i for i, s in enumerate(segments) if s.last]
+        if not last:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # so that progress and time mean work done
+            return []
+        slots = torch.tensor([segments[i].slot for i in last], device=self.device)
+        lengths = torch.tensor([segments[i].end for i in last], device=self.device)
+        tokens = self._draw(hidden[ends[last].to(self.device)], slots, lengths, decision)
+        self.state.activate(slots, tokens, lengths)
+        return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
+
+    def _decode(self, decision: Decision) -> Tensor:
+        step: Step = self.state.decode_step()
+        slots = torch.arange(self.max_batch, device=self.device)
+        tokens = self._draw(self.model.hidden(self.cache, step), slots, self.state.lengths + 1, decision)
+        self.state.commit(tokens)
+        return tokens
+
+    def _draw(self, hidden: Tensor, slots: Tensor, positions: Tensor, decision: Decision) -> Tensor:
+        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]."""
+        logits = self.model.logits(hidden)
+        if self.observer:
+            self.observer(slots, logits)
+        return sample(
+            logits,
+            self.model.embedding.rows.start,
+            positions,
+            self.state.sampling.rows(slots),
+            self.comm,
+            stochastic=decision.stochastic,
+            filtered=decision.filtered,
+        )
+
+    def _free_pages_by_kvp_rank(self) -> list[int]:
+        free = self.comm.all_gather_object(self.cache.free_pages)
+        groups = self.layout.kvp_groups()
+        return [min(free[group[k]] for group in groups) for k in range(self.layout.kvp)]
+
+
+class _Stream:
+    """The outputs of one request."""
+
+    def __init__(self, request: Request, engine: Engine) -> None:
+        self.request = request
+        self._eos = engine.model.spec.eos
+        self._ids: list[int] = []
+        self._text = TextStream(engine.tokenizer, request.stop)
+
+    def push(self, token: int) -> Output:
+        self._ids.append(token)
+        delta, stopped = self._text.push(token)
+        reason = None
+        if token in self._eos or stopped:
+            reason = "stop"
+        elif len(self._ids) == self.request.max_new_tokens:
+            reason = "length"
+        if reason and not stopped:
+            delta += self._text.finish()
+        request = self.request
+        return Output(request.id, len(request.prompt), tuple(self._ids), delta, self._text.text, reason)
+
+
+class _HostCopy:
+    """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing."""
+
+    def __init__(self, tokens: Tensor, active: Tensor, wanted: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tokens = self._active = None
+        if wanted:
+            self._tokens, self._active = _to_host(tokens), _to_host(active)
+            if tokens.is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def read(self) -> list[tuple[int, int]]:
+        if self._tokens is None or self._active is None:
+            return []
+        if self._event:
+            self._event.synchronize()
+        slots = self._active.nonzero().flatten().tolist()
+        return list(zip(slots, _checked(self._tokens[slots].tolist()), strict=True))
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy that is there once the stream has come so far; pinned, so that the host need not wait for it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
+
+
+def _checked(tokens: list[int]) -> list[int]:
+    if min(tokens, default=0) < 0:
+        raise RuntimeError(
+            "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
+            "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault)"
+        )
+    return tokens
+
+
+__all__ = ["Engine", "Output", "Request", "Timings"]

@@ -1,0 +1,108 @@
+"""This rank's shard of the KV cache: where a token goes, the pages that hold it, how many there can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helix.layout import HelixLayout
+from kernels.kv_append import kv_append
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of a sequence live on one kvp rank: round-robin blocks, cut into pages in local order."""
+
+    layout: HelixLayout
+    kvp_rank: int
+    append_block: int
+    page_size: int
+
+    def bounds(self, positions: Tensor, starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Local keys `[lo, hi)` that causal queries at global `positions` read.
+
+        Args:
+            positions, starts: int64, same shape; `starts` is the kvp rank of each sequence's first block.
+            window: sliding window in tokens, the query's own included; None for all.
+
+        Returns:
+            lo, hi: int32, shape of `positions`.
+        """
+        lo, hi = self.layout.local_bounds(positions, self.kvp_rank, self.append_block, starts, window)
+        return lo.int(), hi.int()
+
+    def cache_slots(self, positions: Tensor, starts: Tensor, block_tables: Tensor) -> Tensor:
+        """Flat cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks.
+
+        Args:
+            positions, starts: int64 [N].
+            block_tables: int32 [N, P], the pages of each token's sequence.
+        """
+        slot = self.layout.token_slot(positions, self.append_block)
+        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # others' slots may lie past our pages
+        page = block_tables.gather(1, column[:, None]).squeeze(1).long()
+        mine = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
+        return torch.where(mine, page * self.page_size + slot % self.page_size, -1)
+
+    def pages(self, length: int, start: int, kvp_rank: int | None = None) -> int:
+        """Pages that `length` tokens of a sequence take on a kvp rank (this one by default)."""
+        rank = self.kvp_rank if kvp_rank is None else kvp_rank
+        return -(-self.layout.local_length(length, rank, self.append_block, start) // self.page_size)
+
+
+class KVCache:
+    """Paged K and V of this rank's heads, `[page, slot, kv_head, D]` for each layer, and the list of free pages.
+
+    Pages are taken at admission and returned at retirement; the block table of a sequence does not change between.
+    Memory is left uninitialised: whatever reads it masks by length.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        shape = (layers, pages, page_size, kv_heads, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self._free = list(range(pages - 1, -1, -1))
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [pages, page_size, Hkv, D]."""
+        return self.keys[index], self.values[index]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Stores k, v [N, Hkv, D] at flat `slots` [N] int64; -1 stores nothing."""
+        kv_append(k, v, self.keys[layer], self.values[layer], slots)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: admission let too much in"
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]) -> None:
+        self._free.extend(reversed(pages))
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def bytes_per_token(self) -> int:
+        layers, _, _, heads, dim = self.keys.shape
+        return 2 * layers * heads * dim * self.keys.element_size()
+
+
+def pages_for_tokens(layout: HelixLayout, tokens: int, append_block: int, page_size: int, max_batch: int) -> int:
+    """Pages a rank needs so that any `max_batch` sequences of `tokens` tokens in all fit."""
+    cycle = append_block * layout.kvp
+    local = -(-tokens // cycle) * append_block  # the fullest rank, of one sequence
+    # Each further sequence can round up to one more block, and to one more page, on the same rank.
+    return -(-local // page_size) + (max_batch - 1) * (-(-append_block // page_size) + 1)

@@ -1,0 +1,1 @@
+"""Layers of a decoder, each with its sharding rule beside its parameters."""

@@ -1,0 +1,98 @@
+"""The attention phase of a layer (papers: Helix Parallelism, figure 4, top)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.base import AttentionPolicy
+from helix.kv_cache import KVCache
+from helix.layers.linear import ColumnShard, Rows, RowShards
+from helix.layers.norm import RMSNorm
+from helix.layers.rotary import rotate
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.step import Step
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention, as the checkpoint has it."""
+
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    window: int | None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class Attention:
+    """Replicated QKV in the kvp group, partial attention, one exchange, output projection over all ranks.
+
+    Query, key and value rows are cut by TPA alone, so the ranks of a kvp group compute the same QKV for the whole batch
+    and no query has to be gathered. The exchange leaves each rank with the exact output of its own query heads, whose
+    columns of the output projection it holds.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        comm: Communicator,
+        layout: HelixLayout,
+        policy: AttentionPolicy,
+        spec: AttentionSpec,
+        name: str,
+        index: int,
+    ) -> None:
+        self.spec = spec
+        self.index = index
+        self.comm = comm
+        self.policy = policy
+        heads = (comm.rank, spec.q_heads, spec.kv_heads)
+        self.q_heads, self.kv_heads = len(layout.q_heads(*heads)), len(layout.kv_heads(comm.rank, spec.kv_heads))
+        self.shares = layout.head_shares(*heads)
+
+        def rows(part: str, total: int, share: range) -> Rows:
+            dim = spec.head_dim
+            return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
+
+        q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
+        self.qkv = RowShards(
+            weights,
+            spec.hidden,
+            [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
+        )
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
+            self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
+        self.output = ColumnShard(
+            weights,
+            comm,
+            f"{name}.o_proj",
+            layout.hidden_columns(*heads, spec.head_dim),
+            spec.q_heads * spec.head_dim,
+            spec.hidden,
+            spec.output_bias,
+        )
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        """x [N, H] -> [N, H], the same on every rank."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
+        q, k, v = qkv.split([self.q_heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        cache.append(self.index, k, v, step.append_slots)
+        out, lse = self.policy.attend(q, *cache.layer(self.index), step, self.spec.window, self.spec.scale)
+        return self.output(self.comm.exchange(out, lse, self.shares).flatten(1))

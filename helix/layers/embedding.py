@@ -1,0 +1,43 @@
+"""Token embedding and head, both sharded over the vocabulary; tied weights are one tensor."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.layers.weights import Weights
+
+
+class Embedding:
+    """Looks a token up where its row lives; the all-reduce brings it to every rank."""
+
+    def __init__(self, weights: Weights, comm: Communicator, name: str, rows: range, vocab: int, hidden: int) -> None:
+        self.comm = comm
+        self.rows = rows
+        self.weight = weights.parameter(len(rows), hidden)
+        weights.read(self.weight, f"{name}.weight", (vocab, hidden), rows)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[N] int64 -> [N, H]."""
+        if not self.rows:
+            return self.comm.all_reduce(self.weight.new_zeros(len(tokens), self.weight.shape[1]))
+        local = tokens - self.rows.start
+        mine = (local >= 0) & (local < len(self.rows))
+        x = F.embedding(local.clamp(0, len(self.rows) - 1), self.weight)
+        return self.comm.all_reduce(x.masked_fill_(~mine[:, None], 0))
+
+
+class Head:
+    """Logits of this rank's rows of the vocabulary, in fp32."""
+
+    def __init__(self, weights: Weights, name: str | None, embedding: Embedding, vocab: int, hidden: int) -> None:
+        self.rows = embedding.rows
+        self.weight = embedding.weight
+        if name is not None:  # untied
+            self.weight = weights.parameter(len(self.rows), hidden)
+            weights.read(self.weight, f"{name}.weight", (vocab, hidden), self.rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, H] -> [n, V_local] fp32."""
+        return F.linear(x, self.weight).float()

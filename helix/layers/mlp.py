@@ -1,0 +1,29 @@
+"""The dense FFN: TP over all FFN ranks, whatever the attention grid was."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.layers.linear import ColumnShard, Rows, RowShards
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+
+
+class GatedMLP:
+    """y = all-reduce(W_down (silu(W_gate x) * W_up x)), each rank with its columns of the inner width."""
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, width: int, bias: bool, name: str
+    ) -> None:
+        columns = layout.ffn_columns(comm.rank, width)
+        self.gate_up = RowShards(
+            weights, hidden, [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
+        )
+        self.down = ColumnShard(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, H] -> [N, H], the same on every rank."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)

@@ -1,0 +1,110 @@
+"""Rotary position embedding with the scalings of the supported families."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """How positions become angles.
+
+    Attributes:
+        kind: one of ROPE_TYPES.
+        theta: base of the frequencies.
+        head_dim: rotated dimensions.
+        scaling: the kind's own parameters, named as in a Hugging Face config.
+    """
+
+    kind: str
+    theta: float
+    head_dim: int
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+        parameters.pop("type", None)
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
+        parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}
+        missing = [name for name in needed.get(kind, []) if not parameters.get(name)]
+        if missing:
+            raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {', '.join(missing)}")
+        return cls(kind, float(theta), head_dim, parameters)
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Inverse frequencies [D/2] fp32 and the factor on cos and sin.
+
+        Source: llama3 from the Llama 3.1 release, yarn from https://arxiv.org/abs/2309.00071.
+        """
+        dim, s = self.head_dim, self.scaling
+        plain = 1.0 / (self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        if self.kind == "default":
+            return plain, 1.0
+        if self.kind == "linear":
+            return plain / s["factor"], 1.0
+        trained = s["original_max_position_embeddings"]
+        if self.kind == "llama3":
+            # Long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.
+            turns = trained * plain / (2 * math.pi)
+            keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+            keep = keep.clamp(0, 1)
+            return (1 - keep) * plain / s["factor"] + keep * plain, 1.0
+        return self._yarn(plain, trained)
+
+    def _yarn(self, plain: Tensor, trained: int) -> tuple[Tensor, float]:
+        s, dim = self.scaling, self.head_dim
+
+        def dimension(turns: float) -> float:
+            """Dimension whose wavelength makes `turns` turns over the trained context."""
+            return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
+        if s.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+
+        def mscale(weight: float) -> float:
+            return 1.0 if s["factor"] <= 1 else 0.1 * weight * math.log(s["factor"]) + 1.0
+
+        factor = s.get("attention_factor")
+        if factor is None:
+            both = s.get("mscale") and s.get("mscale_all_dim")
+            factor = mscale(s["mscale"]) / mscale(s["mscale_all_dim"]) if both else mscale(1.0)
+        return plain / s["factor"] * ramp + plain * (1 - ramp), float(factor)
+
+
+class Rotary:
+    """Angles of a step's positions, computed once and shared by all layers."""
+
+    def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
+        inv_freq, self.factor = spec.frequencies()
+        self.inv_freq = inv_freq.to(device)
+        self.dtype = dtype
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [N, 1, D/2] of positions [N]; angles in fp32, then rounded to the model's dtype."""
+        angle = positions.float()[:, None, None] * self.inv_freq
+        return (angle.cos() * self.factor).to(self.dtype), (angle.sin() * self.factor).to(self.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the halves of the last dimension of x [N, heads, D] against each other."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -1,0 +1,154 @@
+"""Reads a Hugging Face checkpoint directory: its config, and of its weights just this rank's slices."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from helix.layers.weights import Slice, Weights
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LISTED = 8  # names shown of each kind of problem
+
+# Left over in some checkpoints: a buffer that is computed, and a head that tied models do not use.
+IGNORED = ("rotary_emb.inv_freq",)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint directory, with the EOS ids of `generation_config.json` where it has some.
+
+    Raises:
+        ValueError: not a checkpoint directory, or unreadable.
+    """
+    if not path.is_dir():
+        raise ValueError(f"model.path={path} is not a directory; it must hold a Hugging Face checkpoint (config.json)")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path={path} is no checkpoint: it has no config.json")
+    config = read_json(path / "config.json")
+    if (path / "generation_config.json").is_file():
+        eos = read_json(path / "generation_config.json").get("eos_token_id")
+        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    return config
+
+
+class Checkpoint:
+    """The safetensors files of a directory, and which tensor is in which.
+
+    Raises:
+        ValueError: no weights, or a shard that is missing, truncated or not what the index says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if (path / INDEX).is_file():
+            listed = read_json(path / INDEX).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
+                raise ValueError(f"{path / INDEX} has no weight_map")
+            files = sorted(set(listed.values()))
+        elif (path / SINGLE).is_file():
+            listed, files = None, [SINGLE]
+        else:
+            raise ValueError(f"model.path={path} has no weights: neither {SINGLE} nor {INDEX}")
+        missing = [name for name in files if not (path / name).is_file()]
+        if missing:
+            raise ValueError(f"{INDEX} in {path} names files that are missing: {', '.join(missing)}")
+        self.files: dict[str, str] = {}  # tensor name -> file
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name in files:
+            with self._open(name) as shard:
+                for tensor in shard.keys():  # noqa: SIM118 - not a mapping
+                    self.files[tensor] = name
+                    self.shapes[tensor] = tuple(shard.get_slice(tensor).get_shape())
+        lost = sorted(set(listed or ()) - set(self.files))
+        if lost:
+            raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
+
+    def _open(self, name: str, device: str = "cpu") -> Any:
+        try:
+            return safe_open(str(self.path / name), framework="pt", device=device)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path / name} is truncated or no safetensors file ({error})") from error
+
+    def check(self, slices: list[Slice], tied: bool) -> None:
+        """Compares the checkpoint with what a model wants of it.
+
+        Raises:
+            ValueError: naming every missing, unexpected and misshaped tensor.
+        """
+        wanted = {s.name: s.shape for s in slices}
+        ignored = (*IGNORED, "lm_head.weight") if tied else IGNORED
+        missing = sorted(set(wanted) - set(self.shapes))
+        unexpected = sorted(n for n in set(self.shapes) - set(wanted) if not n.endswith(ignored))
+        misshaped = [
+            f"{name} {list(self.shapes[name])}, expected {list(shape)}"
+            for name, shape in sorted(wanted.items())
+            if name in self.shapes and self.shapes[name] != shape
+        ]
+        problems = [
+            f"{len(names)} {kind}: {_some(names)}"
+            for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped))
+            if names
+        ]
+        if problems:
+            raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
+
+    def load(self, weights: Weights, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Fills the parameters, one slice at a time, straight from the file: never two copies of a weight.
+
+        Args:
+            progress: called with the number of slices done.
+        """
+        by_file: dict[str, list[Slice]] = defaultdict(list)
+        for s in weights.slices:
+            by_file[self.files[s.name]].append(s)
+        done = 0
+        for name, slices in sorted(by_file.items()):
+            with self._open(name) as shard:
+                for s in slices:
+                    if s.target.numel():
+                        part = shard.get_slice(s.name)[tuple(slice(r.start, r.stop) for r in s.ranges)]
+                        s.target.copy_(part)
+                    done += 1
+                    progress(done)
+
+
+def randomize(weights: Weights, seed: int) -> None:
+    """Random weights in place: the ranks of a kvp group get the same QKV, as they would from a checkpoint."""
+    for s in weights.slices:
+        if s.name.endswith("norm.weight"):
+            s.target.fill_(1.0)
+            continue
+        generator = torch.Generator(device=s.target.device)
+        generator.manual_seed(zlib.crc32(f"{seed} {s.name} {s.ranges}".encode()))
+        s.target.normal_(0.0, 0.02, generator=generator)
+
+
+def load_spec_config(path: Path | None, inline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The model's config from a directory, overridden or replaced by inline keys."""
+    if path is None and not inline:
+        raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
+    return {**(read_config(path) if path is not None else {}), **(inline or {})}
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")

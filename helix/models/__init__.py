@@ -1,0 +1,32 @@
+"""The registry of model families: architecture name in `config.json` -> spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from helix.models import llama, mistral, qwen2, qwen3
+from helix.models.decoder import Decoder, DecoderSpec
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
+    "LlamaForCausalLM": llama.spec,
+    "MistralForCausalLM": mistral.spec,
+    "Qwen2ForCausalLM": qwen2.spec,
+    "Qwen3ForCausalLM": qwen3.spec,
+}
+
+
+def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Hugging Face config.
+
+    Raises:
+        ValueError: the architecture is unknown (the message lists those known), or the config is not usable.
+    """
+    names = config.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name](config)
+    raise ValueError(f"unknown architecture {', '.join(names) or '(none named)'}; known: {', '.join(sorted(FAMILIES))}")
+
+
+__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "spec_from_config"]

@@ -1,0 +1,129 @@
+"""A decoder-only transformer over a Helix layout; the families differ in their `DecoderSpec` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.base import AttentionPolicy
+from helix.kv_cache import KVCache
+from helix.layers.attention import Attention, AttentionSpec
+from helix.layers.embedding import Embedding, Head
+from helix.layers.mlp import GatedMLP
+from helix.layers.norm import RMSNorm
+from helix.layers.rotary import RopeSpec, Rotary
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.step import Step
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Shape and switches of a checkpoint.
+
+    Attributes:
+        windows: each layer's sliding window in tokens, None for full attention.
+        tied: the head uses the embedding's rows.
+        max_positions: the context that the model was made for, in tokens.
+        dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
+        eos: token ids that end a sequence.
+    """
+
+    vocab: int
+    hidden: int
+    ffn: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    rope: RopeSpec
+    norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    max_positions: int
+    dtype: str
+    eos: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+
+class DecoderLayer:
+    """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks as one TP group."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        comm: Communicator,
+        layout: HelixLayout,
+        policy: AttentionPolicy,
+        spec: DecoderSpec,
+        index: int,
+    ) -> None:
+        name = f"model.layers.{index}"
+        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
+        attention = AttentionSpec(
+            spec.hidden,
+            spec.q_heads,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.qkv_bias,
+            spec.output_bias,
+            spec.qk_norm,
+            spec.norm_eps,
+            spec.windows[index],
+        )
+        self.attention = Attention(weights, comm, layout, policy, attention, f"{name}.self_attn", index)
+        self.ffn_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
+        self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        x = x + self.attention(self.input_norm(x), angles, cache, step)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder:
+    """This rank's part of the model.
+
+    Args:
+        comm: the communicator of this rank.
+        policy: which keys a query reads.
+        dtype: of weights, activations and the KV cache.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layout: HelixLayout,
+        comm: Communicator,
+        policy: AttentionPolicy,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.weights = weights = Weights(dtype, device)
+        rows = layout.vocab_rows(comm.rank, spec.vocab)
+        self.embedding = Embedding(weights, comm, "model.embed_tokens", rows, spec.vocab, spec.hidden)
+        self.layers = [DecoderLayer(weights, comm, layout, policy, spec, i) for i in range(spec.layers)]
+        self.norm = RMSNorm(weights, "model.norm", spec.hidden, spec.norm_eps)
+        self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
+        self.rotary = Rotary(spec.rope, dtype, device)
+
+    def hidden(self, cache: KVCache, step: Step) -> Tensor:
+        """Runs a step through all layers and appends its KV: [N] tokens -> [N, H], the same on every rank."""
+        x = self.embedding(step.tokens)
+        angles = self.rotary.angles(step.positions)
+        for layer in self.layers:
+            x = layer(x, angles, cache, step)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n, V_local] fp32: this rank's rows of the vocabulary."""
+        return self.head(self.norm(hidden))

@@ -1,0 +1,264 @@
+"""Drawing the next token from logits that are sharded over the vocabulary.
+
+Every rank holds some columns of the logits and ends with the same tokens, which do not depend on how the columns are
+cut: what crosses ranks is a maximum, an integer sum or a (score, id) pair, never a rounded sum. Logits are not
+gathered, shapes are fixed and nothing waits for the host, so that a step can be captured in a CUDA graph.
+
+Filters are thresholds on the logit, in the order of transformers: temperature, top-k, top-p over what top-k leaves,
+min-p. Tokens with equal logits are kept or dropped together, so a tie at the threshold keeps more than k tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+
+# Random streams: draws for one (seed, position) that must be independent take different streams. The target model's
+# token takes TARGET; a drafter, the acceptance test and recovery from a rejection take one each.
+TARGET = 0
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_INT64_MAX = torch.iinfo(torch.int64).max
+
+# A key of 32 bits as three digits (shift, bits), most significant first: 16 KB of bins a row in each all-reduce.
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+
+# Units of mass that the best token weighs. Rounding to them moves a filter by at most V * 2^-41 of the mass, less than
+# fp32 probabilities would, and the sum over up to 2^22 tokens fits int64.
+_MASS_UNITS = 2.0**40
+
+# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request draws its tokens; real numbers are used as fp32.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token (smallest id among equals).
+        top_k: only the k best tokens are drawn; 0 is off.
+        top_p: of those, only the fewest best tokens whose probabilities sum to top_p; 1 is off.
+        min_p: of those, only tokens at least min_p times as likely as the best one; 0 is off.
+        seed: fixes, with the position, every draw: what else is in the batch and the layout change nothing.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        # Ranges are written so that NaN, which compares false, is outside.
+        real, integer = (int, float), (int,)
+        self._require("temperature", real, lambda x: 0 <= x <= _FP32_MAX, "a finite number >= 0 (fp32), 0 = greedy")
+        self._require("top_k", integer, lambda x: 0 <= x <= _INT64_MAX, "an integer in [0, 2**63), 0 = off")
+        self._require("top_p", real, lambda x: 0 < x <= 1, "a number in (0, 1], 1 = off")
+        self._require("min_p", real, lambda x: 0 <= x <= 1, "a number in [0, 1], 0 = off")
+        self._require("seed", integer, lambda x: 0 <= x <= _INT64_MAX, "an integer in [0, 2**63)")
+
+    def _require(self, name: str, types: tuple[type, ...], inside: Callable[[Any], bool], accepted: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, types) or not inside(value):
+            raise ValueError(f"sampling parameter {name} = {value!r}: must be {accepted}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether top-k or top-p have something to do; min-p costs nothing and does not count."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass
+class SamplingState:
+    """The sampling parameters of a batch on the device, one row a slot.
+
+    Attributes:
+        temperature, top_p, min_p: [B] fp32.
+        top_k, seed: [B] int64.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+    @classmethod
+    def create(cls, max_batch: int, device: torch.device | str) -> SamplingState:
+        """`max_batch` rows of the default parameters: greedy, unfiltered."""
+        real = torch.zeros(3, max_batch, dtype=torch.float32, device=device)
+        integer = torch.zeros(2, max_batch, dtype=torch.int64, device=device)
+        return cls(real[0], integer[0], real[1].fill_(1), real[2], integer[1])
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """Gives a row the parameters of a request; in place, so that a captured graph sees them."""
+        for name in (f.name for f in fields(self)):
+            getattr(self, name)[row] = getattr(params, name)
+
+    def rows(self, index: Tensor) -> SamplingState:
+        """A copy of the rows `index` [n] int64, in that order."""
+        return SamplingState(*(getattr(self, f.name)[index] for f in fields(self)))
+
+
+def sample(
+    logits: Tensor,
+    vocab_offset: int,
+    positions: Tensor,
+    state: SamplingState,
+    comm: Communicator,
+    *,
+    stochastic: bool,
+    filtered: bool,
+) -> Tensor:
+    """Draws one token a row; all ranks return bitwise the same.
+
+    All ranks call with the same B and flags, and communicate in the same order: one all-gather, one more where
+    `stochastic`, between them five all-reduces where also `filtered`. The flags skip work: set without need, they
+    change no token. Tokens with logit -inf are never drawn.
+
+    Args:
+        logits: [B, V_local] fp32, this rank's columns; V_local may differ between ranks and may be 0.
+        vocab_offset: token id of the first column.
+        positions: [B] int64, global position of the token that is drawn: the counter of the random numbers.
+        state: B rows; those with temperature 0 are greedy.
+        stochastic: some row has temperature > 0.
+        filtered: some row with temperature > 0 has top-k or top-p on.
+
+    Returns:
+        Token ids [B] int64; -1 for a row that is broken: its logits hold NaN or +inf on some rank, or nothing but -inf.
+    """
+    assert logits.dtype == torch.float32, f"logits must be torch.float32, got {logits.dtype}"
+    if logits.shape[1] == 0:
+        logits = logits.new_full((len(logits), 1), -torch.inf)  # a rank without rows takes part, and never wins
+    best, greedy = _best(logits, vocab_offset, comm)
+    if not stochastic:
+        return greedy
+    drawn_rows = state.temperature > 0
+    temperature = torch.where(drawn_rows, state.temperature, 1.0).double()[:, None]
+    # NaN throughout a broken row: nothing is kept, and the draw gives -1.
+    scaled = (logits.double() - best[:, None]) / temperature  # [B, V_local], 0 for the best token
+    keep = scaled >= state.min_p.double().log()[:, None]
+    if filtered:
+        keys = _descending_keys(logits)
+        mass = (scaled.exp() * _MASS_UNITS).round().long()
+        keep &= keys <= _last_kept_key(keys, mass, state, comm)[:, None]
+    # Gumbel-max: the argmax of log-weights plus independent Gumbel noise is a draw from the normalised weights.
+    ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
+    noise = -(-uniform(state.seed[:, None], positions[:, None], TARGET, ids).log()).log()
+    drawn = _best(torch.where(keep, scaled + noise, -torch.inf), vocab_offset, comm)[1]
+    return torch.where(drawn_rows, drawn, greedy)
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int, index: Tensor) -> Tensor:
+    """Random numbers as a pure function of four counters: independent wherever one of these differs.
+
+    The first three are hashed into the start of a splitmix64 sequence, of which `index` picks one output.
+
+    Args:
+        seed, position, index: int64, broadcast against each other; index is a token id or the like.
+        stream: what the number is for; see TARGET.
+
+    Returns:
+        fp64 in the open interval (0, 1): odd multiples of 2^-53, exact.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    start = _mix((seed + 1) * _GOLDEN)
+    for counter in (position, torch.full_like(position, stream), index):  # a tensor wraps where a Python int grows
+        start = _mix(start + counter * _GOLDEN)
+    bits = _shift(start, 12)
+    # 52 bits and a half: with one more bit, the largest would round to 1.
+    return (bits.double() + 0.5) * 2.0**-52
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: a bijection of 64-bit words, in int64 that wraps."""
+    x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical shift right; that of int64 drags the sign along."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Largest score [B] fp64 over all ranks (NaN wins) and its smallest token id [B], -1 where it is not finite."""
+    value, column = scores.max(dim=1)  # the first of equals
+    local = torch.stack([value.double(), (column + vocab_offset).double()], dim=1)  # [B, 2]
+    values, tokens = comm.all_gather(local).unbind(-1)  # [W, B] each
+    best = values.amax(dim=0)
+    token = torch.where(values == best, tokens, torch.inf).amin(dim=0)
+    return best, torch.where(best.isfinite(), token, -1.0).long()
+
+
+def _descending_keys(logits: Tensor) -> Tensor:
+    """int64 keys in [0, 2^32) of fp32 logits: the larger the logit, the smaller its key; equal where they are equal."""
+    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 and 0.0 one
+    return torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
+
+
+def _last_kept_key(keys: Tensor, mass: Tensor, state: SamplingState, comm: Communicator) -> Tensor:
+    """The key [B] up to which top-k and top-p keep, found exactly by radix: one digit an all-reduce.
+
+    Args:
+        keys: [B, V_local] from `_descending_keys`.
+        mass: [B, V_local] int64, exp of the scaled logits in fixed point.
+    """
+    weights = torch.stack([torch.ones_like(mass), mass])  # [2, B, V_local]
+    first = _histogram(keys, weights, torch.zeros_like(state.seed), 0, comm)
+    k = torch.where(state.top_k > 0, state.top_k, _INT64_MAX)
+    by_count, (_, left) = _walk(first, keys, weights, k, comm)
+    # A token stays while the mass before it is less than top_p of what top-k leaves; at least 1 keeps the best.
+    need = (state.top_p.double() * left.double()).ceil().long().clamp(min=1)
+    by_mass, _ = _walk(first[1:], keys, weights[1:], need, comm)
+    return torch.where(state.top_p < 1, by_mass, by_count)
+
+
+def _walk(first: Tensor, keys: Tensor, weights: Tensor, need: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Smallest key up to which the first weight adds up to `need`, digit by digit; the largest key if it never does.
+
+    Args:
+        first: [C, B, bins] histogram of the most significant digit.
+        weights: [C, B, V_local] int64.
+        need: [B] int64.
+
+    Returns:
+        The key [B], and the sum of each weight up to it [C, B].
+    """
+    key = torch.zeros_like(need)
+    before = upto = torch.zeros_like(first[..., 0])  # [C, B], weight of the keys below and up to the digits so far
+    for level, (_, bits) in enumerate(_DIGITS):
+        bins = first if level == 0 else _histogram(keys, weights, key, level, comm)
+        sums = bins.cumsum(-1)
+        digit = (sums[0] < (need - before[0])[:, None]).sum(-1).clamp(max=(1 << bits) - 1)
+        at = digit[None, :, None].expand(len(bins), -1, 1)
+        upto = before + sums.gather(-1, at)[..., 0]
+        before = upto - bins.gather(-1, at)[..., 0]
+        key = (key << bits) | digit
+    return key, upto
+
+
+def _histogram(keys: Tensor, weights: Tensor, prefix: Tensor, level: int, comm: Communicator) -> Tensor:
+    """Weights [C, B, V_local] by the next digit of the keys that begin with prefix [B], summed over ranks."""
+    shift, bits = _DIGITS[level]
+    inside = keys >> (shift + bits) == prefix[:, None]
+    digit = (keys >> shift) & ((1 << bits) - 1)
+    bins = weights.new_zeros(*weights.shape[:2], 1 << bits)
+    return comm.all_reduce(bins.scatter_add_(2, digit.expand_as(weights), weights * inside))

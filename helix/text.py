@@ -1,0 +1,59 @@
+"""Tokens to text while they arrive, and the stop texts in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """The text of one continuation, released as soon as it cannot change or become a stop text.
+
+    Args:
+        tokenizer: a transformers tokenizer with a `tokenizers` backend, or None: no text.
+        stop: texts that end the continuation; the text ends before the first of them.
+    """
+
+    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...] = ()) -> None:
+        self.text = ""
+        self._stop = stop
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._held = ""  # the beginning of what may become a stop text
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """The text that one more token releases, and whether a stop text is complete."""
+        if self._tokenizer is None:
+            return "", False
+        self._ids.append(token)
+        return self._release(self._decoder.step(self._tokenizer.backend_tokenizer, token) or "")
+
+    def finish(self) -> str:
+        """What is still held when the continuation ends: an unfinished stop text, or a torn character."""
+        if self._tokenizer is None:
+            return ""
+        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        seen = self.text + self._held
+        rest = self._held + (whole[len(seen) :] if whole.startswith(seen) else "")
+        self.text += rest
+        self._held = ""
+        return rest
+
+    def _release(self, new: str) -> tuple[str, bool]:
+        self._held += new
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            ready, self._held = self._held[: min(found)], ""
+            self.text += ready
+            return ready, True
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self.text += ready
+        return ready, False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
