@@ -57,7 +57,11 @@ class Engine:
         token_budget: the most tokens that all sequences may reserve together.
         tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
         on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
-        observer: called on every rank with (slots [n], logits [n, V_local] fp32) before each draw.
+        observer: called on every rank before each draw with (slots [n], positions [n] that the tokens will have,
+            logits [n, V_local] fp32).
+
+    Attributes:
+        admitted: what each slot in use serves.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Engine:
         run_steps: int = 8,
         tokenizer: Any | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
-        observer: Callable[[Tensor, Tensor], None] | None = None,
+        observer: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -94,8 +98,8 @@ class Engine:
         self.device = cache.keys.device
         max_pages = max(placement.pages(max_length, start) for start in range(layout.kvp))
         self.state = DecodeState(max_batch, max_pages, placement, self.device)
+        self.admitted: dict[int, Admission] = {}
         self._pages: dict[int, list[int]] = {}
-        self._prompts: dict[int, Tensor] = {}
         # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
         self._kvp_free_pages = self._free_pages_by_kvp_rank()
 
@@ -210,7 +214,7 @@ class Engine:
 
     def _release_all(self) -> None:
         """Frees every slot on every rank and ends their loops."""
-        held = tuple(self._pages)
+        held = tuple(self.admitted)
         if held:
             self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, False, False))
             for _ in self._execute(decision):
@@ -224,7 +228,7 @@ class Engine:
         for slot in decision.retire:
             self.state.retire(slot)
             self.cache.give_back(self._pages.pop(slot))
-            self._prompts.pop(slot)
+            del self.admitted[slot]
         for admission in decision.admit:
             self._admit(admission)
         if decision.prefill:
@@ -240,13 +244,15 @@ class Engine:
 
     def _admit(self, admission: Admission) -> None:
         pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
+        self.admitted[admission.slot] = admission
         self._pages[admission.slot] = pages
-        self._prompts[admission.slot] = torch.as_tensor(admission.prompt, dtype=torch.int64)
         self.state.admit(admission.slot, admission.start, pages)
         self.state.sampling.set(admission.slot, admission.sampling)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> list[tuple[int, int]]:
-        step = self.state.prefill_step([(s.slot, s.begin, self._prompts[s.slot][s.begin : s.end]) for s in segments])
+        step = self.state.prefill_step(
+            [(s.slot, s.begin, torch.tensor(self.admitted[s.slot].prompt[s.begin : s.end])) for s in segments]
+        )
         hidden = self.model.hidden(self.cache, step)
         ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
         last = [i for i, s in enumerate(segments) if s.last]
@@ -256,22 +262,24 @@ class Engine:
             return []
         slots = torch.tensor([segments[i].slot for i in last], device=self.device)
         lengths = torch.tensor([segments[i].end for i in last], device=self.device)
-        tokens = self._draw(hidden[ends[last].to(self.device)], slots, lengths, decision)
+        live = torch.ones_like(slots, dtype=torch.bool)
+        tokens = self._draw(hidden[ends[last].to(self.device)], slots, lengths, live, decision)
         self.state.activate(slots, tokens, lengths)
         return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
 
     def _decode(self, decision: Decision) -> Tensor:
         step: Step = self.state.decode_step()
         slots = torch.arange(self.max_batch, device=self.device)
-        tokens = self._draw(self.model.hidden(self.cache, step), slots, self.state.lengths + 1, decision)
+        hidden = self.model.hidden(self.cache, step)
+        tokens = self._draw(hidden, slots, self.state.lengths + 1, step.live, decision)
         self.state.commit(tokens)
         return tokens
 
-    def _draw(self, hidden: Tensor, slots: Tensor, positions: Tensor, decision: Decision) -> Tensor:
-        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]."""
+    def _draw(self, hidden: Tensor, slots: Tensor, positions: Tensor, live: Tensor, decision: Decision) -> Tensor:
+        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
         logits = self.model.logits(hidden)
         if self.observer:
-            self.observer(slots, logits)
+            self.observer(slots[live], positions[live], logits[live])
         return sample(
             logits,
             self.model.embedding.rows.start,

@@ -17,6 +17,7 @@ from helix.sampling import SamplingParams
 class Admission:
     """A sequence that takes a slot: its whole prompt, and the tokens for which pages are taken now."""
 
+    id: str | int
     slot: int
     prompt: Sequence[int]
     start: int
@@ -173,7 +174,9 @@ class Scheduler:
             self._free_pages = [free - n for free, n in zip(self._free_pages, pages, strict=True)]
             sequence = Running(request, self._free_slots.pop(), start, pages)
             self.running[sequence.slot] = sequence
-            admitted.append(Admission(sequence.slot, request.prompt, start, sequence.reserved, request.sampling))
+            admitted.append(
+                Admission(request.id, sequence.slot, request.prompt, start, sequence.reserved, request.sampling)
+            )
         return tuple(admitted)
 
     def _release(self, sequence: Running) -> None:

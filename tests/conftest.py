@@ -26,6 +26,13 @@ def _gpus(n: int = 1) -> int:
     return n
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Where tests are spread over processes, one of them holds the worker pools.
+    for item in items:
+        if "gloo_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pool"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("gpu"):
         needed, present = _gpus(*marker.args, **marker.kwargs), torch.cuda.device_count()

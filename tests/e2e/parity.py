@@ -1,0 +1,124 @@
+"""Runs the engine on the ranks of some communicator and compares every token and logit with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from comm.base import Communicator
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.torch_dist import TorchDistCommunicator
+from helix.attention.dense import DenseAttention
+from helix.engine import Engine
+from helix.kv_cache import KVCache, Placement, pages_for_tokens
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, read_config
+from helix.models import Decoder, spec_from_config
+from helix.request import Request
+
+# fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
+LOGIT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What transformers says: the greedy tokens, and the logits [n, V] fp32 from which each was drawn."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one rank saw: on rank 0 each request's tokens, on every rank its rows of the logits, by (id, draw)."""
+
+    tokens: dict[int, tuple[int, ...]]
+    logits: dict[tuple[int, int], torch.Tensor]
+
+
+def build_engine(
+    path: Path,
+    layout: HelixLayout,
+    comm: Communicator,
+    append_block: int,
+    *,
+    page_size: int = 16,
+    max_batch: int = 3,
+    max_length: int = 512,
+    prefill_chunk: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> Engine:
+    """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
+    # Without EOS: random models would stop anywhere.
+    spec = replace(spec_from_config(read_config(path)), eos=())
+    device = comm.device
+    model = Decoder(spec, layout, comm, DenseAttention(), dtype, device)
+    Checkpoint(path).load(model.weights)
+    placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
+    pages = pages_for_tokens(layout, max_batch * max_length, append_block, page_size, max_batch)
+    heads = len(layout.kv_heads(comm.rank, spec.kv_heads))
+    cache = KVCache(spec.layers, pages, page_size, heads, spec.head_dim, dtype, device)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    return Engine(
+        model, layout, comm, cache, placement,
+        max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+
+
+def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
+    """Decodes the oracle's prompts, recording tokens and logits."""
+    logits: dict[tuple[int, int], torch.Tensor] = {}
+
+    def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        for slot, position, row in zip(slots.tolist(), positions.tolist(), rows.cpu(), strict=True):
+            admission = engine.admitted[slot]
+            logits[int(admission.id), position - len(admission.prompt)] = row.clone()
+
+    engine.observer = observe
+    requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
+    tokens = {int(output.id): output.output_ids for output in engine.generate(requests)}
+    return Result(tokens, logits)
+
+
+def check(results: Sequence[Result], wanted: Sequence[Continuation]) -> None:
+    """Every token equal, every logit within LOGIT_TOLERANCE, and nothing missing."""
+    for i, c in enumerate(wanted):
+        assert results[0].tokens[i] == c.tokens, f"prompt {i} of {len(c.prompt)} tokens"
+        ours = torch.stack([torch.cat([r.logits[i, n] for r in results]) for n in range(len(c.tokens))])
+        worst = (ours - c.logits).abs().max().item()
+        assert worst <= LOGIT_TOLERANCE, f"prompt {i} of {len(c.prompt)} tokens: logits off by {worst}"
+
+
+def loopback(
+    path: Path,
+    layout: HelixLayout,
+    append_block: int,
+    wanted: Sequence[Continuation],
+    tamper: Callable[[Engine], None] = lambda engine: None,
+) -> list[Result]:
+    """All ranks as threads of this process."""
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(path, layout, comm, append_block)
+        tamper(engine)
+        return generate(engine, wanted)
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0)
+
+
+def distributed_rank(
+    rank: int, world_size: int, path: Path, layout: HelixLayout, block: int, wanted: list[Continuation], device: str
+) -> Result:
+    """One rank of an initialised process group; the body of a task for a worker pool."""
+    home = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    comm = TorchDistCommunicator(layout.kvp_groups(), home, timedelta(seconds=60))
+    result = generate(build_engine(path, layout, comm, block), wanted)
+    comm.close()
+    return result

@@ -1,0 +1,147 @@
+"""The engine gives what transformers gives: every family, layout and append block, on loopback and on gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+import torch
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.attention.base import AttentionPolicy
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.request import Request
+from helix.sampling import SamplingParams
+from tests.e2e.checkpoints import FAMILIES, checkpoint, kv_heads, oracle
+from tests.e2e.parity import build_engine, check, distributed_rank, loopback
+from tests.pool import Pool
+
+BLOCKS = (1, 16, 64)
+WORLDS = (1, 2, 3, 4, 6, 8)
+LENGTHS = (1, 15, 16, 17, 300)  # at the edges of a block, and over five prefill chunks of 64
+NEW_TOKENS = 48
+
+
+def layouts(family: str) -> list[HelixLayout]:
+    """Every helix grid of WORLDS that the family's heads allow."""
+    grids = [HelixLayout.create("helix", w // tpa, tpa) for w in WORLDS for tpa in range(1, w + 1) if w % tpa == 0]
+    return [layout for layout in grids if kv_heads(family) % layout.tpa == 0]
+
+
+def matrix() -> list[object]:
+    cases = []
+    for family in [*FAMILIES, "demo"]:
+        for layout in layouts(family):
+            for block in BLOCKS:
+                name = f"{family}-kvp{layout.kvp}-tpa{layout.tpa}-block{block}"
+                cases.append(pytest.param(family, layout, block, id=name))
+    return cases
+
+
+@pytest.mark.parametrize("family, layout, block", matrix())
+def test_every_layout_and_block(family: str, layout: HelixLayout, block: int) -> None:
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    check(loopback(checkpoint(family), layout, block, wanted), wanted)
+
+
+@pytest.mark.parametrize(
+    "mode, kvp, tpa", [("tp", 1, 8), ("tp", 1, 2), ("medha", 4, 2), ("medha", 3, 1)], ids=lambda x: str(x)
+)
+def test_baseline_modes(mode: str, kvp: int, tpa: int) -> None:
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+    check(loopback(checkpoint("qwen2"), HelixLayout.create(mode, kvp, tpa), 16, wanted), wanted)
+
+
+def gloo_cases() -> list[object]:
+    """Every world size, block and family at least once."""
+    families, blocks = cycle([*FAMILIES, "demo"]), cycle(BLOCKS)
+    cases = []
+    for world in (*WORLDS, 4):
+        family = next(families)
+        fitting = [layout for layout in layouts(family) if layout.world_size == world]
+        layout = fitting[len(fitting) // 2]
+        cases.append(pytest.param(family, layout, next(blocks), id=f"{family}-kvp{layout.kvp}-tpa{layout.tpa}"))
+    return cases
+
+
+@pytest.mark.parametrize("family, layout, block", gloo_cases())
+def test_gloo_ranks(gloo_pool: Callable[[int], Pool], family: str, layout: HelixLayout, block: int) -> None:
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    task = (checkpoint(family), layout, block, wanted, "cpu")
+    check(gloo_pool(layout.world_size).run(distributed_rank, *task, timeout_s=240.0), wanted)
+
+
+class ShiftedLSE(AttentionPolicy):
+    """A planted error: one rank believes its keys weigh 5% more."""
+
+    def __init__(self, inner: AttentionPolicy) -> None:
+        self.inner = inner
+
+    def attend(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        out, lse = self.inner.attend(*args)  # type: ignore[arg-type]
+        return out, lse + 0.05
+
+
+def test_a_shifted_lse_on_one_rank_is_caught() -> None:
+    wanted = oracle("qwen3", LENGTHS, NEW_TOKENS)
+
+    def tamper(engine: Engine) -> None:
+        if engine.comm.rank == 1:
+            for layer in engine.model.layers:
+                layer.attention.policy = ShiftedLSE(layer.attention.policy)
+
+    results = loopback(checkpoint("qwen3"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
+    with pytest.raises(AssertionError, match="prompt 0"):
+        check(results, wanted)
+
+
+def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt goes through the prefill kernel in chunks; decode steps see new tokens only."""
+    import helix.attention.dense as dense
+
+    calls: dict[str, list[int]] = {"prefill": [], "decode": []}
+    prefill, decode = dense.flash_prefill, dense.flash_decode
+
+    def spy_prefill(q: torch.Tensor, *args: object) -> object:
+        calls["prefill"].append(len(q))
+        return prefill(q, *args)  # type: ignore[arg-type]
+
+    def spy_decode(q: torch.Tensor, *args: object) -> object:
+        calls["decode"].append(q.shape[1])
+        return decode(q, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dense, "flash_prefill", spy_prefill)
+    monkeypatch.setattr(dense, "flash_decode", spy_decode)
+    wanted = oracle("qwen3", LENGTHS, NEW_TOKENS)[-1:]
+    check(loopback(checkpoint("qwen3"), HelixLayout.create(), 16, wanted), wanted)
+    layers = 2
+    assert calls["prefill"] == [64] * 4 * layers + [300 - 4 * 64] * layers
+    assert calls["decode"] == [1] * (NEW_TOKENS - 1) * layers
+
+
+def sampled(layout: HelixLayout, order: list[int]) -> dict[int, tuple[int, ...]]:
+    params = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.7, top_k=20, seed=2),
+        SamplingParams(),
+        SamplingParams(temperature=1.3, top_p=0.8, seed=3),
+        SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
+    ]
+    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS)]
+
+    def body(world: LoopbackWorld, rank: int) -> dict[int, tuple[int, ...]]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16)
+        requests = [Request(i, prompts[i], 24, params[i]) for i in order]
+        return {int(o.id): o.output_ids for o in engine.generate(requests)}
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+
+def test_sampling_is_the_same_for_every_layout_and_order() -> None:
+    reference = sampled(HelixLayout.create(), [0, 1, 2, 3, 4])
+    assert len({*reference.values()}) == 5
+    for kvp, tpa, order in ((2, 1, [4, 3, 2, 1, 0]), (3, 2, [2, 0, 4, 1, 3]), (1, 4, [0, 1, 2, 3, 4])):
+        assert sampled(HelixLayout.create("helix", kvp, tpa), order) == reference
