@@ -16,7 +16,7 @@ class ModelConfig:
     """
 
     path: str | None = None
-    config: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     load: str = "checkpoint"
 

@@ -230,19 +230,22 @@ class Engine:
             self.cache.give_back(self._pages.pop(slot))
             del self.admitted[slot]
         for admission in decision.admit:
-            self._admit(admission)
+            self.admit(admission)
         if decision.prefill:
             yield self._prefill(decision.prefill, decision)
         pending: deque[_HostCopy] = deque()
         ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
         for _ in range(decision.decode_steps):
-            pending.append(_HostCopy(self._decode(decision), self.state.active, self.comm.rank == 0))
+            pending.append(
+                _HostCopy(self.decode(decision.stochastic, decision.filtered), self.state.active, self.comm.rank == 0)
+            )
             if len(pending) > ahead:
                 yield pending.popleft().read()
         while pending:
             yield pending.popleft().read()
 
-    def _admit(self, admission: Admission) -> None:
+    def admit(self, admission: Admission) -> None:
+        """Takes a slot and its pages; every rank alike."""
         pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
         self.admitted[admission.slot] = admission
         self._pages[admission.slot] = pages
@@ -263,19 +266,24 @@ class Engine:
         slots = torch.tensor([segments[i].slot for i in last], device=self.device)
         lengths = torch.tensor([segments[i].end for i in last], device=self.device)
         live = torch.ones_like(slots, dtype=torch.bool)
-        tokens = self._draw(hidden[ends[last].to(self.device)], slots, lengths, live, decision)
+        tokens = self._draw(
+            hidden[ends[last].to(self.device)], slots, lengths, live, decision.stochastic, decision.filtered
+        )
         self.state.activate(slots, tokens, lengths)
         return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
 
-    def _decode(self, decision: Decision) -> Tensor:
+    def decode(self, stochastic: bool = False, filtered: bool = False) -> Tensor:
+        """One decode step of all slots: tokens [max_batch], on every rank; a collective that waits for nothing."""
         step: Step = self.state.decode_step()
         slots = torch.arange(self.max_batch, device=self.device)
         hidden = self.model.hidden(self.cache, step)
-        tokens = self._draw(hidden, slots, self.state.lengths + 1, step.live, decision)
+        tokens = self._draw(hidden, slots, self.state.lengths + 1, step.live, stochastic, filtered)
         self.state.commit(tokens)
         return tokens
 
-    def _draw(self, hidden: Tensor, slots: Tensor, positions: Tensor, live: Tensor, decision: Decision) -> Tensor:
+    def _draw(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, live: Tensor, stochastic: bool, filtered: bool
+    ) -> Tensor:
         """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
         logits = self.model.logits(hidden)
         if self.observer:
@@ -286,8 +294,8 @@ class Engine:
             positions,
             self.state.sampling.rows(slots),
             self.comm,
-            stochastic=decision.stochastic,
-            filtered=decision.filtered,
+            stochastic=stochastic,
+            filtered=filtered,
         )
 
     def _free_pages_by_kvp_rank(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -98,6 +99,16 @@ class KVCache:
     def bytes_per_token(self) -> int:
         layers, _, _, heads, dim = self.keys.shape
         return 2 * layers * heads * dim * self.keys.element_size()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses now: the GPU's, or this host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable: set kv.tokens and run on Linux")
 
 
 def pages_for_tokens(layout: HelixLayout, tokens: int, append_block: int, page_size: int, max_batch: int) -> int:

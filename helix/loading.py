@@ -142,11 +142,11 @@ def randomize(weights: Weights, seed: int) -> None:
         s.target.normal_(0.0, 0.02, generator=generator)
 
 
-def load_spec_config(path: Path | None, inline: Mapping[str, Any] | None) -> dict[str, Any]:
+def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:
     """The model's config from a directory, overridden or replaced by inline keys."""
     if path is None and not inline:
         raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
-    return {**(read_config(path) if path is not None else {}), **(inline or {})}
+    return {**(read_config(path) if path is not None else {}), **inline}
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,1 @@
+"""Starting runs: torchrun jobs, sweeps, benchmarks."""

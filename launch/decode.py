@@ -1,0 +1,117 @@
+"""Decodes a prompt file: requests to the engine, results to the file, text to the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comm.base import Communicator
+from helix.config import Config
+from helix.engine import Engine
+from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.request import Output, Request
+from launch.plan import Plan
+from launch.prompts import ResultFile, to_request
+from launch.report import Console, summary
+
+
+def decode(
+    plan: Plan, comm: Communicator, model: Decoder, tokenizer: Any | None, console: Console
+) -> tuple[dict[str, Any], int]:
+    """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused."""
+    config = plan.config
+    results, requests, refusals = None, [], []
+    if comm.rank == 0:
+        output = None if config.decode.output is None else Path(config.decode.output)
+        results = ResultFile(output, plan.prompts, config.decode.resume)
+        read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
+        requests = [r for r in read if isinstance(r, Request)]
+        refusals = [r for r in read if isinstance(r, Output)]
+    wanted = comm.broadcast_object(_wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch))
+    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer)
+    if comm.device.type == "cuda":
+        _warm_up(engine)
+    engine.on_prefill = console.prefill
+    refused = 0
+    for output in _outputs(engine, requests, refusals):
+        assert results is not None  # the other ranks have no outputs
+        console.show(output)
+        if output.finish_reason is not None:
+            results.add(output)
+            refused += output.finish_reason == "error"
+    bytes_per_token = comm.all_gather_object(engine.cache.bytes_per_token)
+    measured: dict[str, Any] = {}
+    if results is not None:
+        results.close()
+        measured = summary(plan.layout, engine.timings, bytes_per_token)
+        console.finish(measured, len(results.lines), refused)
+    return measured, comm.broadcast_object(refused)
+
+
+def build_engine(
+    layout: HelixLayout,
+    comm: Communicator,
+    model: Decoder,
+    config: Config,
+    max_batch: int,
+    wanted_tokens: int,
+    tokenizer: Any | None = None,
+) -> Engine:
+    """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
+
+    Raises:
+        ValueError: kv.tokens does not fit, on every rank alike.
+    """
+    spec, kv = model.spec, config.kv
+    placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
+    heads = len(layout.kv_heads(comm.rank, spec.kv_heads))
+    dtype, device = model.weights.dtype, comm.device
+    page_bytes = 2 * spec.layers * kv.page_size * heads * spec.head_dim * dtype.itemsize
+    budget = kv.tokens or wanted_tokens
+    needed = pages_for_tokens(layout, budget, kv.append_block, kv.page_size, max_batch)
+    fitting = int(free_bytes(device) * kv.memory_fraction) // page_bytes
+    fitting_everywhere = min(comm.all_gather_object(fitting))
+    if kv.tokens is not None and fitting_everywhere < needed:
+        raise ValueError(
+            f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {fitting_everywhere}"
+        )
+    pages = min(needed, fitting_everywhere)
+    if pages < needed:
+        budget = min(budget, pages * kv.page_size * layout.kvp)
+    cache = KVCache(spec.layers, pages, kv.page_size, heads, spec.head_dim, dtype, device)
+    return Engine(
+        model,
+        layout,
+        comm,
+        cache,
+        placement,
+        max_batch=max_batch,
+        max_length=min(budget, spec.max_positions),
+        token_budget=budget,
+        prefill_chunk=config.decode.prefill_chunk,
+        run_steps=config.decode.run_steps,
+        tokenizer=tokenizer,
+    )
+
+
+def _outputs(engine: Engine, requests: list[Request], refusals: list[Output]) -> Any:
+    yield from refusals
+    yield from engine.generate(requests)
+
+
+def _wanted_tokens(requests: list[Request], context: int, max_batch: int) -> int:
+    """Tokens of KV that the largest batch of these requests takes."""
+    lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
+    return max(sum([n for n in lengths if n <= context][:max_batch]), 1)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Compiles the kernels, so that no request waits for it."""
+    for _ in engine.generate([Request("warm-up", (0,) * 2, 3)]):
+        pass
+    torch.cuda.synchronize()

@@ -1,0 +1,208 @@
+"""Joining a job and leaving it: who am I, do all ranks agree, and the end of everyone when one fails.
+
+Ranks meet in the rendezvous store first. Whatever can be wrong with what the user set is found before a process group
+exists: each rank posts its verdict, and all of them end alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+BEAT_S = 1.0  # between two signs of life of a rank
+SILENCE_S = 15.0  # without one: the rank is taken for dead
+MEETING_S = 120.0  # for all ranks to have checked what the user set
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks, as torchrun says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """None where no launcher started this process.
+
+        Raises:
+            ValueError: part of what a launcher sets is missing.
+        """
+        if "RANK" not in os.environ:
+            return None
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ValueError(f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun")
+        return cls(*(int(os.environ[name]) for name in names[:4]))
+
+
+@dataclass
+class Job:
+    """This rank's membership of a job.
+
+    Attributes:
+        place: which rank this is.
+        device: where its tensors live, once `connect` has chosen.
+        backend: nccl or gloo, likewise.
+        timeout: deadline of each collective, likewise.
+    """
+
+    place: Place
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "gloo"
+    timeout: timedelta = timedelta(minutes=5)
+
+    def __post_init__(self) -> None:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_S))))
+        # An agent's store outlives one job: the names of this one begin with its id.
+        self.store = dist.PrefixStore(f"helix/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+        self._watchdog = _Watchdog(self.store, self.place)
+
+    @property
+    def leads(self) -> bool:
+        return self.place.rank == 0
+
+    def agree(self, error: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchanges what each rank found before any collective; JSON-able facts of all ranks, in rank order.
+
+        Raises:
+            SystemExit: with code 1 on every rank where any of them found an error; rank 0 has printed it.
+        """
+        rank, world = self.place.rank, self.place.world_size
+        keys = [f"preflight/{r}" for r in range(world)]
+        self.store.set(keys[rank], json.dumps({"error": error, "facts": facts}))
+        try:
+            self.store.wait(keys, timedelta(seconds=MEETING_S))
+        except dist.DistError as broken:
+            absent = [r for r, key in enumerate(keys) if not self.store.check([key])]
+            raise RuntimeError(f"ranks {absent} did not report within {MEETING_S:.0f} s of start") from broken
+        found = [json.loads(self.store.get(key)) for key in keys]
+        errors = {f["error"]: r for r, f in reversed(list(enumerate(found))) if f["error"] is not None}
+        if not errors:
+            return [f["facts"] for f in found]
+        if self.leads:
+            for message, first in errors.items():
+                alone = sum(f["error"] == message for f in found) < world
+                print(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}", file=sys.stderr)
+            sys.stderr.flush()
+            self.store.set("preflight/said", "")
+        else:  # the first rank that exits takes the others down: not before the message is out
+            try:
+                self.store.wait(["preflight/said"], timedelta(seconds=10))
+            except dist.DistError:
+                print(f"error: {error or next(iter(errors))}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+
+    def connect(self, backend: str, gpus: list[int], timeout_s: float) -> None:
+        """Starts the process group and the watchdog; `backend` may be auto, `gpus` has each rank's count of them.
+
+        Raises:
+            ValueError: NCCL without a GPU for each rank; the same on every rank.
+        """
+        place = self.place
+        covered = min(gpus) >= place.local_world_size
+        if backend == "nccl" and not covered:
+            raise ValueError(
+                f"comm.backend=nccl needs a GPU for each rank: a host has {min(gpus)} for {place.local_world_size} "
+                "ranks; use fewer ranks or comm.backend=gloo"
+            )
+        self.backend = ("nccl" if covered else "gloo") if backend == "auto" else backend
+        if self.backend == "nccl":
+            self.device = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(self.device)
+            # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
+            os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        self.timeout = timedelta(seconds=timeout_s)
+        self._watchdog.start()
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore("group", self.store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=self.timeout,
+            device_id=self.device if self.backend == "nccl" else None,
+        )
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends this rank with its traceback, and tells the others why."""
+        trace = "".join(traceback.format_exception(error))
+        print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        self._watchdog.tell(f"rank {self.place.rank} failed: {type(error).__name__}: {error}")
+        os._exit(1)  # at once: destructors of a broken process group may wait for peers
+
+    def leave(self) -> None:
+        """Ends the job once all ranks have come here; rank 0, whose host may hold the store, goes last."""
+        self.store.set(f"left/{self.place.rank}", "")
+        self._watchdog.stop()
+        if self.leads:
+            self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=30))
+        dist.destroy_process_group()
+
+
+class _Watchdog:
+    """Ends this process when another rank has failed or gone silent: no rank waits for one that cannot come.
+
+    A thread, because the main one may be inside a collective or a kernel that never returns.
+    """
+
+    def __init__(self, store: dist.Store, place: Place) -> None:
+        self._store = store
+        self._place = place
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        # A connection of its own: the main thread may be waiting in the other.
+        own = self._store.clone()  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._watch, args=(own,), name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread:
+            self._thread.join(5 * BEAT_S)
+
+    def tell(self, message: str) -> None:
+        try:
+            self._store.compare_set("failed", "", message)
+        except dist.DistError:
+            return  # the store is gone, and with it the job
+
+    def _watch(self, store: dist.Store) -> None:
+        rank, world = self._place.rank, self._place.world_size
+        others = [r for r in range(world) if r != rank]
+        seen = dict.fromkeys(others, (0, time.monotonic()))
+        while not self._stopped.wait(BEAT_S):
+            try:
+                store.add(f"alive/{rank}", 1)
+                beats = {r: store.add(f"alive/{r}", 0) for r in others}
+                left = {r for r in others if store.check([f"left/{r}"])}
+                failure = store.get("failed").decode() if store.check(["failed"]) else ""
+            except dist.DistError as error:
+                self._end(f"lost the rendezvous store, so the launcher or the first host is gone ({error})")
+                return
+            now = time.monotonic()
+            seen = {r: seen[r] if seen[r][0] == beats[r] else (beats[r], now) for r in others}
+            silent = [r for r in others if r not in left and now - seen[r][1] > SILENCE_S]
+            if failure:
+                self._end(failure)
+            elif silent:
+                self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
+
+    def _end(self, why: str) -> None:
+        if not self._stopped.is_set():
+            print(f"rank {self._place.rank} ends: {why}", file=sys.stderr, flush=True)
+            os._exit(1)

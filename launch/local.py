@@ -1,0 +1,45 @@
+"""Starts the ranks of one host through torch's elastic launcher, as torchrun does, and returns how they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+ENTRY = Path(__file__).resolve().parent.parent / "torchrun_entry.py"
+
+
+def launch(world_size: int, overrides: Sequence[str]) -> int:
+    """Runs `torchrun_entry.py` with `overrides` on `world_size` ranks of this host.
+
+    Returns:
+        0, or the exit code of the rank that failed first (1 where a signal killed it).
+    """
+    # Ranks share the cores; one thread each where there are more ranks than cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # a port of its own: several jobs of a host do not meet
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    # Ranks say themselves what went wrong with them; the agent would add a screen of its own.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        elastic_launch(config, sys.executable)("-u", str(ENTRY), *overrides)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f"rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
+        return max(failure.exitcode, 1)
+    return 0

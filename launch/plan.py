@@ -1,0 +1,111 @@
+"""What a config asks for, checked before anything is started: everything that can be wrong with it is said here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comm.loopback import LoopbackWorld
+from helix.attention.dense import DenseAttention
+from helix.config import Config, LayoutConfig, check
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, load_spec_config
+from helix.models import Decoder, DecoderSpec, spec_from_config
+from launch.prompts import Prompt, check_writable, read_prompts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config whose parts fit each other, the machine aside.
+
+    Attributes:
+        checkpoint: the weights to load, None for random ones.
+        prompts: of decode.prompts; empty in a benchmark.
+    """
+
+    config: Config
+    layout: HelixLayout
+    spec: DecoderSpec
+    checkpoint: Checkpoint | None
+    prompts: list[Prompt]
+
+
+def make_layout(config: LayoutConfig) -> HelixLayout:
+    """Raises ValueError where the widths do not form a layout."""
+    return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep)
+
+
+def make_spec(config: Config) -> DecoderSpec:
+    """Raises ValueError where the model is none that the runtime knows."""
+    path = None if config.model.path is None else Path(config.model.path)
+    return spec_from_config(load_spec_config(path, config.model.config))
+
+
+def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Raises ValueError where the model cannot be spread over the layout."""
+    layout.check_heads(spec.q_heads, spec.kv_heads)
+    if layout.ep > 1:
+        raise ValueError(f"layout.ep={layout.ep} but the model has no experts: set layout.ep=1")
+
+
+def make_plan(config: Config, rank: int, world_size: int) -> Plan:
+    """The plan of one rank; the same on every rank but for what only that rank's slices can show.
+
+    Raises:
+        ValueError: naming the key, its value and what to do.
+    """
+    check(config)
+    layout = make_layout(config.layout)
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but {world_size} were started: "
+            f"use torchrun --nproc-per-node={layout.world_size} or change layout.kvp or layout.tpa"
+        )
+    spec = make_spec(config)
+    check_layout(layout, spec)
+    checkpoint = None
+    if config.model.load == "checkpoint":
+        if config.model.path is None:
+            raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
+        checkpoint = Checkpoint(Path(config.model.path))
+        comm = LoopbackWorld(world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+        shape = Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
+        checkpoint.check(shape.weights.slices, spec.tied)
+    prompts: list[Prompt] = []
+    if config.bench.kind == "none":
+        if config.decode.prompts is None:
+            raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
+        prompts = read_prompts(Path(config.decode.prompts))
+        if any(p.text is not None for p in prompts) and not has_tokenizer(config):
+            raise ValueError(
+                f"{config.decode.prompts} holds text, but model.path={config.model.path} has no tokenizer.json; "
+                'use "prompt_ids"'
+            )
+    if rank == 0:
+        for key, value in (("decode.output", config.decode.output), ("record", config.record)):
+            if value is not None:
+                check_writable(key, Path(value))
+    return Plan(config, layout, spec, checkpoint, prompts)
+
+
+def has_tokenizer(config: Config) -> bool:
+    return config.model.path is not None and (Path(config.model.path) / "tokenizer.json").is_file()
+
+
+def load_tokenizer(config: Config) -> Any | None:
+    """The model's tokenizer, None where it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not has_tokenizer(config):
+        return None
+    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"the tokenizer in {config.model.path} cannot be read: {error}") from error

@@ -1,0 +1,188 @@
+"""Prompt files in, result files out: JSON lines both."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from helix.config import DecodeConfig
+from helix.request import Output, Request
+from helix.sampling import SamplingParams
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+OPTIONS = ("max_new_tokens", *SAMPLING, "stop")
+KEYS = ("id", "prompt", "prompt_ids", *OPTIONS)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file: either `text` or `ids` is set.
+
+    Attributes:
+        options: what the line sets of OPTIONS.
+    """
+
+    id: str | int
+    text: str | None
+    ids: tuple[int, ...] | None
+    options: Mapping[str, Any]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a JSON-lines file; blank lines do not count, and a missing id is the prompt's number from 0.
+
+    Raises:
+        ValueError: with file and line, where a line is no prompt or an id occurs twice; or the file is unreadable.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"decode.prompts={path} cannot be read: {error}") from error
+    prompts: list[Prompt] = []
+    seen: dict[str | int, int] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompt = _parse(line, len(prompts))
+                if prompt.id in seen:
+                    raise ValueError(f"id {prompt.id!r} was used on line {seen[prompt.id]}")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            seen[prompt.id] = number
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"decode.prompts={path} holds no prompts")
+    return prompts
+
+
+def _parse(line: str, index: int) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
+    unknown = sorted(set(entry) - set(KEYS))
+    if unknown:
+        raise ValueError(f"unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
+    name = entry.get("id", index)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise ValueError(f"id {name!r} must be text or an integer")
+    text, ids = entry.get("prompt"), entry.get("prompt_ids")
+    if (text is None) == (ids is None):
+        raise ValueError('needs "prompt" (text) or "prompt_ids" (token ids), one of the two')
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'"prompt" must be text, not {text!r:.60}')
+    if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):
+        raise ValueError(f'"prompt_ids" must be a list of integers, not {ids!r:.60}')
+    stop = entry.get("stop", [])
+    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
+        raise ValueError(f'"stop" must be a text or a list of texts, not {stop!r:.60}')
+    options = {key: entry[key] for key in OPTIONS if entry.get(key) is not None}
+    return Prompt(name, text, None if ids is None else tuple(ids), options)
+
+
+def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
+    """A request for the engine, or the output that refuses it where its parameters are out of range."""
+    ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
+    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in OPTIONS}
+    stop = options["stop"]
+    try:
+        sampling = SamplingParams(**{key: options[key] for key in SAMPLING})
+        if type(options["max_new_tokens"]) is not int or options["max_new_tokens"] < 1:
+            raise ValueError(f"max_new_tokens={options['max_new_tokens']!r} must be an integer of at least 1")
+    except ValueError as error:
+        return Output(prompt.id, len(ids), (), "", "", "error", str(error))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Request(prompt.id, ids, options["max_new_tokens"], sampling, tuple(s for s in stops if s))
+
+
+def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
+    assert tokenizer is not None, "preflight lets no text in without a tokenizer"
+    ids: Sequence[int] = tokenizer(text)["input_ids"]
+    return ids
+
+
+def check_writable(key: str, path: Path) -> None:
+    """Raises ValueError where `path`, given as `key`, cannot be written; leaves no file behind."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):  # results are replaced in one go: the directory has to allow it
+            pass
+        if path.exists():
+            path.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
+
+
+class ResultFile:
+    """Result lines, written as requests finish and put into the prompts' order at the end.
+
+    Args:
+        path: the file; None keeps nothing.
+        prompts: all prompts of the run, in order.
+        resume: keeps the results that the file already holds, but for errors.
+    """
+
+    def __init__(self, path: Path | None, prompts: Sequence[Prompt], resume: bool) -> None:
+        self._path = path
+        self._prompts = prompts
+        self.lines: dict[str | int, dict[str, Any]] = {}
+        if path is not None and resume and path.exists():
+            self._keep(path, {p.id for p in prompts})
+        self._file: TextIO | None = None
+        if path is not None:
+            self._rewrite()  # drops what is not kept, a torn last line among it
+            self._file = path.open("a", encoding="utf-8")
+
+    @property
+    def remaining(self) -> list[Prompt]:
+        return [p for p in self._prompts if p.id not in self.lines]
+
+    def add(self, output: Output) -> None:
+        line = {
+            "id": output.id,
+            "prompt_tokens": output.prompt_tokens,
+            "output_ids": list(output.output_ids),
+            "text": output.text,
+            "finish_reason": output.finish_reason,
+        }
+        if output.reason is not None:
+            line["reason"] = output.reason
+        self.lines[output.id] = line
+        if self._file:
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._rewrite()
+
+    def _keep(self, path: Path, wanted: set[str | int]) -> None:
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue  # torn by the interruption
+            if isinstance(line, dict) and line.get("id") in wanted and line.get("finish_reason") in ("stop", "length"):
+                self.lines[line["id"]] = line
+
+    def _rewrite(self) -> None:
+        assert self._path is not None
+        ordered = [self.lines[p.id] for p in self._prompts if p.id in self.lines]
+        write_atomically(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file in one go: readers see the old text or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

@@ -1,0 +1,225 @@
+"""What a run tells people and files: progress, streamed text, the table at the end, the record."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from helix.engine import Timings
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.request import Output
+from launch.distributed import Job
+from launch.plan import Plan
+from launch.prompts import write_atomically
+
+
+class Phases:
+    """Seconds of a run's phases, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """Ends the phase `name`, which began where the last one ended."""
+        now = time.perf_counter()
+        self.seconds[f"{name}_s"] = round(now - self._last, 6)
+        self._last = now
+
+
+class Console:
+    """The terminal of rank 0; on the other ranks, and where decode.stream=false, it says less or nothing."""
+
+    def __init__(self, plan: Plan, job: Job) -> None:
+        self._layout = plan.layout
+        self._job = job
+        self._speaks = job.leads
+        self._streams = plan.config.decode.stream
+        self._terminal = Terminal(quiet=not job.leads, highlight=False)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._text = _OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
+        where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
+        auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
+        self._terminal.print(f"{plan.layout}: {job.place.world_size} ranks on {where} over {job.backend}{auto}")
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar for as long as the context lasts; call what it gives with the number done."""
+        if not self._speaks:
+            yield lambda done: None
+            return
+        with self._new_bar() as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+
+    def loaded(self, model: Decoder) -> None:
+        self._terminal.print(
+            f"{len(model.weights.slices)} weight slices on this rank, {model.weights.bytes / 1e6:.1f} MB "
+            f"in {str(model.weights.dtype).removeprefix('torch.')}"
+        )
+
+    def prefill(self, done: int, total: int) -> None:
+        """Prompt tokens done, of those admitted; shown until text begins to stream."""
+        if self._text.started:
+            return
+        if self._bar is None:
+            self._bar = self._new_bar()
+            self._bar.start()
+            self._task = self._bar.add_task("prefill", total=total)
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, total=total)
+        if done == total:
+            self._end_prefill()
+
+    def show(self, output: Output) -> None:
+        """Streams one request's text at a time; what others say meanwhile follows when it is their turn."""
+        if output.finish_reason == "error":
+            self._terminal.print(f"[{output.id}] refused: {output.reason}", markup=False, style="red")
+            return
+        if self._streams:
+            self._end_prefill()
+            self._text.push(output)
+
+    def finish(self, measured: dict[str, Any], served: int, refused: int) -> None:
+        """The table at the end."""
+        self._end_prefill()
+        table = Table(title=f"{served - refused} served, {refused} refused")
+        for name in ("layout", "ranks", "TTL p50", "TTL p90", "tok/s/user", "tok/s/rank"):
+            table.add_column(name, justify="left" if name == "layout" else "right")
+        table.add_row(
+            str(self._layout),
+            str(self._layout.world_size),
+            _ms(measured["ttl_p50_us"]),
+            _ms(measured["ttl_p90_us"]),
+            _number(measured["tokens_per_s_user"]),
+            _number(measured["tokens_per_s_gpu"]),
+        )
+        self._terminal.print(table)
+        held = Table("rank", "KV tokens held", "KV bytes", title="most KV held at a time")
+        for rank, (tokens, size) in enumerate(
+            zip(measured["kv_tokens_per_rank"], measured["kv_bytes_per_rank"], strict=True)
+        ):
+            held.add_row(str(rank), f"{tokens:,}", f"{size:,}")
+        self._terminal.print(held)
+
+    def _new_bar(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self._terminal)
+
+    def _end_prefill(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class _OneAtATime:
+    """Streams the text of one request at a time; what others say meanwhile follows when it is their turn."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.started = False
+        self._write = write
+        self._current: str | int | None = None
+        self._unsaid: dict[str | int, str] = {}
+        self._ended: set[str | int] = set()
+
+    def push(self, output: Output) -> None:
+        self.started = True
+        self._unsaid[output.id] = self._unsaid.get(output.id, f"[{output.id}] ") + output.delta
+        if output.finish_reason is not None:
+            self._ended.add(output.id)
+        while self._unsaid:
+            if self._current is None:
+                self._current = next(iter(self._unsaid))
+            self._write(self._unsaid[self._current])
+            self._unsaid[self._current] = ""
+            if self._current not in self._ended:
+                return
+            self._write("\n")
+            del self._unsaid[self._current]
+            self._current = None
+
+
+def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -> dict[str, Any]:
+    """The measured part of a record, from what rank 0 saw.
+
+    Args:
+        bytes_per_token: of each rank's shard of the KV cache.
+    """
+    ttl_s = timings.ttl_s
+    tokens = [timings.kv_tokens[layout.kvp_rank(r)] for r in range(layout.world_size)]
+    return {
+        "prefill_s": timings.prefill_s,
+        "prefill_tokens": timings.prefill_tokens,
+        "decode_s": sum(ttl_s),
+        "decode_tokens": timings.decode_tokens,
+        "decode_steps": len(ttl_s),
+        "ttl_p50_us": percentile_us(ttl_s, 50),
+        "ttl_p90_us": percentile_us(ttl_s, 90),
+        "tokens_per_s_user": len(ttl_s) / sum(ttl_s) if ttl_s else None,
+        "tokens_per_s_gpu": timings.decode_tokens / sum(ttl_s) / layout.world_size if ttl_s else None,
+        "kv_tokens_per_rank": tokens,
+        "kv_bytes_per_rank": [n * size for n, size in zip(tokens, bytes_per_token, strict=True)],
+    }
+
+
+def percentile_us(seconds: list[float], percent: float) -> float | None:
+    return float(np.percentile(seconds, percent)) * 1e6 if seconds else None
+
+
+def write_record(path: Path, plan: Plan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
+    """One JSON object: what was asked for, where it ran, and what was measured."""
+    cuda = job.device.type == "cuda"
+    record = {
+        "config": asdict(plan.config),
+        "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
+        "backend": job.backend,
+        "device": torch.cuda.get_device_name(job.device) if cuda else f"CPU ({platform.machine()})",
+        "commit": _commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "hydra-core")}
+        | {"python": platform.python_version(), "triton": _triton_version()}
+        | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
+        "phases": phases.seconds,
+        **measured,
+    }
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+
+
+def _triton_version() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # platforms without it run the reference kernels
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with + where files differ from it."""
+    root = Path(__file__).resolve().parent.parent
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or an unpacked archive
+        return None
+
+
+def _ms(us: float | None) -> str:
+    return "-" if us is None else f"{us / 1e3:.2f} ms"
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.1f}"

@@ -1,0 +1,115 @@
+"""From a config to tokens: the whole of a run, on every rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from comm.torch_dist import TorchDistCommunicator
+from helix.attention.dense import DenseAttention
+from helix.config import Config
+from helix.loading import randomize
+from helix.models import Decoder
+from launch import bench, decode, local
+from launch.distributed import Job, Place
+from launch.plan import Plan, load_tokenizer, make_layout, make_plan
+from launch.report import Console, Phases, write_record
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSED = 3  # exit code where requests were refused and the others served
+
+OmegaConf.register_new_resolver("root", lambda: str(ROOT))
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def main() -> None:
+    """Composes the config, runs it and exits with the run's code."""
+    if {"-m", "--multirun"} & set(sys.argv[1:]):
+        why = "; under torchrun every rank would run the whole sweep" if "TORCHELASTIC_RUN_ID" in os.environ else ""
+        sys.exit(f"error: one run has one config{why}: for several use `python -m launch.sweep -m ...`")
+    _composed()
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+def _composed(config: DictConfig) -> None:
+    # Left by exit and not by return: Hydra's main passes no value on.
+    sys.exit(run(as_config(config), HydraConfig.get().overrides.task))
+
+
+def as_config(config: DictConfig) -> Config:
+    """The dataclasses behind a composed config."""
+    return cast(Config, OmegaConf.to_object(config))
+
+
+def run(config: Config, overrides: Sequence[str]) -> int:
+    """Runs a config on this rank, or on new ranks where no launcher started this process; returns the exit code."""
+    place = Place.from_environment()
+    if place is None:
+        try:
+            return local.launch(make_layout(config.layout).world_size, overrides)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    job = Job(place)
+    try:
+        return _run_rank(job, config)
+    except Exception as error:
+        job.fail(error)
+
+
+def _run_rank(job: Job, config: Config) -> int:
+    phases = Phases()
+    plan, tokenizer, problem = None, None, None
+    try:
+        plan = make_plan(config, job.place.rank, job.place.world_size)
+        tokenizer = load_tokenizer(config) if job.leads else None
+    except ValueError as error:
+        problem = str(error)
+    facts = job.agree(problem, {"gpus": torch.cuda.device_count()})
+    assert plan is not None  # or nobody would have agreed
+    phases.mark("preflight")
+
+    job.connect(config.comm.backend, [f["gpus"] for f in facts], config.comm.timeout_s)
+    comm = TorchDistCommunicator(plan.layout.kvp_groups(), job.device, job.timeout)
+    console = Console(plan, job)
+    phases.mark("connect")
+
+    model = _load(plan, comm, job, console)
+    comm.barrier()
+    phases.mark("load")
+
+    refused = 0
+    if config.bench.kind == "decode":
+        measured = bench.decode(plan, comm, model, console)
+    else:
+        measured, refused = decode.decode(plan, comm, model, tokenizer, console)
+    phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
+    comm.barrier()
+    if job.leads and config.record is not None:
+        write_record(Path(config.record), plan, job, phases, measured)
+    comm.close()
+    job.leave()
+    return REFUSED if refused and job.leads else 0
+
+
+def _load(plan: Plan, comm: TorchDistCommunicator, job: Job, console: Console) -> Decoder:
+    dtype = plan.config.model.dtype
+    if dtype == "auto":
+        dtype = plan.spec.dtype if job.device.type == "cuda" else "float32"
+    model = Decoder(plan.spec, plan.layout, comm, DenseAttention(), getattr(torch, dtype), job.device)
+    if plan.checkpoint is None:
+        randomize(model.weights, plan.config.seed)
+    else:
+        with console.progress("loading", len(model.weights.slices)) as advance:
+            plan.checkpoint.load(model.weights, advance)
+    console.loaded(model)
+    return model

@@ -1,0 +1,25 @@
+"""Decode with Helix parallelism: `torchrun --nproc-per-node=N torchrun_entry.py KEY=VALUE ...`.
+
+Without torchrun, `python torchrun_entry.py KEY=VALUE ...` starts the ranks that the layout asks for by itself.
+`python torchrun_entry.py --help` explains the keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import comm
+import kernels
+import launch
+
+for package in (comm, kernels, launch):
+    # Other distributions own the names `comm` and `kernels`: theirs must not be taken for ours.
+    found, wanted = Path(package.__file__ or "nowhere").resolve().parent.parent, Path(__file__).resolve().parent
+    if found != wanted:
+        sys.exit(f"package {package.__name__!r} was imported from {found} instead of {wanted}; check PYTHONPATH")
+
+from launch.run import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()
