@@ -1,0 +1,26 @@
+# `make run` and `make test` set up .venv by themselves. With PYTHON=/path/to/python whose torch fits, that torch is used.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test lint clean
+
+run: $(VENV)/.installed
+	$(BIN)/python -m launch.demo $(ARGS)
+
+# Two processes share the tests; those that need worker pools stay together.
+test: $(VENV)/.installed lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) launch/environment.py $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV)
