@@ -16,7 +16,7 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
         D: head dim.
         dtype: of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
     """
-    block_d = triton.next_power_of_2(D)
+    block_d = max(16, triton.next_power_of_2(D))  # the least that tl.dot takes
     most_rows = 32 if dtype == torch.float32 else most_rows
     block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
     # 16 KiB of keys: three in flight, two blocks an SM.

@@ -65,5 +65,5 @@ def decode(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> 
     memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
     measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
     measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
-    console.finish(measured, bench.batch, 0)
+    console.finish(f"{bench.batch} x {bench.length:,} tokens of random KV", measured)
     return measured

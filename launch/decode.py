@@ -48,7 +48,7 @@ def decode(
     if results is not None:
         results.close()
         measured = summary(plan.layout, engine.timings, bytes_per_token)
-        console.finish(measured, len(results.lines), refused)
+        console.finish(f"{len(results.lines) - refused} served, {refused} refused", measured)
     return measured, comm.broadcast_object(refused)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -96,10 +97,10 @@ class Console:
             self._end_prefill()
             self._text.push(output)
 
-    def finish(self, measured: dict[str, Any], served: int, refused: int) -> None:
+    def finish(self, title: str, measured: dict[str, Any]) -> None:
         """The table at the end."""
         self._end_prefill()
-        table = Table(title=f"{served - refused} served, {refused} refused")
+        table = Table(title=title)
         for name in ("layout", "ranks", "TTL p50", "TTL p90", "tok/s/user", "tok/s/rank"):
             table.add_column(name, justify="left" if name == "layout" else "right")
         table.add_row(
@@ -208,7 +209,9 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with + where files differ from it."""
+    """The checkout's commit, with + where files differ from it; HELIX_COMMIT says it where git is not at hand."""
+    if "HELIX_COMMIT" in os.environ:
+        return os.environ["HELIX_COMMIT"]
     root = Path(__file__).resolve().parent.parent
     git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:

@@ -101,6 +101,7 @@ def loopback(
     append_block: int,
     wanted: Sequence[Continuation],
     tamper: Callable[[Engine], None] = lambda engine: None,
+    device: str = "cpu",
 ) -> list[Result]:
     """All ranks as threads of this process."""
 
@@ -110,7 +111,7 @@ def loopback(
         tamper(engine)
         return generate(engine, wanted)
 
-    return run_ranks(layout.world_size, body, timeout_s=120.0)
+    return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)
 
 
 def distributed_rank(
@@ -122,3 +123,35 @@ def distributed_rank(
     result = generate(build_engine(path, layout, comm, block), wanted)
     comm.close()
     return result
+
+
+def agreement(
+    rank: int, world_size: int, path: Path, layout: HelixLayout, wanted: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> list[tuple[int, int]]:
+    """Steps (prompt, number) at which a bf16 run over NCCL takes another token than wanted (prompt, tokens).
+
+    After such a step the run starts over from what was wanted up to there, so that every step is judged on its own.
+    """
+    comm = TorchDistCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
+    longest = max(len(prompt) + len(tokens) for prompt, tokens in wanted)
+    engine = build_engine(
+        path, layout, comm, 16, max_batch=8, max_length=longest, prefill_chunk=4096, dtype=torch.bfloat16
+    )
+    differing = []
+    begins = dict.fromkeys(range(len(wanted)), 0)
+    while begins:
+        requests = [Request(i, wanted[i][0] + wanted[i][1][:n], len(wanted[i][1]) - n) for i, n in begins.items()]
+        taken = {int(output.id): output.output_ids for output in engine.generate(requests)}
+        # Only rank 0 knows what was taken; the others follow it into the next round.
+        taken = comm.broadcast_object(taken)
+        following = {}
+        for i, n in begins.items():
+            tokens = wanted[i][1]
+            first = next((k for k in range(n, len(tokens)) if taken[i][k - n] != tokens[k]), None)
+            if first is not None:
+                differing.append((i, first))
+                if first + 1 < len(tokens):
+                    following[i] = first + 1
+        begins = following
+    comm.close()
+    return differing

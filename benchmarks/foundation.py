@@ -1,0 +1,69 @@
+"""What the foundation shows on the GPUs of one host, in one go: correctness first, then recall, then memory.
+
+    python benchmarks/foundation.py OUT     (all GPUs of this machine; seconds to minutes each)
+
+Writes OUT/tests.txt (what pytest said) and OUT/foundation.jsonl, a line for each run: the run's record and its name.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.needles import SOURCES, make, score  # noqa: E402
+
+NEEDLE_LENGTH, NEEDLES = 32_768, 50
+
+
+def run(out: Path, name: str, overrides: list[str], **more: object) -> None:
+    """One job; its record, and the seconds it took, become a line."""
+    record = out / "record.json"
+    record.unlink(missing_ok=True)
+    begin = time.perf_counter()
+    command = [sys.executable, "torchrun_entry.py", *overrides, "decode.stream=false", f"record={record}"]
+    code = subprocess.run(command, cwd=ROOT).returncode
+    line = {"name": name, "exit_code": code, "seconds": round(time.perf_counter() - begin, 2), **more}
+    if record.exists():
+        line |= json.loads(record.read_text())
+    results = ROOT / f"{name}.jsonl"
+    if results.exists():
+        line["needles_found"], line["needles"] = score(results.read_text().splitlines())
+        results.replace(out / results.name)
+    with (out / "foundation.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count()
+    print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
+    with (out / "tests.txt").open("w") as log:
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-s", "--durations=10", "-p", "no:cacheprovider"]
+        print(f"tests: exit code {subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode}", flush=True)
+    print((out / "tests.txt").read_text()[-3000:], flush=True)
+
+    prompts = out / "needles.prompts"
+    lines = make(ROOT / "assets/demo-model/tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)
+    prompts.write_text("".join(json.dumps(p) + "\n" for p in lines))
+    common = [f"decode.prompts={prompts}", "decode.max_batch=4", "decode.prefill_chunk=8192"]
+    for name, kvp in ((f"needles-32k-kvp{gpus}", gpus), ("needles-32k-kvp1", 1)):
+        run(out, name, [*common, f"layout.kvp={kvp}", f"decode.output={ROOT / name}.jsonl"], length=NEEDLE_LENGTH)
+    same = [(out / f"needles-32k-kvp{kvp}.jsonl").read_text() for kvp in (gpus, 1)]
+    print(f"needle answers over {gpus} ranks and over 1: {'equal' if same[0] == same[1] else 'DIFFERENT'}", flush=True)
+    prompts.unlink()
+
+    run(out, f"llama-8b-1m-kvp{gpus}", ["experiment=llama-1m", f"layout.kvp={gpus}"])
+    print((out / "foundation.jsonl").read_text(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
