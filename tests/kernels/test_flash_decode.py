@@ -1,0 +1,169 @@
+"""flash_decode: kernel and reference against float64, over shapes, pages, bounds and splits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import flash_decode as module
+from kernels.flash_decode import flash_decode, num_splits
+from kernels.reference.flash_decode import flash_decode as reference
+from tests.kernels.oracle import Case, check, make_case
+
+SHAPES = {
+    "plain": dict(counts=[1, 1, 1], lengths=[40, 1, 17]),
+    "empty-shards": dict(counts=[1, 1, 1], lengths=[0, 33, 0]),
+    "all-empty": dict(counts=[1, 1], lengths=[0, 0]),
+    "group-7": dict(counts=[1, 1], lengths=[70, 5], heads=(7, 1), dim=80, page_size=48),
+    "group-16-verify-5": dict(counts=[5, 5], lengths=[66, 5], heads=(16, 1), dim=128, page_size=100),
+    "group-3-page-1": dict(counts=[2, 2], lengths=[37, 2], heads=(6, 2), dim=96, page_size=1),
+    "mha-verify-8": dict(counts=[8, 8], lengths=[129, 8], heads=(2, 2)),
+    "verify-32": dict(counts=[32], lengths=[50], heads=(4, 1), dim=16, page_size=16),
+    "dim-256": dict(counts=[1], lengths=[65], heads=(2, 1), dim=256, page_size=64),
+    "dim-8": dict(counts=[1], lengths=[20], heads=(5, 1), dim=8),
+    "window": dict(counts=[1, 1, 1], lengths=[90, 20, 7], window=19),
+    "window-verify": dict(counts=[4, 4], lengths=[90, 21], window=10, page_size=48),
+    "fewer-keys-than-queries": dict(counts=[4, 4], lengths=[2, 40]),
+}
+
+
+def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    B = len(case.counts)
+    out, lse = op(
+        case.q.unflatten(0, (B, -1)), case.k_cache, case.v_cache, case.block_table,
+        case.lo.view(B, -1), case.hi.view(B, -1), case.scale, **options,
+    )  # fmt: skip
+    return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference(shape: str) -> None:
+    case = make_case(**SHAPES[shape])
+    check(*run(reference, case), case)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel(shape: str, device: torch.device) -> None:
+    case = make_case(**SHAPES[shape], device=device)
+    check(*run(flash_decode, case), case)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("shape", ["plain", "group-16-verify-5", "window-verify", "empty-shards"])
+def test_splits(shape: str, splits: int, device: torch.device) -> None:
+    case = make_case(**SHAPES[shape], device=device)
+    check(*run(flash_decode, case, splits=splits), case)
+
+
+# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
+LOW = [
+    pytest.param(
+        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
+    )
+    for name, op in (("kernel", flash_decode), ("reference", reference))
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("op, dtype", LOW)
+def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
+    case = make_case([2, 2], [75, 9], heads=(8, 2), dim=128, dtype=dtype, device=device)
+    check(*run(op, case), case)
+
+
+def test_writes_where_told_and_nothing_else(device: torch.device) -> None:
+    case = make_case([1, 1], [40, 0], device=device)
+    out = torch.full((2, 1, 8, 64), torch.nan, device=device)
+    lse = torch.full((2, 1, 8), torch.nan, device=device)
+    check(*run(flash_decode, case, out=out[:, :, 2:6], lse=lse[:, :, 2:6], splits=3), case)
+    check(out[:, 0, 2:6], lse[:, 0, 2:6], case)
+    for rest in (out[:, :, :2], out[:, :, 6:], lse[:, :, :2], lse[:, :, 6:]):
+        assert rest.isnan().all()
+
+
+def test_nan_in_a_key_that_is_read_surfaces(device: torch.device) -> None:
+    case = make_case([1], [20], device=device)
+    page = int(case.block_table[0, 0])
+    case.k_cache[page, 3] = torch.nan
+    assert run(flash_decode, case)[0].isnan().any()
+
+
+def test_repeats_bitwise(device: torch.device) -> None:
+    case = make_case([3, 3], [90, 31], device=device)
+    first, second = run(flash_decode, case, splits=5), run(flash_decode, case, splits=5)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("planted", ["one key left out", "one key too many", "scale", "lse"])
+def test_planted_errors_are_caught(planted: str) -> None:
+    case = make_case([1, 1], [40, 23])
+    expected = case.expected()
+    if planted == "one key left out":
+        case.hi[0] -= 1
+    if planted == "one key too many":
+        case.lo[1] = 0
+        case.hi[1] -= 1
+    out, lse = run(reference, case)
+    if planted == "scale":
+        out, lse = reference(
+            case.q.unflatten(0, (2, -1)), case.k_cache, case.v_cache, case.block_table,
+            case.lo.view(2, -1), case.hi.view(2, -1), 1.001 * case.scale,
+        )  # fmt: skip
+        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    if planted == "lse":
+        lse = lse + 1e-3
+    with pytest.raises(AssertionError):
+        check(out, lse, case, expected)
+
+
+@given(st.integers(1, 5000), st.integers(1, 1 << 22), st.integers(1, 200))
+def test_num_splits_is_within_its_bounds(tiles: int, capacity: int, sms: int) -> None:
+    splits = num_splits(tiles, capacity, sms)
+    assert 1 <= splits <= module.MAX_SPLITS
+    assert splits == 1 or splits * module.MIN_SPLIT_KEYS <= capacity
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_length() -> None:
+    case = make_case([1, 1, 1], [700, 3, 250], heads=(8, 2), dim=128, device="cuda")
+    B = 3
+    args = (case.q.unflatten(0, (B, -1)), case.k_cache, case.v_cache, case.block_table)
+    lo, hi = case.lo.view(B, 1).clone(), case.hi.view(B, 1).clone()
+    flash_decode(*args, lo, hi, case.scale)  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_decode(*args, lo, hi, case.scale)
+    for bounds in ([700, 3, 250], [1, 0, 64], [512, 2, 0]):
+        hi.copy_(torch.tensor(bounds, device="cuda")[:, None])
+        case.hi = hi.flatten().clone()
+        graph.replay()
+        check(out.flatten(0, 1), lse.flatten(0, 1), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "heads, dim, count", [((32, 8), 128, 1), ((28, 4), 128, 8), ((8, 1), 64, 32), ((16, 2), 256, 4)]
+)
+def test_long(dtype: torch.dtype, heads: tuple[int, int], dim: int, count: int) -> None:
+    case = make_case([count] * 3, [5000, 0, 333], heads=heads, dim=dim, page_size=64, dtype=dtype, device="cuda")
+    check(*run(flash_decode, case), case)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_to_the_31() -> None:
+    """The last pages of a cache of 2^32 elements hold what is read."""
+    pages, page_size, dim = (1 << 32) // (64 * 128), 64, 128
+    k_cache = torch.empty(pages, page_size, 1, dim, dtype=torch.bfloat16, device="cuda")
+    v_cache = torch.empty_like(k_cache)
+    case = make_case([1], [100], heads=(4, 1), dim=dim, page_size=page_size, dtype=torch.bfloat16, device="cuda")
+    for i in range(2):
+        old = int(case.block_table[0, i])
+        k_cache[pages - 1 - i], v_cache[pages - 1 - i] = case.k_cache[old], case.v_cache[old]
+        case.block_table[0, i] = pages - 1 - i
+    case.k_cache, case.v_cache = k_cache, v_cache
+    check(*run(flash_decode, case), case)
