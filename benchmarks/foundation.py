@@ -46,10 +46,12 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count()
     print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
-    with (out / "tests.txt").open("w") as log:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-s", "--durations=10", "-p", "no:cacheprovider"]
-        print(f"tests: exit code {subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode}", flush=True)
-    print((out / "tests.txt").read_text()[-3000:], flush=True)
+    for selection in (["tests/kernels", "-n", "8"], ["tests/dist", "tests/e2e", "-m", "gpu", "-s"]):
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", *selection]
+        log = out / "tests.txt"
+        with log.open("a") as file:
+            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode
+        print(f"{' '.join(selection)}: exit code {code}\n{log.read_text()[-2500:]}", flush=True)
 
     prompts = out / "needles.prompts"
     lines = make(ROOT / "assets/demo-model/tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)

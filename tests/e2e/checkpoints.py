@@ -14,6 +14,8 @@ from tests.e2e.parity import Continuation
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
+FIRST_TOKENS = 6
+
 # Odd where a share should not come out even: vocabulary, FFN width, heads over ranks.
 _COMMON: dict[str, Any] = dict(
     vocab_size=257,
@@ -94,18 +96,22 @@ def kv_heads(family: str) -> int:
 
 @functools.cache
 def oracle(family: str, lengths: tuple[int, ...], new_tokens: int) -> list[Continuation]:
-    """Greedy continuations of random prompts by transformers, fp32, eager attention, no stop at EOS."""
+    """Greedy continuations of random prompts by transformers, fp32, eager attention, no stop at EOS.
+
+    Args:
+        lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint(family), dtype=torch.float32, attn_implementation="eager"
     ).eval()
     generator = torch.Generator().manual_seed(11)
     found = []
-    for length in lengths:
+    for number, length in enumerate(lengths):
         prompt = torch.randint(1, model.config.vocab_size, (1, length), generator=generator)
         done = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new_tokens,
+            max_new_tokens=new_tokens if number else FIRST_TOKENS,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

@@ -48,7 +48,7 @@ def build_engine(
     append_block: int,
     *,
     page_size: int = 16,
-    max_batch: int = 3,
+    max_batch: int = 5,
     max_length: int = 512,
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
