@@ -95,7 +95,7 @@ def test_a_shifted_lse_on_one_rank_is_caught() -> None:
                 layer.attention.policy = ShiftedLSE(layer.attention.policy)
 
     results = loopback(checkpoint("qwen3"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
-    with pytest.raises(AssertionError, match="logits off|prompt"):
+    with pytest.raises(AssertionError, match="prompt"):
         check(results, wanted)
 
 
