@@ -57,10 +57,15 @@ def main() -> None:
     lines = make(ROOT / "assets/demo-model/tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)
     prompts.write_text("".join(json.dumps(p) + "\n" for p in lines))
     common = [f"decode.prompts={prompts}", "decode.max_batch=4", "decode.prefill_chunk=8192"]
-    for name, kvp in ((f"needles-32k-kvp{gpus}", gpus), ("needles-32k-kvp1", 1)):
-        run(out, name, [*common, f"layout.kvp={kvp}", f"decode.output={ROOT / name}.jsonl"], length=NEEDLE_LENGTH)
-    same = [(out / f"needles-32k-kvp{kvp}.jsonl").read_text() for kvp in (gpus, 1)]
-    print(f"needle answers over {gpus} ranks and over 1: {'equal' if same[0] == same[1] else 'DIFFERENT'}", flush=True)
+    for dtype in ("float32", "bfloat16"):
+        answers = []
+        for kvp in (gpus, 1):
+            name = f"needles-32k-{dtype}-kvp{kvp}"
+            overrides = [*common, f"model.dtype={dtype}", f"layout.kvp={kvp}", f"decode.output={ROOT / name}.jsonl"]
+            run(out, name, overrides, length=NEEDLE_LENGTH)
+            answers.append((out / f"{name}.jsonl").read_text().splitlines())
+        same = sum(a == b for a, b in zip(*answers, strict=True))
+        print(f"{dtype}: {same} of {NEEDLES} answers are equal over {gpus} ranks and over 1", flush=True)
     prompts.unlink()
 
     run(out, f"llama-8b-1m-kvp{gpus}", ["experiment=llama-1m", f"layout.kvp={gpus}"])

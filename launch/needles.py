@@ -10,12 +10,14 @@ NNNNN.` at a depth of its own, and ends with the question. Its id holds the answ
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import random
 import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.run import ROOT
 
@@ -36,23 +38,26 @@ def make(tokenizer_path: Path, directories: Sequence[Path], length: int, count: 
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    prompts: list[dict[str, object]] = []
-    for index in range(count):
-        rng = random.Random(index)
-        word, number = rng.choice(WORDS), f"{rng.randrange(100_000):05d}"
-        needle, question = f"# The magic number for {word} is {number}.", f"\n# The magic number for {word} is"
-        room = length - ANSWER_TOKENS - len(tokenizer.encode(f"{needle}\n{question}").ids)
-        lines, used = [], 0
-        for line in source_lines(directories, index):
-            used += len(tokenizer.encode(line + "\n").ids)
-            if used > room:
-                break
-            lines.append(line)
-        lines.insert(int(len(lines) * (index + 0.5) / count), needle)
-        prompt = "\n".join(lines) + question
-        assert len(tokenizer.encode(prompt).ids) <= length - ANSWER_TOKENS
-        prompts.append({"id": f"{word}-{number}-{index}", "prompt": prompt, "max_new_tokens": ANSWER_TOKENS})
-    return prompts
+    return [
+        _prompt(tokenizer, source_lines(directories, index), index, (index + 0.5) / count, length)
+        for index in range(count)
+    ]
+
+
+def _prompt(tokenizer: Any, lines: list[str], seed: int, depth: float, length: int) -> dict[str, object]:
+    rng = random.Random(seed)
+    word, number = rng.choice(WORDS), f"{rng.randrange(100_000):05d}"
+    needle, question = f"# The magic number for {word} is {number}.", f"\n# The magic number for {word} is"
+
+    def text(take: int) -> str:
+        before = int(take * depth)
+        return "\n".join([*lines[:before], needle, *lines[before:take]]) + question
+
+    def too_long(take: int) -> bool:
+        return len(tokenizer.encode(text(take)).ids) > length - ANSWER_TOKENS
+
+    take = bisect.bisect_left(range(1, min(len(lines), length)), True, key=too_long)
+    return {"id": f"{word}-{number}-{seed}", "prompt": text(take), "max_new_tokens": ANSWER_TOKENS}
 
 
 def score(lines: list[str]) -> tuple[int, int]:
