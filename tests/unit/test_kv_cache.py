@@ -1,0 +1,131 @@
+"""Placement and capacity against a round-robin append written out token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens
+from helix.layout import HelixLayout
+from helix.step import DecodeState
+
+blocks, widths, page_sizes = st.integers(1, 20), st.integers(1, 5), st.integers(1, 20)
+
+
+def append_all(length: int, kvp: int, block: int, start: int) -> list[list[int]]:
+    """Positions that each rank holds, in its local order, by appending one token after the other."""
+    held: list[list[int]] = [[] for _ in range(kvp)]
+    turn, filled = start, 0
+    for position in range(length):
+        if filled == block:
+            turn, filled = (turn + 1) % kvp, 0
+        held[turn].append(position)
+        filled += 1
+    return held
+
+
+def placement(kvp: int, rank: int, block: int, page_size: int) -> Placement:
+    return Placement(HelixLayout.create("helix", kvp), rank, block, page_size)
+
+
+@given(st.integers(0, 150), widths, blocks, page_sizes, st.data())
+def test_slots_follow_the_local_order(length: int, kvp: int, block: int, page_size: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, kvp - 1))
+    held = append_all(length, kvp, block, start)
+    positions = torch.arange(length)
+    starts = torch.full((length,), start)
+    written: set[int] = set()
+    for rank in range(kvp):
+        p = placement(kvp, rank, block, page_size)
+        count = p.pages(length, start)
+        assert count == -(-len(held[rank]) // page_size)
+        pages = torch.randperm(count + 3)[: max(count, 1)]
+        slots = p.cache_slots(positions, starts, pages.int().expand(length, -1)).tolist()
+        for local, position in enumerate(held[rank]):
+            assert slots[position] == int(pages[local // page_size]) * page_size + local % page_size
+            written.add(position)
+        assert sum(s >= 0 for s in slots) == len(held[rank])
+    assert len(written) == length
+
+
+@given(st.integers(0, 150), widths, blocks, st.one_of(st.none(), st.integers(1, 60)), st.data())
+def test_bounds_are_causality_and_window(
+    position: int, kvp: int, block: int, window: int | None, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, kvp - 1))
+    held = append_all(position + 40, kvp, block, start)
+    for rank in range(kvp):
+        lo, hi = placement(kvp, rank, block, 16).bounds(torch.tensor([position]), torch.tensor([start]), window)
+        reads = [p for p in held[rank] if p <= position and (window is None or p > position - window)]
+        assert held[rank][int(lo) : int(hi)] == reads
+        assert lo.dtype == hi.dtype == torch.int32
+
+
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=5), widths, blocks, page_sizes, st.data())
+def test_planned_pages_hold_any_split_of_the_tokens(
+    lengths: list[int], kvp: int, block: int, page_size: int, data: st.DataObject
+) -> None:
+    layout = HelixLayout.create("helix", kvp)
+    pages = pages_for_tokens(layout, sum(lengths), block, page_size, len(lengths))
+    starts = [data.draw(st.integers(0, kvp - 1)) for _ in lengths]
+    for rank in range(kvp):
+        p = placement(kvp, rank, block, page_size)
+        assert sum(p.pages(n, s) for n, s in zip(lengths, starts, strict=True)) <= pages
+
+
+def test_pages_are_taken_and_given_back() -> None:
+    cache = KVCache(2, 5, 4, 1, 8, torch.float32, torch.device("cpu"))
+    first, second = cache.take(2), cache.take(3)
+    assert sorted(first + second) == list(range(5)) and cache.free_pages == 0
+    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
+        cache.take(1)
+    cache.give_back(first)
+    assert sorted(cache.take(2)) == sorted(first)
+    assert cache.bytes_per_token == 2 * 2 * 8 * 4
+
+
+def test_free_memory_is_read() -> None:
+    assert free_bytes(torch.device("cpu")) > 1 << 20
+
+
+def state(kvp: int, rank: int, batch: int = 3) -> DecodeState:
+    return DecodeState(batch, 4, placement(kvp, rank, 2, 4), torch.device("cpu"))
+
+
+def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
+    for rank in range(2):
+        s = state(2, rank)
+        for row, start in ((0, 0), (1, 1), (2, 0)):
+            s.admit(row, start, [10 * row + i for i in range(4)])
+        s.activate(torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([5, 4]))
+        step = s.decode_step()
+        # Position 5: block 2 of rank (2 + 0) % 2 = 0, its slot 3. Position 4: block 2 of rank (2 + 1) % 2 = 1, slot 2.
+        assert step.append_slots.tolist() == ([0 * 4 + 3, -1, -1] if rank == 0 else [-1, 10 * 4 + 2, -1])
+        assert step.tokens[:2].tolist() == [7, 8] and step.positions[:2].tolist() == [5, 4]
+        lo, hi = step.bounds(None)
+        assert hi.tolist() == ([4, 2, 0] if rank == 0 else [2, 3, 0]) and lo.tolist() == [0, 0, 0]
+        assert step.bounds(None) is step.bounds(None), "one set of bounds serves all layers"
+
+
+def test_commit_grows_active_rows_alone() -> None:
+    s = state(1, 0)
+    s.admit(1, 0, [0, 1])
+    s.activate(torch.tensor([1]), torch.tensor([7]), torch.tensor([5]))
+    s.commit(torch.tensor([1, 2, 3]))
+    assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
+    s.retire(1)
+    s.commit(torch.tensor([4, 5, 6]))
+    assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
+
+
+def test_a_prefill_step_is_the_chunks_in_a_row() -> None:
+    s = state(1, 0)
+    s.admit(0, 0, [3, 1])
+    s.admit(2, 0, [2, 0])
+    step = s.prefill_step([(2, 4, torch.tensor([40, 41])), (0, 0, torch.tensor([1, 2, 3]))])
+    assert step.tokens.tolist() == [40, 41, 1, 2, 3] and step.positions.tolist() == [4, 5, 0, 1, 2]
+    assert step.cu_q is not None and step.cu_q.tolist() == [0, 2, 5] and step.max_q == 3
+    assert step.block_tables[:, :2].tolist() == [[2, 0], [3, 1]]
+    assert step.append_slots.tolist() == [0 * 4 + 0, 1, 3 * 4 + 0, 13, 14]

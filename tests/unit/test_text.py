@@ -1,0 +1,87 @@
+"""TextStream: text while it comes is the text of all tokens, up to the first stop text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helix.text import TextStream
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text)["input_ids"]
+
+
+def stream(tokenizer: Any, tokens: list[int], *stop: str) -> tuple[str, list[str], bool]:
+    """The final text, the deltas, and whether a stop text ended it."""
+    text = TextStream(tokenizer, stop)
+    deltas = []
+    for token in tokens:
+        delta, stopped = text.push(token)
+        deltas.append(delta)
+        if stopped:
+            return text.text, deltas, True
+    deltas.append(text.finish())
+    return text.text, deltas, False
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n    return x\n", "naïve café — 日本語 🙂🙃", "12345", " leading", "tab\t and\n\n\nlines"]
+)
+def test_deltas_add_up_to_the_text(tokenizer: Any, text: str) -> None:
+    tokens = ids(tokenizer, text)
+    whole, deltas, stopped = stream(tokenizer, tokens)
+    assert whole == "".join(deltas) == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert not stopped
+
+
+def test_a_torn_character_waits_for_its_rest(tokenizer: Any) -> None:
+    tokens = ids(tokenizer, "🙂")
+    assert len(tokens) > 1, "the test needs a character of several tokens"
+    whole, deltas, _ = stream(tokenizer, tokens)
+    assert whole == "🙂" and all("\ufffd" not in d for d in deltas)
+
+
+def test_special_tokens_are_not_text(tokenizer: Any) -> None:
+    assert stream(tokenizer, [*ids(tokenizer, "abc"), tokenizer.eos_token_id])[0] == "abc"
+
+
+@pytest.mark.parametrize(
+    "text, stop, expected",
+    [
+        ("return x\nnext line", ("\n",), "return x"),
+        ("value = 12345 end", ("234",), "value = 1"),
+        ("one two three", ("three", "two"), "one "),  # the earliest in the text, not in the list
+        ("aaab", ("aab",), "a"),  # overlaps itself
+        ("stop here", ("stop",), ""),
+        ("never", ("x", "evil"), None),
+        ("ends with a beginn", ("beginning",), None),  # held back, then released at the end
+    ],
+)
+def test_stop_texts(tokenizer: Any, text: str, stop: tuple[str, ...], expected: str | None) -> None:
+    whole, deltas, stopped = stream(tokenizer, ids(tokenizer, text), *stop)
+    assert stopped == (expected is not None)
+    assert whole == "".join(deltas) == (text if expected is None else expected)
+
+
+def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
+    text = TextStream(tokenizer, ("\n# The end",))
+    said = "".join(text.push(t)[0] for t in ids(tokenizer, "x\n# The"))
+    assert said == "x"
+    assert said + text.finish() == "x\n# The"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    text = TextStream(None)
+    assert text.push(5) == ("", False) and text.finish() == "" and text.text == ""
