@@ -1,0 +1,87 @@
+"""conf/ and the schema agree, and values out of range are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from helix.config import Config, check
+from launch.run import ROOT, as_config
+
+CONF = Path(ROOT) / "conf"
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+
+
+def composed(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return as_config(compose("config", list(overrides)))
+
+
+def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
+    config = composed()
+    check(config)
+    assert config.model.path == str(ROOT / "assets" / "demo-model")
+    assert (config.layout.kvp, config.layout.tpa, config.layout.tpf, config.layout.ep) == (1, 1, None, 1)
+    assert config.kv.append_block == 16 and config.decode.temperature == 0
+
+
+@pytest.mark.parametrize("group, option", [(g, f.stem) for g in GROUPS for f in sorted((CONF / g).glob("*.yaml"))])
+def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
+    config = composed(f"{group}={option}")
+    check(config)
+    assert isinstance(config, Config)
+
+
+def test_the_command_line_of_the_documentation() -> None:
+    line = (
+        "model.path=DIR model.dtype=float32 model.load=checkpoint layout.kvp=2 layout.tpa=2 layout.tpf=4 layout.ep=1 "
+        "kv.append_block=16 kv.page_size=64 decode.prompts=FILE.jsonl decode.output=OUT.jsonl "
+        "decode.max_new_tokens=32 decode.temperature=0 comm.backend=auto record=RECORD.json"
+    )
+    config = composed(*line.split())
+    assert config.layout.tpf == 4 and config.record == "RECORD.json" and config.decode.max_new_tokens == 32
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(Exception, match="kvpp"):
+        composed("layout.kvpp=2")
+
+
+def test_help_names_every_group() -> None:
+    help_text = OmegaConf.load(CONF / "config.yaml").hydra.help.template
+    for group in [*GROUPS, "record", "seed"]:
+        assert f"\n  {group} " in help_text or group == "experiment", group
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("model.dtype=int8", ["model.dtype", "int8", "bfloat16"]),
+        ("model.load=magic", ["model.load", "magic", "checkpoint"]),
+        ("attention.policy=sparse", ["attention.policy", "sparse", "dense"]),
+        ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
+        ("bench.kind=all", ["bench.kind", "all", "decode"]),
+        ("kv.append_block=0", ["kv.append_block", "0", "positive"]),
+        ("kv.page_size=-1", ["kv.page_size", "-1"]),
+        ("kv.tokens=0", ["kv.tokens", "0"]),
+        ("kv.memory_fraction=1.5", ["kv.memory_fraction", "1.5", "at most 1"]),
+        ("decode.max_batch=0", ["decode.max_batch", "0"]),
+        ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
+        ("decode.run_steps=0", ["decode.run_steps"]),
+        ("comm.timeout_s=0", ["comm.timeout_s"]),
+        ("decode.resume=true", ["decode.resume", "decode.output"]),
+    ],
+)
+def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(composed(override))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_schema_has_these_groups() -> None:
+    assert set(Config.__dataclass_fields__) == {
+        "model", "layout", "kv", "attention", "comm", "decode", "bench", "record", "seed",
+    }  # fmt: skip

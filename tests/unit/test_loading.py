@@ -1,0 +1,250 @@
+"""Reading checkpoints: every rank its slices, nothing twice, and every problem by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from comm.loopback import LoopbackWorld
+from helix.attention.dense import DenseAttention
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, load_spec_config, randomize, read_config
+from helix.models import Decoder, spec_from_config
+
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"], vocab_size=37, hidden_size=24, intermediate_size=29, num_hidden_layers=2,
+    num_attention_heads=6, num_key_value_heads=2, head_dim=4, max_position_embeddings=64, attention_bias=True,
+)  # fmt: skip
+
+
+def decoder(
+    layout: HelixLayout, rank: int, config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
+    return Decoder(spec_from_config(config), layout, comm, DenseAttention(), dtype, torch.device("cpu"))
+
+
+def tensors(config: dict[str, Any] = CONFIG) -> dict[str, torch.Tensor]:
+    """A whole checkpoint in which every element is a number of its own."""
+    found, begin = {}, 0
+    for s in decoder(HelixLayout.create(), 0, config).weights.slices:
+        size = torch.Size(s.shape).numel()
+        found[s.name] = torch.arange(begin, begin + size, dtype=torch.float32).view(s.shape)
+        begin += size
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def shard(directory: Path, parts: int) -> None:
+    """Cuts model.safetensors into files with an index."""
+    whole = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(whole)
+    weight_map = {name: f"model-{i % parts}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({n: whole[n] for n in names if weight_map[n] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("kvp, tpa", [(1, 1), (2, 1), (1, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_ranks_together_hold_every_element(directory: Path, kvp: int, tpa: int, files: int) -> None:
+    if files > 1:
+        shard(directory, files)
+    layout = HelixLayout.create("helix", kvp, tpa)
+    whole = tensors()
+    copies = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in whole.items()}
+    for rank in range(layout.world_size):
+        model = decoder(layout, rank)
+        for parameter in model.weights.parameters:
+            parameter.fill_(torch.nan)
+        progress: list[int] = []
+        Checkpoint(directory).load(model.weights, progress.append)
+        assert progress == list(range(1, len(model.weights.slices) + 1))
+        assert not any(p.isnan().any() for p in model.weights.parameters), "a parameter was left unread"
+        for s in model.weights.slices:
+            index = tuple(slice(r.start, r.stop) for r in s.ranges)
+            assert torch.equal(s.target, whole[s.name][index]), s.name
+            copies[s.name][index] += 1
+    for name, count in copies.items():
+        if "norm" in name or name.endswith("o_proj.bias"):
+            assert (count == layout.world_size).all(), f"{name} is replicated"
+        elif any(part in name for part in ("q_proj", "k_proj", "v_proj")):
+            assert (count == kvp).all(), f"{name} is replicated in the kvp group alone"
+        else:
+            assert (count == 1).all(), f"{name} is on one rank"
+
+
+def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No whole tensor is fetched where a part of it is wanted."""
+    import helix.loading as loading
+
+    read: list[tuple[str, int]] = []
+    real = loading.safe_open
+
+    class Spy:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = real(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            self.opened = self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> Any:
+            return self.file.__exit__(*error)
+
+        def keys(self) -> Any:
+            return self.opened.keys()
+
+        def get_slice(self, name: str) -> Any:
+            part = self.opened.get_slice(name)
+
+            class Slice:
+                def get_shape(self) -> Any:
+                    return part.get_shape()
+
+                def __getitem__(self, index: Any) -> Any:
+                    tensor = part[index]
+                    read.append((name, tensor.numel()))
+                    return tensor
+
+            return Slice()
+
+    monkeypatch.setattr(loading, "safe_open", Spy)
+    model = decoder(HelixLayout.create("helix", 2, 2), 3)
+    Checkpoint(directory).load(model.weights)
+    assert sum(n for _, n in read) == sum(p.numel() for p in model.weights.parameters)
+
+
+def test_dtype_is_the_models(directory: Path) -> None:
+    model = decoder(HelixLayout.create(), 0, dtype=torch.bfloat16)
+    Checkpoint(directory).load(model.weights)
+    assert model.embedding.weight.dtype == torch.bfloat16
+    assert torch.equal(model.embedding.weight, tensors()["model.embed_tokens.weight"].bfloat16())
+
+
+def problem(directory: Path, config: dict[str, Any] = CONFIG) -> str:
+    model = decoder(HelixLayout.create(), 0, config)
+    with pytest.raises(ValueError) as caught:
+        Checkpoint(directory).check(model.weights.slices, model.spec.tied)
+    return str(caught.value)
+
+
+def test_missing_unexpected_and_misshaped_are_named_together(directory: Path) -> None:
+    whole = tensors()
+    del whole["model.norm.weight"]
+    whole["model.extra.weight"] = torch.zeros(3)
+    whole["lm_head.weight"] = torch.zeros(36, 24)
+    save_file(whole, directory / "model.safetensors")
+    message = problem(directory)
+    assert "1 missing: model.norm.weight" in message and "1 unexpected: model.extra.weight" in message
+    assert "1 misshaped: lm_head.weight [36, 24], expected [37, 24]" in message and str(directory) in message
+
+
+def test_long_lists_are_cut(directory: Path) -> None:
+    save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
+    assert "more" in problem(directory) and len(problem(directory)) < 1500
+
+
+def test_leftovers_are_no_problem(directory: Path) -> None:
+    whole = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save_file(whole, directory / "model.safetensors")
+    model = decoder(HelixLayout.create(), 0)
+    Checkpoint(directory).check(model.weights.slices, tied=False)
+    tied = CONFIG | {"tie_word_embeddings": True}
+    model = decoder(HelixLayout.create(), 0, tied)
+    assert model.head.weight is model.embedding.weight
+    Checkpoint(directory).check(model.weights.slices, tied=True)  # its lm_head.weight is of no use
+
+
+def test_truncated_shard(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors is truncated" in problem(directory)
+
+
+def test_missing_shard_and_torn_index(directory: Path) -> None:
+    shard(directory, 3)
+    (directory / "model-1.safetensors").unlink()
+    assert "model-1.safetensors" in problem(directory) and "missing" in problem(directory)
+    (directory / "model.safetensors.index.json").write_text("{")
+    assert "not valid JSON" in problem(directory)
+
+
+def test_index_that_promises_too_much(directory: Path) -> None:
+    shard(directory, 2)
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.ghost"] = "model-0.safetensors"
+    index.write_text(json.dumps(content))
+    assert "model.ghost" in problem(directory)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a directory"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no checkpoint: it has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no weights"):
+        Checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"no model: set model\.path"):
+        load_spec_config(None, {})
+
+
+def test_generation_config_has_the_last_word_on_eos(directory: Path) -> None:
+    assert read_config(directory).get("eos_token_id") is None
+    (directory / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert spec_from_config(read_config(directory)).eos == (3, 5)
+    (directory / "generation_config.json").write_text("{}")
+    assert spec_from_config(read_config(directory) | {"eos_token_id": 7}).eos == (7,)
+
+
+def test_inline_keys_override_the_file(directory: Path) -> None:
+    assert load_spec_config(directory, {"num_hidden_layers": 5})["num_hidden_layers"] == 5
+    assert load_spec_config(None, CONFIG) == CONFIG
+
+
+def test_random_weights_are_the_same_where_a_checkpoint_would_be() -> None:
+    layout = HelixLayout.create("helix", 2, 2)
+
+    def built(rank: int, seed: int) -> Weights:
+        weights = decoder(layout, rank).weights
+        for parameter in weights.parameters:
+            parameter.fill_(torch.nan)
+        randomize(weights, seed)
+        assert not any(p.isnan().any() for p in weights.parameters)
+        return weights
+
+    def qkv(weights: Weights) -> torch.Tensor:
+        return next(s.target for s in weights.slices if s.name.endswith("q_proj.weight"))
+
+    ranks = [built(rank, 0) for rank in range(4)]
+    assert torch.equal(qkv(ranks[0]), qkv(ranks[1])) and not torch.equal(qkv(ranks[0]), qkv(ranks[2]))
+    assert not torch.equal(qkv(ranks[0]), qkv(built(0, 1)))
+    assert abs(qkv(ranks[0]).std().item() - 0.02) < 0.005
+    norms = [s.target for s in ranks[0].slices if s.name.endswith("norm.weight")]
+    assert norms and all((n == 1).all() for n in norms)
+
+
+def test_the_demo_checkpoint_is_complete(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "assets" / "demo-model"
+    copy = shutil.copytree(demo, tmp_path / "demo")
+    model = decoder(HelixLayout.create("helix", 4), 2, read_config(copy))
+    Checkpoint(copy).check(model.weights.slices, model.spec.tied)

@@ -1,0 +1,153 @@
+"""Prompt files and result files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helix.config import DecodeConfig
+from helix.request import Output, Request
+from launch.prompts import Prompt, ResultFile, check_writable, read_prompts, to_request
+
+
+def write(tmp_path: Path, *lines: Any) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "a"}, "", {"prompt_ids": [1, 2], "id": "x"}, {"prompt": "", "temperature": None})
+    prompts = read_prompts(path)
+    assert [p.id for p in prompts] == [0, "x", 2]
+    assert [(p.text, p.ids) for p in prompts] == [("a", None), (None, (1, 2)), ("", None)]
+    assert prompts[2].options == {}
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{not json", "line 2: not JSON"),
+        ("[1]", "line 2: a prompt is a JSON object"),
+        ({"text": "hello"}, "line 2: unknown keys text"),
+        ({"id": 5}, 'line 2: needs "prompt"'),
+        ({"prompt": "a", "prompt_ids": [1]}, "one of the two"),
+        ({"prompt": 5}, '"prompt" must be text'),
+        ({"prompt_ids": [1, "2"]}, "list of integers"),
+        ({"prompt_ids": [True]}, "list of integers"),
+        ({"prompt": "a", "id": 1.5}, "id 1.5"),
+        ({"prompt": "a", "id": "first"}, "was used on line 1"),
+        ({"prompt": "a", "stop": 3}, '"stop"'),
+        ({"prompt": "a", "temprature": 1}, "unknown keys temprature; known: id, prompt"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
+    path = write(tmp_path, {"prompt": "fine", "id": "first"}, line)
+    with pytest.raises(ValueError) as caught:
+        read_prompts(path)
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_no_prompts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_prompts(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(write(tmp_path, "", ""))
+
+
+def test_a_request_takes_the_line_before_the_config() -> None:
+    defaults = DecodeConfig(max_new_tokens=9, temperature=0.5, stop=["\n"], seed=3)
+    request = to_request(Prompt("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults, None)
+    assert isinstance(request, Request)
+    assert request.max_new_tokens == 9 and request.stop == ("x",) and tuple(request.prompt) == (1, 2)
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0, 5, 3)
+    plain = to_request(Prompt("a", None, (1,), {}), defaults, None)
+    assert isinstance(plain, Request) and plain.stop == ("\n",) and plain.sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"temperature": -1}, "temperature = -1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p = 0"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p = 2"),
+        ({"seed": -1}, "seed = -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": "many"}, "max_new_tokens='many'"),
+    ],
+)
+def test_parameters_out_of_range_refuse_the_request(options: dict[str, Any], word: str) -> None:
+    refused = to_request(Prompt("a", None, (1, 2, 3), options), DecodeConfig(), None)
+    assert isinstance(refused, Output)
+    assert refused.finish_reason == "error" and refused.prompt_tokens == 3
+    assert refused.reason is not None and word in refused.reason
+
+
+def output(name: str | int, reason: str = "length") -> Output:
+    return Output(name, 3, (4, 5), "", f"text of {name}", reason, "why" if reason == "error" else None)
+
+
+def prompts(*names: str | int) -> list[Prompt]:
+    return [Prompt(name, "x", None, {}) for name in names]
+
+
+def ids(path: Path) -> list[Any]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("from an earlier run\n")
+    results = ResultFile(path, prompts("a", "b", "c"), resume=False)
+    assert path.read_text() == ""
+    results.add(output("c"))
+    assert ids(path) == ["c"], "on disk before the run ends"
+    results.add(output("a", "error"))
+    results.add(output("b"))
+    assert ids(path) == ["c", "a", "b"]
+    results.close()
+    assert ids(path) == ["a", "b", "c"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    keys = ["id", "prompt_tokens", "output_ids", "text", "finish_reason"]
+    assert list(lines[1]) == keys and list(lines[0]) == [*keys, "reason"]
+
+
+def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first = ResultFile(path, prompts(0, 1, 2, 3), resume=False)
+    first.add(output(2))
+    first.add(output(0, "error"))
+    with path.open("a") as file:
+        file.write('{"id": 1, "prompt_tok')  # torn by the interruption
+    second = ResultFile(path, prompts(0, 1, 2, 3), resume=True)
+    assert [p.id for p in second.remaining] == [0, 1, 3]
+    assert ids(path) == [2]
+    for name in (3, 1, 0):
+        second.add(output(name))
+    second.close()
+    assert ids(path) == [0, 1, 2, 3]
+    third = ResultFile(path, prompts(3, 0), resume=True)  # other prompts now
+    assert third.remaining == []
+    third.close()
+    assert ids(path) == [3, 0]
+
+
+def test_without_a_file_results_are_counted_all_the_same() -> None:
+    results = ResultFile(None, prompts("a"), resume=False)
+    results.add(output("a"))
+    results.close()
+    assert list(results.lines) == ["a"]
+
+
+def test_unwritable_places_are_named_and_nothing_is_left(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "out.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written"):
+            check_writable("decode.output", path)
+    check_writable("decode.output", tmp_path / "new.jsonl")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,91 @@
+"""RoPE against transformers' own, kind by kind, and far out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from helix.layers.rotary import ROPE_TYPES, RopeSpec, Rotary, rotate
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": dict(rope_type="default"),
+    "linear": dict(rope_type="linear", factor=4.0),
+    "llama3": dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256
+    ),
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=256),
+    "yarn-attention-factor": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=256, attention_factor=1.3
+    ),
+    "yarn-mscale": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=256, mscale=0.7, mscale_all_dim=1.2
+    ),
+    "yarn-not-truncated": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=256, truncate=False, beta_fast=20, beta_slow=2
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [8, 64, 128])
+def test_same_rotation_as_transformers(kind: str, dim: int) -> None:
+    parameters = KINDS[kind] | {"rope_theta": 50_000.0}
+    config = LlamaConfig(
+        hidden_size=4 * dim, num_attention_heads=4, head_dim=dim, max_position_embeddings=1024,
+        rope_parameters=dict(parameters),
+    )  # fmt: skip
+    gen = torch.Generator().manual_seed(0)
+    positions = torch.tensor([0, 1, 17, 255, 256, 1000, 5000])
+    q = torch.randn(len(positions), 4, dim, generator=gen)
+    theirs = LlamaRotaryEmbedding(config)
+    cos, sin = theirs(q, positions[None])
+    expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)
+    ours = Rotary(RopeSpec.from_config(config.to_dict(), dim), torch.float32, torch.device("cpu"))
+    # Angles up to 5000 in fp32 differ by a unit in the last place, 5000 x 2^-24 = 3e-4, times values up to 4.
+    torch.testing.assert_close(rotate(q, *ours.angles(positions)), expected[0].transpose(0, 1), atol=1.5e-3, rtol=0)
+    inv_freq, factor = RopeSpec.from_config(config.to_dict(), dim).frequencies()
+    torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
+
+
+def test_both_spellings_of_a_config_mean_the_same() -> None:
+    scaling = KINDS["llama3"]
+    new = {"rope_parameters": scaling | {"rope_theta": 5e5}, "max_position_embeddings": 1024}
+    old = {"rope_scaling": scaling, "rope_theta": 5e5, "max_position_embeddings": 1024}
+    older = {"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in scaling.items()}, "rope_theta": 5e5}
+    specs = [RopeSpec.from_config(c, 64) for c in (new, old, older)]
+    assert all(s.kind == "llama3" and s.theta == 5e5 for s in specs)
+    assert torch.equal(specs[0].frequencies()[0], specs[1].frequencies()[0])
+    assert torch.equal(specs[0].frequencies()[0], specs[2].frequencies()[0])
+    assert RopeSpec.from_config({}, 64).theta == 10_000.0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mystery"])
+def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(ValueError, match=kind) as caught:
+        RopeSpec.from_config({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, 64)
+    assert all(known in str(caught.value) for known in ROPE_TYPES)
+
+
+def test_missing_parameters_and_partial_rotation_are_refused() -> None:
+    with pytest.raises(ValueError, match="lacks low_freq_factor, high_freq_factor"):
+        RopeSpec.from_config({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 64)
+    with pytest.raises(ValueError, match="partial rotary"):
+        RopeSpec.from_config({"partial_rotary_factor": 0.5}, 64)
+
+
+def test_a_million_tokens_out() -> None:
+    """fp32 angles: off by at most half a unit of 2^20 (0.0625) in the fastest dimension, as in transformers; the
+    rotation keeps lengths all the same."""
+    rotary = Rotary(RopeSpec("default", 1e6, 128), torch.float32, torch.device("cpu"))
+    positions = torch.tensor([1_000_000, 4_000_000])
+    cos, sin = rotary.angles(positions)
+    exact = positions.double()[:, None, None] * rotary.inv_freq.double()
+    error = (cos.double() - exact.cos()).abs()
+    bound = positions.double()[:, None, None] * rotary.inv_freq.double() * 2**-24 + 1e-6
+    assert (error <= bound).all()
+    assert torch.allclose(cos**2 + sin**2, torch.ones(()), atol=1e-6)
