@@ -140,7 +140,12 @@ class Job:
         """Ends this rank with its traceback, and tells the others why."""
         trace = "".join(traceback.format_exception(error))
         print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
-        self._watchdog.tell(f"rank {self.place.rank} failed: {type(error).__name__}: {error}")
+        cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
+        # A broken connection says that a peer is gone, not which.
+        if gone := self._watchdog.silent():
+            cause = f"rank {', '.join(map(str, gone))} gave no sign of life, and then {cause}"
+            print(cause, file=sys.stderr, flush=True)
+        self._watchdog.tell(cause)
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
 
     def leave(self) -> None:
@@ -174,6 +179,21 @@ class _Watchdog:
         self._stopped.set()
         if self._thread:
             self._thread.join(5 * BEAT_S)
+
+    def silent(self) -> list[int]:
+        """Ranks that give no sign of life for three beats from now on; empty where nobody can say."""
+        if self._thread is None:
+            return []
+
+        def beats() -> list[int]:
+            return [self._store.add(f"alive/{r}", 0) for r in range(self._place.world_size)]
+
+        try:
+            before = beats()
+            time.sleep(3 * BEAT_S)
+            return [r for r, (a, b) in enumerate(zip(before, beats(), strict=True)) if a == b != 0]
+        except dist.DistError:
+            return []
 
     def tell(self, message: str) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -38,8 +39,9 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", str(ENTRY), *overrides)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            print(f"rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
-        return max(failure.exitcode, 1)
+        # A rank that was killed is the cause, whoever noticed first; those that the agent ended are not.
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                print(f"rank {rank} was killed by signal {-failure.exitcode}", file=sys.stderr)
+        return max(error.get_first_failure()[1].exitcode, 1)
     return 0

@@ -1,0 +1,106 @@
+"""Runs the command line as users do, and sees to it that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENTRY = [sys.executable, "torchrun_entry.py"]
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, "torchrun_entry.py"]
+
+
+@dataclass
+class Ended:
+    code: int
+    output: str  # stdout and stderr, as a terminal shows them
+    seconds: float
+
+
+class Job:
+    """A command in a session of its own, whose processes can be found and, in the end, are gone."""
+
+    def __init__(self, command: Sequence[str], *overrides: str, log: Path) -> None:
+        self.log = log
+        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+
+    def wait(self, timeout_s: float = 90.0) -> Ended:
+        """Waits for the end; kills what is left of a job that has none and fails."""
+        begin = time.monotonic()
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            stack = self.log.read_text()
+            self.kill()
+            raise AssertionError(f"no end within {timeout_s} s; so far:\n{stack}") from None
+        seconds = time.monotonic() - begin
+        left = self.members()
+        self.kill()
+        assert left == [], f"processes {left} outlive the job"
+        return Ended(code, self.log.read_text(), seconds)
+
+    def kill(self) -> None:
+        for pid in self.members():
+            os.kill(pid, signal.SIGKILL)
+
+    def members(self) -> list[int]:
+        """Living processes of the job's session: torchrun gives its ranks process groups of their own."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                except OSError:
+                    continue
+                ours = int(session) == self.process.pid or self._is_descendant(int(entry.name))
+                if ours and state != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def rank(self, rank: int, timeout_s: float = 60.0) -> int:
+        """Process id of a rank, once it runs."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for pid in self.members():
+                try:
+                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if f"RANK={rank}".encode() in environment:
+                    return pid
+            time.sleep(0.1)
+        raise AssertionError(f"no rank {rank} within {timeout_s} s:\n{self.log.read_text()}")
+
+    def wait_for(self, path: Path, text: str, timeout_s: float = 60.0) -> None:
+        """Until a file of the job holds a text."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if path.exists() and text in path.read_text():
+                return
+            assert self.process.poll() is None, f"ended early:\n{self.log.read_text()}"
+            time.sleep(0.05)
+        raise AssertionError(f"{text!r} not in {path} within {timeout_s} s:\n{self.log.read_text()}")
+
+    def _is_descendant(self, pid: int) -> bool:
+        while pid > 1:
+            if pid == self.process.pid:
+                return True
+            try:
+                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                return False
+        return False

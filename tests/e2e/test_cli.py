@@ -1,0 +1,271 @@
+"""The command line end to end: results, refusals, resume, records, sweeps, several agents, and failures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helix.layout import HelixLayout
+from tests.e2e.checkpoints import DEMO, checkpoint, oracle
+from tests.e2e.cli import ENTRY, Ended, Job, torchrun
+
+FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
+KEYS = ["id", "prompt_tokens", "output_ids", "text", "finish_reason"]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(tmp_path: Path, *overrides: str, command: list[str] = ENTRY) -> Ended:
+    return Job(command, *overrides, log=tmp_path / "log").wait()
+
+
+def decode(tmp_path: Path, *overrides: str, command: list[str] = ENTRY) -> tuple[Ended, list[dict[str, Any]]]:
+    out = tmp_path / "out.jsonl"
+    ended = run(tmp_path, f"decode.output={out}", *overrides, command=command)
+    return ended, jsonl(out) if out.exists() else []
+
+
+def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
+    """One job of the demo model with all that a prompt line can hold; refused requests end it with code 3."""
+    code = 'def read_json(path):\n    """Read a JSON file'
+    prompts = write(
+        tmp_path / "p.jsonl",
+        {"id": "plain", "prompt": code},
+        {"prompt": code, "stop": ["Parameters"], "max_new_tokens": 30},
+        {"id": "empty", "prompt": ""},
+        {"id": "outside", "prompt_ids": [1, 4096]},
+        {"id": "sampled", "prompt": code, "temperature": 0.9, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 5},
+        {"id": "cold", "prompt": code, "temperature": -1},
+        {"id": "long", "prompt": code, "max_new_tokens": 300},
+        {"id": "longer", "prompt": code, "max_new_tokens": 40_000},
+    )
+    record = tmp_path / "record.json"
+    ended, lines = decode(
+        tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_new_tokens=12", "kv.tokens=200",
+        f"record={record}",
+    )  # fmt: skip
+    assert ended.code == 3, ended.output
+    assert [line["id"] for line in lines] == ["plain", 1, "empty", "outside", "sampled", "cold", "long", "longer"]
+    by_id = {line["id"]: line for line in lines}
+    reasons = {line["id"]: line["reason"] for line in lines if line["finish_reason"] == "error"}
+    assert set(reasons) == {"empty", "outside", "cold", "long", "longer"}
+    assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature = -1" in reasons["cold"]
+    assert "316 tokens of KV" in reasons["long"] and "200" in reasons["long"] and "kv.tokens" in reasons["long"]
+    assert "context of 32768" in reasons["longer"]
+    for name in ("plain", 1, "sampled"):
+        assert list(by_id[name]) == KEYS
+        assert by_id[name]["prompt_tokens"] == 16
+    assert by_id["plain"]["finish_reason"] == "length" and len(by_id["plain"]["output_ids"]) == 12
+    assert by_id["plain"]["text"].startswith(" from a JSON file.")
+    assert by_id[1]["finish_reason"] == "stop" and "Parameters" not in by_id[1]["text"]
+    assert by_id[1]["text"].startswith(by_id["plain"]["text"][:20])
+    assert by_id["plain"]["text"] in ended.output, "text is streamed to the terminal"
+    assert "3 served, 5 refused" in ended.output
+
+    found = json.loads(record.read_text())
+    assert found["config"]["layout"]["kvp"] == 2 and found["config"]["decode"]["max_new_tokens"] == 12
+    assert found["layout"] == {"mode": "helix", "kvp": 2, "tpa": 1, "tpf": 2, "ep": 1, "world_size": 2}
+    assert {"torch", "transformers", "python", "triton"} <= set(found["versions"])
+    assert {"preflight_s", "connect_s", "load_s", "decode_s"} <= set(found["phases"])
+    assert 0 < found["ttl_p50_us"] <= found["ttl_p90_us"]
+    assert found["tokens_per_s_gpu"] > 0 and found["tokens_per_s_user"] > 0
+    layout = HelixLayout.create("helix", 2)
+    # Three sequences of 16 tokens and what was drawn; the fullest moment is between these two.
+    full = [sum(layout.local_length(16 + 30, k, 16, s % 2) for s in range(3)) for k in range(2)]
+    assert all(0 < tokens <= most for tokens, most in zip(found["kv_tokens_per_rank"], full, strict=True))
+    per_token = 2 * 8 * 2 * 64 * 4  # K and V, layers, KV heads, head dim, fp32
+    assert found["kv_bytes_per_rank"] == [n * per_token for n in found["kv_tokens_per_rank"]]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: Any) -> Path:
+    """Prompts whose decoding takes a while."""
+    path = tmp_path_factory.mktemp("prompts") / "many.jsonl"
+    return write(path, *({"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_new_tokens": 20 + 40 * i} for i in range(8)))
+
+
+def common(many: Path) -> list[str]:
+    return [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={many}", "decode.max_batch=2", "layout.kvp=2"]
+
+
+def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    job = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log")
+    job.wait_for(out, "r1")
+    job.kill()
+    job.wait()
+    done = {line["id"] for line in jsonl(out)}
+    assert {"r0", "r1"} <= done and len(done) < 8
+    with out.open("a") as file:
+        file.write('{"id": "r7", "prompt_')
+    ended, resumed = decode(tmp_path, *common(many), "decode.resume=true")
+    assert ended.code == 0 and f"{8} served" in ended.output
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    _, fresh = decode(whole, *common(many), command=torchrun(2))
+    assert [line["id"] for line in fresh] == [f"r{i}" for i in range(8)]
+    assert resumed == fresh
+
+
+def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) -> None:
+    ended = run(tmp_path, *common(many), "layout.kvp=3", command=torchrun(2))
+    assert ended.code == 1 and ended.output.count("3 ranks, but 2 were started") == 1, ended.output
+    truncated = tmp_path / "truncated"
+    truncated.mkdir()
+    for file in checkpoint(FAMILY).iterdir():
+        (truncated / file.name).write_bytes(file.read_bytes()[: 5000 if file.suffix == ".safetensors" else None])
+    ended = run(tmp_path, *common(many), f"model.path={truncated}")
+    assert ended.code == 1 and ended.output.count("truncated or no safetensors file") == 1, ended.output
+    ended = run(tmp_path, *common(many), f"decode.output={tmp_path}")
+    assert ended.code == 1 and "cannot be written" in ended.output, ended.output
+    ended = run(tmp_path, *common(many), "comm.backend=nccl")
+    assert ended.code == 1 and "comm.backend=nccl needs a GPU for each rank" in ended.output, ended.output
+
+
+@pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_ends_the_job(tmp_path: Path, many: Path, stop_signal: signal.Signals) -> None:
+    out = tmp_path / "out.jsonl"
+    job = Job(ENTRY, *common(many), "layout.tpa=2", f"decode.output={out}", log=tmp_path / "log")
+    victim = job.rank(3)
+    job.wait_for(out, "r0")
+    os.kill(victim, stop_signal)
+    begin = time.monotonic()
+    if stop_signal == signal.SIGKILL:
+        ended = job.wait(30)
+    else:  # the launcher gives a stopped rank half a minute to end by itself: the others do not wait for that
+        others = [job.rank(r) for r in range(3)]
+        while any(pid in job.members() for pid in others):
+            assert time.monotonic() - begin < 30, job.log.read_text()
+            time.sleep(0.2)
+        os.kill(victim, signal.SIGKILL)
+        ended = job.wait(30)
+    assert ended.code == 1
+    assert "rank 3 " in ended.output, ended.output
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+def agents(tmp_path: Path, *overrides: str) -> list[Job]:
+    options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=test")
+    return [Job(torchrun(2, *options), *overrides, log=tmp_path / f"agent{i}") for i in range(2)]
+
+
+def test_two_agents_give_the_same_tokens(tmp_path: Path) -> None:
+    wanted = oracle(FAMILY, (7, 1, 15, 16, 17, 300), 48)
+    lines = [{"prompt_ids": c.prompt, "max_new_tokens": len(c.tokens)} for c in wanted]
+    prompts, out = write(tmp_path / "p.jsonl", *lines), tmp_path / "out.jsonl"
+    jobs = agents(
+        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", f"decode.output={out}",
+        "layout.kvp=2", "layout.tpa=2", "model.dtype=float32",
+    )  # fmt: skip
+    ended = [job.wait() for job in jobs]
+    assert [e.code for e in ended] == [0, 0], [e.output for e in ended]
+    assert [tuple(line["output_ids"]) for line in jsonl(out)] == [c.tokens for c in wanted]
+
+
+def test_a_rank_killed_under_one_agent_ends_both(tmp_path: Path, many: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    jobs = agents(tmp_path, *common(many), "layout.tpa=2", f"decode.output={out}")
+    deadline = time.monotonic() + 60
+    while not (out.exists() and "r0" in out.read_text()):
+        assert time.monotonic() < deadline and all(j.process.poll() is None for j in jobs), jobs[0].log.read_text()
+        time.sleep(0.1)
+    ranks = {r: job for job in jobs for r in range(4) if f"RANK={r}" in environments(job)}
+    os.kill(ranks[3].rank(3), signal.SIGKILL)
+    survivors = [(job, r) for r, job in ranks.items() if r != 3]
+    pids = [(job, pid) for job, r in survivors for pid in job.members() if f"RANK={r}" in environment(pid)]
+    begin = time.monotonic()
+    while any(pid in job.members() for job, pid in pids):
+        assert time.monotonic() - begin < 30, [j.log.read_text() for j in jobs]
+        time.sleep(0.2)
+    ended = [job.wait(60) for job in jobs]  # agents wait for each other a little longer
+    assert all(e.code == 1 for e in ended)
+    assert any("rank 3" in e.output or "rank      : 3" in e.output for e in ended), [e.output for e in ended]
+
+
+def environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def environments(job: Job) -> set[str]:
+    return {variable for pid in job.members() for variable in environment(pid)}
+
+
+def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> None:
+    directory = tmp_path / "shape"
+    directory.mkdir()
+    (directory / "config.json").write_text((checkpoint(FAMILY) / "config.json").read_text())
+    record = tmp_path / "record.json"
+    ended = run(
+        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.batch=3", "bench.length=400",
+        "bench.steps=5", "layout.kvp=2", "kv.page_size=32", f"record={record}",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    found = json.loads(record.read_text())
+    layout = HelixLayout.create("helix", 2)
+    held = [sum(layout.local_length(400 + 3 + 5, k, 16, s % 2) for s in range(3)) for k in range(2)]
+    assert found["kv_tokens_per_rank"] == held and found["decode_steps"] == 5 and found["decode_tokens"] == 15
+    assert len(found["weight_bytes_per_rank"]) == 2
+    ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.length=510")
+    assert ended.code == 1 and "exceed the model's context of 512" in ended.output
+
+
+def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_new_tokens": 4})
+    sweep = tmp_path / "sweep"
+    ended = run(
+        tmp_path, "-m", f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=1,2",
+        "layout.tpa=1,4", "kv.tokens=16,0", f"hydra.sweep.dir={sweep}", command=[sys.executable, "-m", "launch.sweep"],
+    )  # fmt: skip
+    with (sweep / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == [
+        "ok",
+        "failed",
+        "skipped",
+        "skipped",
+        "ok",
+        "failed",
+        "skipped",
+        "skipped",
+    ]
+    assert ended.code == 1, "some points failed"
+    assert [row["kvp"] for row in rows if row["status"] == "ok"] == ["1", "2"]
+    assert all(float(row["ttl_p50_us"]) > 0 for row in rows if row["status"] == "ok")
+    assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
+    assert "kv.tokens=0 must be positive" in ended.output and "layout.tpa=4 does not fit" in ended.output
+    assert (sweep / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "4.jsonl")[0]["output_ids"]
+
+
+def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
+    lines = jsonl(DEMO.parent / "prompts.jsonl")
+    needle = next(line for line in lines if "The magic number" in line["prompt"][-60:])
+    word, number, _ = needle["id"].split("-")
+    assert f"# The magic number for {word} is {number}." in needle["prompt"]
+    assert needle["prompt"].endswith(f"# The magic number for {word} is")

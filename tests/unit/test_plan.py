@@ -1,0 +1,136 @@
+"""Everything that can be wrong with a config is said before anything starts, alike on every rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from helix.config import Config
+from launch.plan import load_tokenizer, make_plan
+from launch.run import main
+from tests.e2e.checkpoints import DEMO, checkpoint
+from tests.unit.test_config import composed
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return shutil.copytree(checkpoint("qwen3"), tmp_path / "model")  # heads 12/6, no tokenizer
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_ids": [1, 2, 3]}\n')
+    return path
+
+
+def plan(model: Path, prompts: Path, *overrides: str, world: int = 2) -> Config:
+    config = composed(f"model.path={model}", f"decode.prompts={prompts}", "layout.kvp=2", *overrides)
+    for rank in range(world):
+        make_plan(config, rank, world)
+    return config
+
+
+def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
+    """The message of every rank, which is one and the same."""
+    config = composed(f"model.path={model}", f"decode.prompts={prompts}", "layout.kvp=2", *overrides)
+    messages = set()
+    for rank in range(world):
+        with pytest.raises(ValueError) as caught:
+            make_plan(config, rank, world)
+        messages.add(str(caught.value))
+    assert len(messages) == 1, messages
+    return messages.pop()
+
+
+def test_a_good_plan(model: Path, prompts: Path) -> None:
+    plan(model, prompts, "layout.tpa=3", world=6)
+
+
+@pytest.mark.parametrize(
+    "overrides, world, words",
+    [
+        ((), 3, ["layout.kvp*tpa = 2*1 = 2 ranks", "3 were started", "--nproc-per-node=2"]),
+        (("layout.tpa=4",), 8, ["layout.tpa=4", "12 query and 6 KV heads", "kvp=8 tpa=1", "kvp=4 tpa=2"]),
+        (("layout.tpa=12",), 24, ["layout.tpa=12", "duplicate the cache", "kvp=4 tpa=6"]),
+        (("layout.tpf=3",), 2, ["layout.tpf*ep = 3*1", "kvp*tpa = 2", "leave layout.tpf unset"]),
+        (("layout.ep=2",), 2, ["layout.ep=2", "no experts"]),
+        (("layout.ep=3",), 2, ["layout.ep=3", "2 ranks"]),
+        (("layout.kvp=0",), 2, ["layout.kvp=0"]),
+        (("layout.mode=ring",), 2, ["layout.mode='ring'", "helix, tp, medha"]),
+        (("layout.mode=tp",), 2, ["layout.kvp=2", "mode=helix"]),
+        (("comm.backend=mpi",), 2, ["comm.backend='mpi'"]),
+        (("decode.prompts=null",), 2, ["nothing to do", "decode.prompts", "bench=decode"]),
+        (("model.path=null",), 2, ["no model", "model.path=DIR"]),
+        (("decode.prompts=/nowhere.jsonl",), 2, ["/nowhere.jsonl cannot be read"]),
+        (("model.path=/nowhere",), 2, ["model.path=/nowhere is not a directory"]),
+    ],
+)
+def test_what_the_command_line_can_get_wrong(
+    model: Path, prompts: Path, overrides: tuple[str, ...], world: int, words: list[str]
+) -> None:
+    message = problem(model, prompts, *overrides, world=world)
+    assert all(word in message for word in words), message
+
+
+def test_what_a_directory_can_lack(model: Path, prompts: Path, tmp_path: Path) -> None:
+    assert "has no config.json" in problem(tmp_path, prompts)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    message = problem(model, prompts)
+    assert "unknown architecture GPT2LMHeadModel" in message and "Qwen3ForCausalLM" in message
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 258}))
+    assert "misshaped" in problem(model, prompts) and "[257, 72], expected [258, 72]" in problem(model, prompts)
+    (model / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "layers.1.mlp" not in k}, model / "model.safetensors")
+    assert "3 missing: model.layers.1.mlp.down_proj.weight" in problem(model, prompts)
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "truncated" in problem(model, prompts)
+    file.unlink()
+    assert "has no weights" in problem(model, prompts)
+    plan(model, prompts, "model.load=random")  # the config is enough
+
+
+def test_a_shard_that_the_index_names_is_missing(prompts: Path, tmp_path: Path) -> None:
+    demo = shutil.copytree(DEMO, tmp_path / "demo")
+    (demo / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors" in problem(demo, prompts)
+
+
+def test_prompts_are_read_before_anything_starts(model: Path, prompts: Path) -> None:
+    prompts.write_text('{"prompt_ids": [1]}\n{"prompt_ids"\n')
+    assert f"{prompts}, line 2: not JSON" in problem(model, prompts)
+    prompts.write_text('{"prompt": "text"}\n')
+    assert "no tokenizer.json" in problem(model, prompts) and "prompt_ids" in problem(model, prompts)
+
+
+def test_outputs_are_rank_0s_to_check(model: Path, prompts: Path, tmp_path: Path) -> None:
+    for key in ("decode.output", "record"):
+        config = composed(
+            f"model.path={model}", f"decode.prompts={prompts}", "layout.kvp=2", f"{key}={tmp_path}/no/file"
+        )
+        with pytest.raises(ValueError, match=f"{key}=.*cannot be written"):
+            make_plan(config, 0, 2)
+        make_plan(config, 1, 2)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    demo = shutil.copytree(DEMO, tmp_path / "demo")
+    (demo / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"tokenizer in {demo} cannot be read"):
+        load_tokenizer(composed(f"model.path={demo}"))
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_a_sweep_is_sent_where_it_belongs(flag: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["torchrun_entry.py", flag, "layout.kvp=1,2"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(SystemExit, match=r"every rank would run the whole sweep.*python -m launch\.sweep"):
+        main()
