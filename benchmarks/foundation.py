@@ -18,8 +18,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from comm.loopback import LoopbackWorld, run_ranks  # noqa: E402
+from helix.attention.dense import DenseAttention  # noqa: E402
+from helix.config import Config, DecodeConfig, KVConfig, ModelConfig  # noqa: E402
+from helix.layout import HelixLayout  # noqa: E402
+from helix.loading import Checkpoint  # noqa: E402
+from helix.models import Decoder  # noqa: E402
+from helix.request import Request  # noqa: E402
+from launch.decode import build_engine  # noqa: E402
 from launch.needles import SOURCES, make, score  # noqa: E402
+from launch.plan import load_tokenizer, make_spec  # noqa: E402
 
+DEMO = ROOT / "assets" / "demo-model"
 NEEDLE_LENGTH, NEEDLES = 32_768, 50
 
 
@@ -37,8 +47,33 @@ def run(out: Path, name: str, overrides: list[str], **more: object) -> None:
     if results.exists():
         line["needles_found"], line["needles"] = score(results.read_text().splitlines())
         results.replace(out / results.name)
+    append(out, line)
+
+
+def append(out: Path, line: dict[str, object]) -> None:
     with (out / "foundation.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]]) -> list[tuple[int, ...]]:
+    """The same prompts over `kvp` ranks that are threads of this process and share one GPU."""
+    layout = HelixLayout.create("helix", kvp)
+    config = Config(
+        model=ModelConfig(path=str(DEMO)), kv=KVConfig(memory_fraction=0.1), decode=DecodeConfig(prefill_chunk=8192)
+    )
+    tokenizer = load_tokenizer(config)
+    assert tokenizer is not None
+    requests = [Request(i, tokenizer(line["prompt"])["input_ids"], 8) for i, line in enumerate(lines)]
+
+    def body(world: LoopbackWorld, rank: int) -> list[tuple[int, ...]]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        model = Decoder(make_spec(config), layout, comm, DenseAttention(), dtype, comm.device)
+        Checkpoint(DEMO).load(model.weights)
+        engine = build_engine(layout, comm, model, config, 4, 4 * NEEDLE_LENGTH)
+        answers = {output.id: output.output_ids for output in engine.generate(requests)}
+        return [answers[i] for i in range(len(requests))] if rank == 0 else []
+
+    return run_ranks(kvp, body, timeout_s=300.0, device="cuda")[0]
 
 
 def main() -> None:
@@ -54,7 +89,7 @@ def main() -> None:
         print(f"{' '.join(selection)}: exit code {code}\n{log.read_text()[-2500:]}", flush=True)
 
     prompts = out / "needles.prompts"
-    lines = make(ROOT / "assets/demo-model/tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)
+    lines = make(DEMO / "tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)
     prompts.write_text("".join(json.dumps(p) + "\n" for p in lines))
     common = [f"decode.prompts={prompts}", "decode.max_batch=4", "decode.prefill_chunk=8192"]
     for dtype in ("float32", "bfloat16"):
@@ -64,8 +99,13 @@ def main() -> None:
             overrides = [*common, f"model.dtype={dtype}", f"layout.kvp={kvp}", f"decode.output={ROOT / name}.jsonl"]
             run(out, name, overrides, length=NEEDLE_LENGTH)
             answers.append((out / f"{name}.jsonl").read_text().splitlines())
-        same = sum(a == b for a, b in zip(*answers, strict=True))
-        print(f"{dtype}: {same} of {NEEDLES} answers are equal over {gpus} ranks and over 1", flush=True)
+        ids = [[tuple(json.loads(line)["output_ids"]) for line in answer] for answer in answers]
+        ids.append(loopback_answers(8, getattr(torch, dtype), lines))
+        for where, found in ((f"{gpus} GPUs", ids[0]), ("8 loopback ranks on one GPU", ids[2])):
+            same = sum(a == b for a, b in zip(found, ids[1], strict=True))
+            line = {"name": f"needles-32k-{dtype}-equal", "over": where, "as_one_rank": same, "needles": NEEDLES}
+            append(out, line)
+            print(line, flush=True)
     prompts.unlink()
 
     run(out, f"llama-8b-1m-kvp{gpus}", ["experiment=llama-1m", f"layout.kvp={gpus}"])
