@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,18 +23,18 @@ def requirements() -> list[str]:
     return [*project["dependencies"], *project["optional-dependencies"]["dev"]]
 
 
-def fitting_torch(wanted: str) -> str | None:
-    """The version of the torch at hand, where `wanted` (`torch>=2.11,<2.14`) allows it."""
+def fitting_torch(wanted: str) -> Distribution | None:
+    """The torch at hand, where `wanted` (`torch>=2.11,<2.14`) allows it."""
 
     def release(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
     try:
-        found = version("torch")
+        found = distribution("torch")
     except PackageNotFoundError:
         return None
     low, high = wanted.removeprefix("torch>=").split(",<")
-    return found if release(low) <= release(found) < release(high) else None
+    return found if release(low) <= release(found.version) < release(high) else None
 
 
 def main() -> None:
@@ -43,12 +43,15 @@ def main() -> None:
     target = Path(sys.argv[1])
     needed = requirements()
     torch = fitting_torch(next(r for r in needed if r.startswith("torch>")))
-    print(
-        f"setting up {target} "
-        + (f"with the torch {torch} of {sys.executable}" if torch else "with a torch of its own")
-    )
-    venv.create(target, system_site_packages=torch is not None, with_pip=True, symlinks=True)
-    constraints = [] if torch else ["--constraint", str(ROOT / "constraints.txt")]
+    whose = f"the torch {torch.version} of {sys.executable}" if torch else "a torch of its own"
+    print(f"setting up {target} with {whose}", flush=True)
+    venv.create(target, with_pip=True, symlinks=True)
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    if torch:
+        # Not `system_site_packages`: this Python may be that of an environment itself, which it would pass over.
+        packages = target / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        (packages / "torch-of-the-host.pth").write_text(f"{torch.locate_file('')}\n")
+        constraints = []
     pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if subprocess.run([*pip, *constraints, *needed]).returncode:
         sys.exit(f"setting up {target} failed; what pip said stands above")

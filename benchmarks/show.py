@@ -1,0 +1,42 @@
+"""Prints the README's table of what was measured, from `benchmarks/results/`: `python benchmarks/show.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def foundation() -> list[str]:
+    """Rows of what `benchmarks/foundation.py` recorded."""
+    lines = [json.loads(line) for line in (RESULTS / "foundation.jsonl").read_text().splitlines()]
+    rows = []
+    for line in lines:
+        name = line["name"]
+        if name.endswith("-equal"):
+            dtype = name.split("-")[2]
+            rows.append(
+                f"| 50 needles in 32K tokens, {dtype}: answers token for token those of one rank, over {line['over']} "
+                f"| {line['as_one_rank']} of {line['needles']} |"
+            )
+        elif name.startswith("needles"):
+            gpus = line["layout"]["world_size"]
+            rows.append(
+                f"| 50 needles in 32K tokens, {name.split('-')[2]}: found over {gpus} GPU{'s' if gpus > 1 else ''} "
+                f"| {line['needles_found']} of {line['needles']} |"
+            )
+        else:
+            kv, weights = max(line["kv_bytes_per_rank"]), max(line["weight_bytes_per_rank"])
+            rows.append(
+                f"| Llama-3.1-8B's shape, 1 x {line['config']['bench']['length']:,} tokens of KV, "
+                f"{line['layout']['world_size']} GPUs: KV and weights of a GPU; TTL p50, p90 (no CUDA graphs yet) "
+                f"| {kv / 1e9:.1f} GB, {weights / 1e9:.1f} GB; "
+                f"{line['ttl_p50_us'] / 1e3:.1f} ms, {line['ttl_p90_us'] / 1e3:.1f} ms |"
+            )
+    device = next(line["device"] for line in lines if "device" in line)
+    return [f"| on {device} | |", "|---|---|", *rows]
+
+
+if __name__ == "__main__":
+    print("\n".join(foundation()))
