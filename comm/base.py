@@ -36,7 +36,12 @@ class Communicator(ABC):
         world_size: W.
         kvp_group: world ranks that hold the same heads and split the KV sequence, in kvp order; contains `rank`.
         device: where the tensors live.
+
+    Attributes:
+        capturable: whether the tensor collectives can be part of a CUDA graph.
     """
+
+    capturable = False
 
     def __init__(self, rank: int, world_size: int, kvp_group: Sequence[int], device: torch.device | str) -> None:
         self.rank = rank

@@ -39,6 +39,7 @@ class TorchDistCommunicator(Communicator):
         if any(list(group) != sorted(group) for group in kvp_groups):
             raise ValueError(f"kvp groups {kvp_groups} must be in ascending order: process groups sort their ranks")
         super().__init__(rank, world_size, next(tuple(group) for group in kvp_groups if rank in group), device)
+        self.capturable = self.device.type == "cuda"
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._kvp: dist.ProcessGroup | None = None

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
 from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
-from helix.step import DecodeState, Step
+from helix.step import DecodeState
 from helix.text import TextStream
 
 
@@ -100,6 +101,8 @@ class Engine:
         self.state = DecodeState(max_batch, max_pages, placement, self.device)
         self.admitted: dict[int, Admission] = {}
         self._pages: dict[int, list[int]] = {}
+        self._slots = torch.arange(max_batch, device=self.device)
+        self._graphs = StepGraphs(self._decode) if comm.capturable else None
         # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
         self._kvp_free_pages = self._free_pages_by_kvp_rank()
 
@@ -124,6 +127,24 @@ class Engine:
                 while (decision := self.comm.broadcast_object(decision)) is not None:
                     for _ in self._execute(decision):
                         pass
+
+    def warm_up(self, variants: Iterable[tuple[bool, bool]]) -> None:
+        """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
+
+        Args:
+            variants: (stochastic, filtered) of the sampling to come; the same on every rank.
+        """
+        for _ in self.generate([Request("warm-up", (0, 0), 2)]):
+            pass
+        if self._graphs is None:
+            return
+        with torch.inference_mode():
+            sizes = {min(1 << slot.bit_length(), self.max_batch) for slot in range(self.max_batch)}
+            for rows in sorted(sizes):
+                for stochastic, filtered in sorted(set(variants)):
+                    for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
+                        self.decode(rows, stochastic, filtered)
+            torch.cuda.synchronize()
 
     # ---- rank 0
 
@@ -216,7 +237,7 @@ class Engine:
         """Frees every slot on every rank and ends their loops."""
         held = tuple(self.admitted)
         if held:
-            self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, False, False))
+            self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, 0, False, False))
             for _ in self._execute(decision):
                 pass
         self.comm.broadcast_object(None)
@@ -237,7 +258,11 @@ class Engine:
         ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
         for _ in range(decision.decode_steps):
             pending.append(
-                _HostCopy(self.decode(decision.stochastic, decision.filtered), self.state.active, self.comm.rank == 0)
+                _HostCopy(
+                    self.decode(decision.rows, decision.stochastic, decision.filtered),
+                    self.state.active[: decision.rows],
+                    self.comm.rank == 0,
+                )
             )
             if len(pending) > ahead:
                 yield pending.popleft().read()
@@ -272,22 +297,35 @@ class Engine:
         self.state.activate(slots, tokens, lengths)
         return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
 
-    def decode(self, stochastic: bool = False, filtered: bool = False) -> Tensor:
-        """One decode step of all slots: tokens [max_batch], on every rank; a collective that waits for nothing."""
-        step: Step = self.state.decode_step()
-        slots = torch.arange(self.max_batch, device=self.device)
+    def decode(self, rows: int, stochastic: bool = False, filtered: bool = False) -> Tensor:
+        """One decode step of slots [0, rows): tokens [rows], on every rank; a collective that waits for nothing.
+
+        What it returns is overwritten by a later step.
+        """
+        if self._graphs is None or self.observer is not None:
+            return self._decode(rows, stochastic, filtered)
+        return self._graphs.run(rows, stochastic, filtered)
+
+    def _decode(self, rows: int, stochastic: bool, filtered: bool) -> Tensor:
+        step = self.state.decode_step(rows)
         hidden = self.model.hidden(self.cache, step)
-        tokens = self._draw(hidden, slots, self.state.lengths + 1, step.live, stochastic, filtered)
+        tokens = self._draw(hidden, slice(0, rows), step.positions + 1, step.live, stochastic, filtered)
         self.state.commit(tokens)
         return tokens
 
     def _draw(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, live: Tensor, stochastic: bool, filtered: bool
+        self,
+        hidden: Tensor,
+        slots: Tensor | slice,
+        positions: Tensor,
+        live: Tensor,
+        stochastic: bool,
+        filtered: bool,
     ) -> Tensor:
         """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
         logits = self.model.logits(hidden)
         if self.observer:
-            self.observer(slots[live], positions[live], logits[live])
+            self.observer(self._slots[slots][live], positions[live], logits[live])
         return sample(
             logits,
             self.model.embedding.rows.start,

@@ -110,8 +110,8 @@ class SamplingState:
         for name in (f.name for f in fields(self)):
             getattr(self, name)[row] = getattr(params, name)
 
-    def rows(self, index: Tensor) -> SamplingState:
-        """A copy of the rows `index` [n] int64, in that order."""
+    def rows(self, index: Tensor | slice) -> SamplingState:
+        """The rows of a slice, as views, or a copy of the rows `index` [n] int64, in that order."""
         return SamplingState(*(getattr(self, f.name)[index] for f in fields(self)))
 
 

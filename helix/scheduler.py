@@ -5,6 +5,7 @@ Pure bookkeeping, no torch: a `Decision` is all that the ranks need to do the sa
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do next: retire, admit, prefill one chunk, then decode so many steps back to back."""
+    """What all ranks do next: retire, admit, prefill one chunk, then decode so many steps back to back.
+
+    Attributes:
+        rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
+    """
 
     number: int
     retire: tuple[int, ...]
     admit: tuple[Admission, ...]
     prefill: tuple[Segment, ...]
     decode_steps: int
+    rows: int
     stochastic: bool
     filtered: bool
 
@@ -98,7 +104,8 @@ class Scheduler:
         self._pages = pages
         self._free_pages = list(free_pages)
         self._free_tokens = token_budget
-        self._free_slots = list(range(max_batch - 1, -1, -1))
+        self._max_batch = max_batch
+        self._free_slots = list(range(max_batch))  # a heap: low slots first, so that steps have few rows
         self._prefill_chunk = prefill_chunk
         self._run_steps = run_steps
         self._waiting: deque[Request] = deque()
@@ -148,6 +155,7 @@ class Scheduler:
             admit,
             prefill,
             steps,
+            min(1 << max(self.running).bit_length(), self._max_batch),
             stochastic=any(not p.is_greedy for p in sampling),
             filtered=any(p.is_filtered for p in sampling),
         )
@@ -172,7 +180,7 @@ class Scheduler:
             self._admissions += 1
             self._free_tokens -= need
             self._free_pages = [free - n for free, n in zip(self._free_pages, pages, strict=True)]
-            sequence = Running(request, self._free_slots.pop(), start, pages)
+            sequence = Running(request, heapq.heappop(self._free_slots), start, pages)
             self.running[sequence.slot] = sequence
             admitted.append(
                 Admission(request.id, sequence.slot, request.prompt, start, sequence.reserved, request.sampling)
@@ -180,7 +188,7 @@ class Scheduler:
         return tuple(admitted)
 
     def _release(self, sequence: Running) -> None:
-        self._free_slots.append(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
         self._free_tokens += sequence.reserved
         self._free_pages = [free + n for free, n in zip(self._free_pages, sequence.pages, strict=True)]
 

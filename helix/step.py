@@ -87,25 +87,30 @@ class DecodeState:
     def retire(self, row: int) -> None:
         self.active[row] = False
 
-    def decode_step(self) -> Step:
-        """The step that appends each row's last token and predicts its next: one token a row, padding included."""
-        slots = self.placement.cache_slots(self.lengths, self.starts, self.block_tables)
+    def decode_step(self, rows: int) -> Step:
+        """The step that appends the last token of each of the first `rows` rows and predicts its next."""
+        lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
+        block_tables = self.block_tables[:rows]
+        slots = self.placement.cache_slots(lengths, starts, block_tables)
         return Step(
             self.placement,
-            tokens=self.tokens,
-            positions=self.lengths,
-            starts=self.starts,
-            live=self.active,
-            block_tables=self.block_tables,
-            append_slots=torch.where(self.active, slots, -1),
+            tokens=self.tokens[:rows],
+            positions=lengths,
+            starts=starts,
+            live=active,
+            block_tables=block_tables,
+            append_slots=torch.where(active, slots, -1),
             cu_q=None,
             max_q=1,
         )
 
     def commit(self, tokens: Tensor) -> None:
-        """Takes the tokens [B] drawn in a decode step; the only place where lengths grow."""
-        self.tokens = torch.where(self.active, tokens, self.tokens)
-        self.lengths = self.lengths + self.active
+        """Takes the tokens [rows] drawn in a decode step; the only place where lengths grow."""
+        rows = len(tokens)
+        active = self.active[:rows]
+        # In place, after all that the step reads of them: a captured step finds them where they were.
+        self.tokens[:rows] = torch.where(active, tokens, self.tokens[:rows])
+        self.lengths[:rows] += active
 
     def prefill_step(self, segments: list[tuple[int, int, Tensor]]) -> Step:
         """The step of several sequences' prompt chunks: (row, global position of the first token, tokens [n] int64)."""

@@ -51,7 +51,7 @@ def decode(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> 
         for step in range(WARM_UP + bench.steps):
             comm.barrier()
             begin = time.perf_counter()
-            engine.decode()
+            engine.decode(bench.batch)
             if comm.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(max(comm.all_gather_object(time.perf_counter() - begin)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from comm.base import Communicator
 from helix.config import Config
 from helix.engine import Engine
@@ -31,10 +29,16 @@ def decode(
         read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
         requests = [r for r in read if isinstance(r, Request)]
         refusals = [r for r in read if isinstance(r, Output)]
-    wanted = comm.broadcast_object(_wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch))
+    # What rank 0 knows of the requests: how much room they take, and which kinds of sampling they need.
+    wanted, variants = comm.broadcast_object(
+        (
+            _wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch),
+            {(not r.sampling.is_greedy, r.sampling.is_filtered) for r in requests},
+        )
+    )
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer)
     if comm.device.type == "cuda":
-        _warm_up(engine)
+        engine.warm_up(variants)
     engine.on_prefill = console.prefill
     refused = 0
     for output in _outputs(engine, requests, refusals):
@@ -108,10 +112,3 @@ def _wanted_tokens(requests: list[Request], context: int, max_batch: int) -> int
     """Tokens of KV that the largest batch of these requests takes."""
     lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
     return max(sum([n for n in lengths if n <= context][:max_batch]), 1)
-
-
-def _warm_up(engine: Engine) -> None:
-    """Compiles the kernels, so that no request waits for it."""
-    for _ in engine.generate([Request("warm-up", (0,) * 2, 3)]):
-        pass
-    torch.cuda.synchronize()

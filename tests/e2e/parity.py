@@ -120,7 +120,13 @@ def distributed_rank(
     """One rank of an initialised process group; the body of a task for a worker pool."""
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
     comm = TorchDistCommunicator(layout.kvp_groups(), home, timedelta(seconds=60))
-    result = generate(build_engine(path, layout, comm, block), wanted)
+    engine = build_engine(path, layout, comm, block)
+    result = generate(engine, wanted)
+    if comm.capturable:  # whoever observes logits gets eager steps: the captured ones have to draw the same tokens
+        engine.observer = None
+        requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
+        for _ in range(2):
+            assert {output.id: output.output_ids for output in engine.generate(requests)} == result.tokens
     comm.close()
     return result
 

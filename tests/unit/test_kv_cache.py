@@ -100,7 +100,7 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
         for row, start in ((0, 0), (1, 1), (2, 0)):
             s.admit(row, start, [10 * row + i for i in range(4)])
         s.activate(torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([5, 4]))
-        step = s.decode_step()
+        step = s.decode_step(3)
         # Position 5: block 2 of rank (2 + 0) % 2 = 0, its slot 3. Position 4: block 2 of rank (2 + 1) % 2 = 1, slot 2.
         assert step.append_slots.tolist() == ([0 * 4 + 3, -1, -1] if rank == 0 else [-1, 10 * 4 + 2, -1])
         assert step.tokens[:2].tolist() == [7, 8] and step.positions[:2].tolist() == [5, 4]
