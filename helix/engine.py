@@ -146,6 +146,11 @@ class Engine:
                         self.decode(rows, stochastic, filtered)
             torch.cuda.synchronize()
 
+    def close(self) -> None:
+        """Gives captured steps up; to be called before the communicator is closed."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     # ---- rank 0
 
     def _lead(self, requests: Iterable[Request]) -> Iterator[Output]:

@@ -37,3 +37,10 @@ class StepGraphs:
         graph, result = self._captured[key]
         graph.replay()
         return result
+
+    def close(self) -> None:
+        """Gives the captured graphs up: NCCL waits for them when its communicator is destroyed, for ever."""
+        torch.cuda.synchronize()
+        for graph, _ in self._captured.values():
+            graph.reset()
+        self._captured.clear()

@@ -56,6 +56,7 @@ def decode(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> 
                 torch.cuda.synchronize()
             seconds.append(max(comm.all_gather_object(time.perf_counter() - begin)))
             advance(step + 1)
+    engine.close()
     tokens = [0] * layout.kvp
     for slot in range(bench.batch):
         for k in range(layout.kvp):

@@ -47,6 +47,7 @@ def decode(
         if output.finish_reason is not None:
             results.add(output)
             refused += output.finish_reason == "error"
+    engine.close()
     bytes_per_token = comm.all_gather_object(engine.cache.bytes_per_token)
     measured: dict[str, Any] = {}
     if results is not None:

@@ -19,8 +19,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from comm.base import Communicator
+
 BEAT_S = 1.0  # between two signs of life of a rank
 SILENCE_S = 15.0  # without one: the rank is taken for dead
+LEAVING_S = 40.0  # for all ranks to leave a job that is done
 MEETING_S = 120.0  # for all ranks to have checked what the user set
 
 
@@ -148,13 +151,23 @@ class Job:
         self._watchdog.tell(cause)
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
 
-    def leave(self) -> None:
+    def leave(self, comm: Communicator) -> None:
         """Ends the job once all ranks have come here; rank 0, whose host may hold the store, goes last."""
+        # Nobody watches from here on, and taking a process group down may wait for peers.
+        guard = threading.Timer(LEAVING_S, self._give_up_leaving)
+        guard.daemon = True
+        guard.start()
         self.store.set(f"left/{self.place.rank}", "")
         self._watchdog.stop()
         if self.leads:
             self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=30))
+        comm.close()
         dist.destroy_process_group()
+        guard.cancel()
+
+    def _give_up_leaving(self) -> None:
+        print(f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class _Watchdog:

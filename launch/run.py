@@ -96,8 +96,7 @@ def _run_rank(job: Job, config: Config) -> int:
     comm.barrier()
     if job.leads and config.record is not None:
         write_record(Path(config.record), plan, job, phases, measured)
-    comm.close()
-    job.leave()
+    job.leave(comm)
     return REFUSED if refused and job.leads else 0
 
 

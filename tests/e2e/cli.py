@@ -29,13 +29,13 @@ class Ended:
 class Job:
     """A command in a session of its own, whose processes can be found and, in the end, are gone."""
 
-    def __init__(self, command: Sequence[str], *overrides: str, log: Path) -> None:
+    def __init__(self, command: Sequence[str], *overrides: str, log: Path, gpus: bool = False) -> None:
         self.log = log
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=environment | {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             )  # fmt: skip
 
     def wait(self, timeout_s: float = 90.0) -> Ended:

@@ -126,7 +126,9 @@ def distributed_rank(
         engine.observer = None
         requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
         for _ in range(2):
-            assert {output.id: output.output_ids for output in engine.generate(requests)} == result.tokens
+            tokens = {output.id: output.output_ids for output in engine.generate(requests)}
+            assert tokens == result.tokens
+    engine.close()
     comm.close()
     return result
 
@@ -159,5 +161,6 @@ def agreement(
                 if first + 1 < len(tokens):
                     following[i] = first + 1
         begins = following
+    engine.close()
     comm.close()
     return differing

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from helix.layout import HelixLayout
 from launch.needles import SOURCES, make
 from tests.e2e.checkpoints import DEMO, FAMILIES, checkpoint, oracle
+from tests.e2e.cli import ENTRY, Job
 from tests.e2e.parity import agreement, check, distributed_rank, loopback
 from tests.e2e.test_parity import LENGTHS, NEW_TOKENS, layouts
 from tests.pool import pool
@@ -47,7 +51,7 @@ def test_fp32_parity_over_nccl(family: str, layout: HelixLayout) -> None:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("tpa", [1, 2])
-def test_bf16_agrees_where_the_margin_is_clear(tpa: int, tmp_path: Path, record_property: object) -> None:
+def test_bf16_agrees_where_the_margin_is_clear(tpa: int) -> None:
     """Every step at which transformers' bf16 run has a clear favourite, our bf16 run takes it too."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -72,3 +76,30 @@ def test_bf16_agrees_where_the_margin_is_clear(tpa: int, tmp_path: Path, record_
     print(json.dumps({"layout": str(layout), "steps": len(wanted) * NEW_TOKENS, "clear": clear, "differing": found}))
     assert clear > 100, "too few clear steps for the test to mean something"
     assert not [f for f in found if f[0] > CLEAR_MARGIN], found
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_ends_a_job_of_gpus(stop_signal: signal.Signals, tmp_path: Path) -> None:
+    """Its peer waits inside a kernel that never ends, and is gone within 30 seconds all the same."""
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt_ids": [i + 1, 2], "max_new_tokens": 400}) + "\n" for i in range(200))
+    )
+    out = tmp_path / "out.jsonl"
+    job = Job(
+        ENTRY, f"model.path={checkpoint('qwen3')}", f"decode.prompts={prompts}", f"decode.output={out}",
+        "layout.kvp=2", "decode.max_batch=2", log=tmp_path / "log", gpus=True,
+    )  # fmt: skip
+    job.wait_for(out, "length")
+    victim, peer = job.rank(1), job.rank(0)
+    os.kill(victim, stop_signal)
+    begin = time.monotonic()
+    while peer in job.members():
+        assert time.monotonic() - begin < 30, job.log.read_text()
+        time.sleep(0.1)
+    print(f"rank 1 {stop_signal.name}: its peer ended after {time.monotonic() - begin:.1f} s")
+    if victim in job.members():
+        os.kill(victim, signal.SIGKILL)
+    ended = job.wait(30)
+    assert ended.code == 1 and "rank 1 " in ended.output, ended.output
