@@ -80,9 +80,23 @@ class KVCache:
         """Keys and values of one layer, each [pages, page_size, Hkv, D]."""
         return self.keys[index], self.values[index]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Stores k, v [N, Hkv, D] at flat `slots` [N] int64; -1 stores nothing."""
-        kv_append(k, v, self.keys[layer], self.values[layer], slots)
+    def append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        slots: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
+        """Normalises and rotates, stores keys and values, returns the queries [N, Hq, D].
+
+        Args:
+            qkv: [N, Hq + 2 Hkv, D].
+            angles: cos and sin, each [N, D / 2].
+            slots: flat cache slots [N] int64; -1 stores nothing.
+            norms: weights [D] of the queries' and of the keys' RMSNorm, and eps.
+        """
+        return kv_append(qkv, *angles, self.keys[layer], self.values[layer], slots, norms)
 
     def take(self, count: int) -> list[int]:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: admission let too much in"

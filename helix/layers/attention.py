@@ -11,7 +11,6 @@ from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.norm import RMSNorm
-from helix.layers.rotary import rotate
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.step import Step
@@ -59,7 +58,6 @@ class Attention:
         self.comm = comm
         self.policy = policy
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
-        self.q_heads, self.kv_heads = len(layout.q_heads(*heads)), len(layout.kv_heads(comm.rank, spec.kv_heads))
         self.shares = layout.head_shares(*heads)
 
         def rows(part: str, total: int, share: range) -> Rows:
@@ -72,10 +70,11 @@ class Attention:
             spec.hidden,
             [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
         )
-        self.q_norm = self.k_norm = None
+        self.norms: tuple[Tensor, Tensor, float] | None = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
-            self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
+            q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
+            k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
+            self.norms = q_norm.weight, k_norm.weight, spec.norm_eps
         self.output = ColumnShard(
             weights,
             comm,
@@ -89,10 +88,6 @@ class Attention:
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """x [N, H] -> [N, H], the same on every rank."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
-        q, k, v = qkv.split([self.q_heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        cache.append(self.index, k, v, step.append_slots)
+        q = cache.append(self.index, qkv, angles, step.append_slots, self.norms)
         out, lse = self.policy.attend(q, *cache.layer(self.index), step, self.spec.window, self.spec.scale)
         return self.output(self.comm.exchange(out, lse, self.shares).flatten(1))

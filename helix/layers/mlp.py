@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
+from kernels.silu_mul import silu_mul
 
 
 class GatedMLP:
@@ -25,5 +25,4 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, H] -> [N, H], the same on every rank."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_mul(self.gate_up(x)))

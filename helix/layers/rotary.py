@@ -99,12 +99,6 @@ class Rotary:
         self.dtype = dtype
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [N, 1, D/2] of positions [N]; angles in fp32, then rounded to the model's dtype."""
-        angle = positions.float()[:, None, None] * self.inv_freq
+        """cos, sin [N, D/2] of positions [N]; angles in fp32, then rounded to the model's dtype."""
+        angle = positions.float()[:, None] * self.inv_freq
         return (angle.cos() * self.factor).to(self.dtype), (angle.sin() * self.factor).to(self.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of the last dimension of x [N, heads, D] against each other."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

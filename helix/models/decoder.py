@@ -84,9 +84,16 @@ class DecoderLayer:
         self.ffn_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        x = x + self.attention(self.input_norm(x), angles, cache, step)
-        return x + self.ffn(self.ffn_norm(x))
+    def __call__(
+        self, x: Tensor, update: Tensor | None, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x [N, H] and what is still to be added to it -> the same after this layer.
+
+        Each addition is left to the norm that follows it, which passes over both anyway.
+        """
+        normed, x = self.input_norm(x, update)
+        normed, x = self.ffn_norm(x, self.attention(normed, angles, cache, step))
+        return x, self.ffn(normed)
 
 
 class Decoder:
@@ -118,12 +125,12 @@ class Decoder:
 
     def hidden(self, cache: KVCache, step: Step) -> Tensor:
         """Runs a step through all layers and appends its KV: [N] tokens -> [N, H], the same on every rank."""
-        x = self.embedding(step.tokens)
+        x, update = self.embedding(step.tokens), None
         angles = self.rotary.angles(step.positions)
         for layer in self.layers:
-            x = layer(x, angles, cache, step)
-        return x
+            x, update = layer(x, update, angles, cache, step)
+        return x if update is None else x + update
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V_local] fp32: this rank's rows of the vocabulary."""
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(hidden)[0])

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import torch
 
+from kernels.reference.rms_norm import rms_norm
+
 
 def kv_append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Write new keys and values into the cache; shapes as in `kernels.kv_append.kv_append`."""
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """Rotate, append, return the queries; shapes as in `kernels.kv_append.kv_append`."""
+    page_size, kv_heads = k_cache.shape[1:3]
+    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q_norm, k_norm, eps = norms
+        q, k = rms_norm(q, q_norm, eps)[0], rms_norm(k, k_norm, eps)[0]
     mine = slots >= 0
-    page_size = k_cache.shape[1]
     where = slots[mine] // page_size, slots[mine] % page_size
-    k_cache[where] = k[mine].to(k_cache.dtype)
-    v_cache[where] = v[mine].to(v_cache.dtype)
+    k_cache[where] = rotate(k, cos, sin)[mine]
+    v_cache[where] = v[mine]
+    return rotate(q, cos, sin)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the halves of x [N, heads, D] against each other by angles [N, D / 2], in fp32, rounded once."""
+    a, b = x.float().chunk(2, dim=-1)
+    c, s = cos.float()[:, None], sin.float()[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)

@@ -1,0 +1,14 @@
+"""rms_norm in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Residual sum and RMSNorm; shapes as in `kernels.rms_norm.rms_norm`."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype), total
