@@ -1,9 +1,15 @@
-"""Decode steps over a cache full of random data: what a step costs at a length that nobody wants to prefill first."""
+"""Benchmarks: `python -m launch.bench kernels`, and decode steps as `python torchrun_entry.py bench=decode`.
+
+A decode step is timed over a cache full of random data: what it costs at a length that nobody wants to prefill first.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +19,10 @@ from helix.engine import Timings
 from helix.models import Decoder
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
+from launch import bench_kernels
 from launch.decode import build_engine
 from launch.plan import Plan
-from launch.report import Console, summary
+from launch.report import Console, provenance, summary
 
 WARM_UP = 3
 
@@ -68,3 +75,24 @@ def decode(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> 
     measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
     console.finish(f"{bench.batch} x {bench.length:,} tokens of random KV", measured)
     return measured
+
+
+def main() -> None:
+    """Runs a benchmark that needs no ranks and appends a JSON line for each of its rows."""
+    parser = argparse.ArgumentParser(description="Benchmarks of the kernels; on a CPU the figures mean nothing.")
+    parser.add_argument("what", choices=["kernels"], help="kernels: flash_decode beside torch's attention")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kernels.jsonl"), help="JSON lines")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        print("no GPU: the smallest shape on the CPU, to show that it runs; the figures mean nothing")
+    rows = bench_kernels.run(device)
+    if device.type == "cuda":
+        with arguments.output.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"name": arguments.what, **row, **provenance(device)}) + "\n")
+        print(f"appended {len(rows)} lines to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -185,20 +185,27 @@ def percentile_us(seconds: list[float], percent: float) -> float | None:
 
 def write_record(path: Path, plan: Plan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
     """One JSON object: what was asked for, where it ran, and what was measured."""
-    cuda = job.device.type == "cuda"
     record = {
         "config": asdict(plan.config),
         "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
         "backend": job.backend,
-        "device": torch.cuda.get_device_name(job.device) if cuda else f"CPU ({platform.machine()})",
-        "commit": _commit(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "hydra-core")}
-        | {"python": platform.python_version(), "triton": _triton_version()}
-        | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
+        **provenance(job.device),
         "phases": phases.seconds,
         **measured,
     }
     write_atomically(path, json.dumps(record, indent=1) + "\n")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where figures come from: device, commit, versions."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
+        "commit": _commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "hydra-core")}
+        | {"python": platform.python_version(), "triton": _triton_version()}
+        | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
+    }
 
 
 def _triton_version() -> str | None:

@@ -1,0 +1,147 @@
+"""Times `flash_decode` beside torch's own attention: `python -m launch.bench kernels`.
+
+Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2, ours over
+pages in random order, the peers over contiguous memory (which is easier for them).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.flash_decode import flash_decode
+
+READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
+PAGE, DIM = 64, 128
+ROTATED = 256 << 20  # bytes of KV that pass before the first one is read again: four times the L2
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+K = 1024
+ROWS = [  # query heads, KV heads, batch, KV length: what a rank of a Helix layout sees, and whole models
+    *[(8, 1, 1, n * K) for n in (4, 16, 64, 128, 256, 1024)],
+    *[(8, 1, 8, n * K) for n in (4, 16, 64, 128)],
+    *[(28, 4, 1, n * K) for n in (4, 16, 64, 128, 256, 1024)],
+    *[(28, 4, 8, n * K) for n in (4, 16, 64, 128)],
+    *[(32, 8, 1, n * K) for n in (4, 16, 64, 128, 256)],
+    *[(32, 8, 8, n * K) for n in (4, 16, 64, 128)],
+]
+
+
+@dataclass
+class Setting:
+    """One row's tensors: `copies` caches over which runs rotate."""
+
+    q: torch.Tensor
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    table: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+
+    def ours(self, copy: int, **options: Any) -> torch.Tensor:
+        scale = DIM**-0.5
+        return flash_decode(self.q, *self.caches[copy], self.table, self.lo, self.hi, scale, **options)[0]
+
+    def contiguous(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same keys and values as [B, Hkv, S, D]."""
+        k, v = (c[self.table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in self.caches[copy])
+        return k, v
+
+
+def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> Setting:
+    dtype = torch.bfloat16
+    bytes_each = 2 * batch * length * kv_heads * DIM * dtype.itemsize
+    copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
+    pages = batch * length // PAGE
+    shape = (pages, PAGE, kv_heads, DIM)
+    caches = [
+        (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
+        for _ in range(copies)
+    ]
+    table = torch.randperm(pages, device=device).view(batch, -1).int()
+    q = torch.randn(batch, 1, q_heads, DIM, device=device, dtype=dtype)
+    hi = torch.full((batch, 1), length, dtype=torch.int32, device=device)
+    return Setting(q, caches, table, torch.zeros_like(hi), hi)
+
+
+def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:
+    """Median time of one run, over rotated copies."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run(0)
+        return time.perf_counter() - begin
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(0)
+        graph = torch.cuda.CUDAGraph()
+        launches = max(copies, 4)
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                run(i % copies)
+        times = []
+        for _ in range(12):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / launches)
+    graph.reset()
+    return sorted(times[2:])[5]
+
+
+def measure(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> dict[str, Any]:
+    """One row: ours and the peers, in microseconds."""
+    s = setting(q_heads, kv_heads, batch, length, device)
+    copies = len(s.caches)
+    size = 2 * s.caches[0][0].numel() * 2
+    row: dict[str, Any] = {"heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "kv_bytes": size}
+    q = s.q.transpose(1, 2)
+    k, v = s.contiguous(0)
+    wanted = scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True) if size < 1 << 30 else None
+    if wanted is not None:
+        error = (s.ours(0).transpose(1, 2).float() - wanted).norm() / wanted.norm()
+        # bf16 weights and outputs: two roundings of 2^-9 each.
+        assert error < 1e-2, f"flash_decode is off by {error:.1e} of its norm at {row}"
+    row["us"] = seconds(s.ours, copies, device) * 1e6
+    # As few contiguous copies as rotation needs: memory is also ours.
+    peers = [(k, v), *(s.contiguous(i) for i in range(1, copies))]
+    for name, backend in PEERS.items():
+        row[f"{name}_us"] = None
+        if device.type == "cuda":
+            with sdpa_kernel(backend):
+                row[f"{name}_us"] = 1e6 * seconds(
+                    lambda i: scaled_dot_product_attention(q, *peers[i], enable_gqa=True), copies, device
+                )
+    row["tb_per_s"] = size / row["us"] / 1e6
+    row["of_ceiling"] = row["tb_per_s"] * 1e12 / READ_CEILING
+    best = min((row[f"{p}_us"] for p in PEERS if row[f"{p}_us"]), default=None)
+    row["best_peer_over_ours"] = best / row["us"] if best else None
+    row["bar_us"] = size / 4.4e12 * 1e6 + 5  # KV bytes at 4.4 TB/s and a launch
+    return row
+
+
+def run(device: torch.device) -> list[dict[str, Any]]:
+    """All rows (the smallest alone on a CPU), shown as they come."""
+    rows = []
+    for shape in ROWS if device.type == "cuda" else ROWS[:1]:
+        torch.cuda.empty_cache() if device.type == "cuda" else None
+        rows.append(measure(*shape, device))
+        print(".", end="", flush=True)
+    table = Table("heads", "batch", "length", "ours us", "TB/s", "of ceiling", "cuDNN us", "flash us", "x", "bar us")
+    for r in rows:
+        peers = [f"{r[f'{p}_us']:.1f}" if r[f"{p}_us"] else "-" for p in PEERS]
+        ratio = f"{r['best_peer_over_ours']:.2f}" if r["best_peer_over_ours"] else "-"
+        table.add_row(
+            r["heads"], str(r["batch"]), f"{r['length'] // K}K", f"{r['us']:.1f}", f"{r['tb_per_s']:.2f}",
+            f"{r['of_ceiling']:.0%}", *peers, ratio, f"{r['bar_us']:.1f}",
+        )  # fmt: skip
+    print()
+    Console(width=110).print(table)
+    return rows
