@@ -86,12 +86,12 @@ def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> flo
                 run(i % copies)
         times = []
         for _ in range(12):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / launches)
+            last.record()
+            last.synchronize()
+            times.append(first.elapsed_time(last) / 1e3 / launches)
     graph.reset()
     return sorted(times[2:])[5]
 
