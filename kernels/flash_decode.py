@@ -73,7 +73,7 @@ def _sm_count(device: torch.device) -> int:
 
 
 def num_splits(tiles: int, capacity: int, sms: int) -> int:
-    """Splits of the keys: the fewest within 15% of the best wave efficiency, from static shapes alone.
+    """Splits of the keys: the fewest within 5% of the best wave efficiency, from static shapes alone.
 
     Args:
         tiles: programs of one split.
@@ -81,13 +81,13 @@ def num_splits(tiles: int, capacity: int, sms: int) -> int:
         sms: streaming multiprocessors of the device.
 
     Source:
-        The heuristic of FlashAttention-3.
+        The heuristic of FlashAttention-3, with a narrower margin: benchmarks/LOG.md.
     """
     efficiency = []
     for splits in range(1, max(1, min(MAX_SPLITS, capacity // MIN_SPLIT_KEYS)) + 1):
         waves = tiles * splits / (BLOCKS_PER_SM * sms)
         efficiency.append(waves / math.ceil(waves))
-    return next(i for i, e in enumerate(efficiency, 1) if e >= 0.85 * max(efficiency))
+    return next(i for i, e in enumerate(efficiency, 1) if e >= 0.95 * max(efficiency))
 
 
 def flash_decode(

@@ -71,6 +71,7 @@ def decode(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> 
     timings = Timings(ttl_s=seconds[WARM_UP:], decode_tokens=bench.batch * bench.steps, kv_tokens=tokens)
     measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
     memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
+    measured["captured"] = comm.capturable
     measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
     measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
     console.finish(f"{bench.batch} x {bench.length:,} tokens of random KV", measured)
