@@ -14,9 +14,9 @@ test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) launch/environment.py $(VENV)

@@ -106,6 +106,7 @@ class Engine:
         # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
         self._kvp_free_pages = self._free_pages_by_kvp_rank()
 
+    @torch.inference_mode()  # around each resumption: the caller's code between two outputs is not in it
     def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Serves requests; a collective call.
 
@@ -119,15 +120,15 @@ class Engine:
         Raises:
             RuntimeError: the model gave NaN, or a rank failed.
         """
-        with torch.inference_mode():
-            if self.comm.rank == 0:
-                yield from self._lead(requests)
-            else:
-                decision: Decision | None = None
-                while (decision := self.comm.broadcast_object(decision)) is not None:
-                    for _ in self._execute(decision):
-                        pass
+        if self.comm.rank == 0:
+            yield from self._lead(requests)
+        else:
+            decision: Decision | None = None
+            while (decision := self.comm.broadcast_object(decision)) is not None:
+                for _ in self._execute(decision):
+                    pass
 
+    @torch.inference_mode()
     def warm_up(self, variants: Iterable[tuple[bool, bool]]) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
 
@@ -138,13 +139,12 @@ class Engine:
             pass
         if self._graphs is None:
             return
-        with torch.inference_mode():
-            sizes = {min(1 << slot.bit_length(), self.max_batch) for slot in range(self.max_batch)}
-            for rows in sorted(sizes):
-                for stochastic, filtered in sorted(set(variants)):
-                    for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                        self.decode(rows, stochastic, filtered)
-            torch.cuda.synchronize()
+        sizes = {min(1 << slot.bit_length(), self.max_batch) for slot in range(self.max_batch)}
+        for rows in sorted(sizes):
+            for stochastic, filtered in sorted(set(variants)):
+                for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
+                    self.decode(rows, stochastic, filtered)
+        torch.cuda.synchronize()
 
     def close(self) -> None:
         """Gives captured steps up; to be called before the communicator is closed."""

@@ -125,6 +125,12 @@ def test_leaving_early_frees_everything_on_every_rank() -> None:
     assert len(again[-1].output_ids) == 4
 
 
+def test_the_caller_is_not_left_in_inference_mode() -> None:
+    outputs = alone().generate([Request(0, PROMPT, 3)])
+    for _ in outputs:
+        assert not torch.is_inference_mode_enabled()
+
+
 def test_nan_is_an_error_and_not_a_token() -> None:
     e = alone()
     e.model.norm.weight.fill_(torch.nan)
