@@ -1,6 +1,6 @@
-"""What the foundation shows on the GPUs of one host, in one go: correctness first, then recall, then memory.
+"""What the foundation shows on the GPUs of one host: tests, recall, and memory.
 
-    python benchmarks/foundation.py OUT     (all GPUs of this machine; seconds to minutes each)
+    python benchmarks/foundation.py OUT [memory] [needles] [tests]     (all by default, about ten minutes on four GPUs)
 
 Writes OUT/tests.txt (what pytest said) and OUT/foundation.jsonl, a line for each run: the run's record and its name.
 """
@@ -76,11 +76,7 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
     return run_ranks(kvp, body, timeout_s=300.0, device="cuda")[0]
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
-    out.mkdir(parents=True, exist_ok=True)
-    gpus = torch.cuda.device_count()
-    print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
+def tests(out: Path, gpus: int) -> None:
     for selection in (["tests/kernels", "-n", "8"], ["tests/dist", "tests/e2e", "-m", "gpu", "-s"]):
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark", *selection]
         log = out / "tests.txt"
@@ -88,18 +84,20 @@ def main() -> None:
             code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode
         print(f"{' '.join(selection)}: exit code {code}\n{log.read_text()[-2500:]}", flush=True)
 
+
+def needles(out: Path, gpus: int) -> None:
     prompts = out / "needles.prompts"
     lines = make(DEMO / "tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)
     prompts.write_text("".join(json.dumps(p) + "\n" for p in lines))
     common = [f"decode.prompts={prompts}", "decode.max_batch=4", "decode.prefill_chunk=8192"]
     for dtype in ("float32", "bfloat16"):
-        answers = []
+        ids = []
         for kvp in (gpus, 1):
             name = f"needles-32k-{dtype}-kvp{kvp}"
             overrides = [*common, f"model.dtype={dtype}", f"layout.kvp={kvp}", f"decode.output={ROOT / name}.jsonl"]
             run(out, name, overrides, length=NEEDLE_LENGTH)
-            answers.append((out / f"{name}.jsonl").read_text().splitlines())
-        ids = [[tuple(json.loads(line)["output_ids"]) for line in answer] for answer in answers]
+            answers = (out / f"{name}.jsonl").read_text().splitlines()
+            ids.append([tuple(json.loads(answer)["output_ids"]) for answer in answers])
         ids.append(loopback_answers(8, getattr(torch, dtype), lines))
         for where, found in ((f"{gpus} GPUs", ids[0]), ("8 loopback ranks on one GPU", ids[2])):
             same = sum(a == b for a, b in zip(found, ids[1], strict=True))
@@ -108,8 +106,21 @@ def main() -> None:
             print(line, flush=True)
     prompts.unlink()
 
+
+def memory(out: Path, gpus: int) -> None:
     run(out, f"llama-8b-1m-kvp{gpus}", ["experiment=llama-1m", f"layout.kvp={gpus}"])
-    print((out / "foundation.jsonl").read_text(), flush=True)
+
+
+PARTS = {"memory": memory, "needles": needles, "tests": tests}  # the shortest first
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count()
+    print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
+    for part in sys.argv[2:] or PARTS:
+        PARTS[part](out, gpus)
 
 
 if __name__ == "__main__":
