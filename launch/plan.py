@@ -84,6 +84,13 @@ def make_plan(config: Config, rank: int, world_size: int) -> Plan:
                 f"{config.decode.prompts} holds text, but model.path={config.model.path} has no tokenizer.json; "
                 'use "prompt_ids"'
             )
+    written = [Path(p).resolve() for p in (config.decode.output, config.record) if p is not None]
+    read = [Path(config.decode.prompts).resolve()] if config.decode.prompts is not None else []
+    if len({*written, *read}) < len(written) + len(read):
+        raise ValueError(
+            f"decode.prompts={config.decode.prompts}, decode.output={config.decode.output} and record={config.record} "
+            "must be different files"
+        )
     if rank == 0:
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:

@@ -52,13 +52,13 @@ def as_config(config: DictConfig) -> Config:
 
 def run(config: Config, overrides: Sequence[str]) -> int:
     """Runs a config on this rank, or on new ranks where no launcher started this process; returns the exit code."""
-    place = Place.from_environment()
-    if place is None:
-        try:
+    try:
+        place = Place.from_environment()
+        if place is None:
             return local.launch(make_layout(config.layout).world_size, overrides)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     job = Job(place)
     try:
         return _run_rank(job, config)

@@ -121,6 +121,11 @@ def test_outputs_are_rank_0s_to_check(model: Path, prompts: Path, tmp_path: Path
         make_plan(config, 1, 2)
 
 
+def test_results_never_replace_prompts(model: Path, prompts: Path) -> None:
+    assert "must be different files" in problem(model, prompts, f"decode.output={prompts}")
+    assert "must be different files" in problem(model, prompts, "decode.output=x.json", "record=./x.json")
+
+
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     demo = shutil.copytree(DEMO, tmp_path / "demo")
     (demo / "tokenizer.json").write_text("{}")
