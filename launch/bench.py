@@ -1,98 +1,42 @@
-"""Benchmarks: `python -m launch.bench kernels`, and decode steps as `python torchrun_entry.py bench=decode`.
-
-A decode step is timed over a cache full of random data: what it costs at a length that nobody wants to prefill first.
-"""
+"""Benchmarks: `python -m launch.bench kernels | step | baselines`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from comm.base import Communicator
-from helix.engine import Timings
-from helix.models import Decoder
-from helix.sampling import SamplingParams
-from helix.scheduler import Admission
-from launch import bench_kernels
-from launch.decode import build_engine
-from launch.plan import Plan
-from launch.report import Console, provenance, summary
-
-WARM_UP = 3
-
-
-def decode(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
-    """Times `bench.steps` decode steps of `bench.batch` sequences that each hold `bench.length` tokens.
-
-    A step counts with the time of its slowest rank.
-
-    Raises:
-        ValueError: bench.length is beyond the model's context, or the cache does not fit; on every rank alike.
-    """
-    config, bench, layout = plan.config, plan.config.bench, plan.layout
-    reserved = bench.length + WARM_UP + bench.steps
-    if reserved > model.spec.max_positions:
-        raise ValueError(
-            f"bench.length={bench.length} and {WARM_UP + bench.steps} steps exceed the model's context of "
-            f"{model.spec.max_positions}: set model.config.max_position_embeddings"
-        )
-    sized = replace(config, kv=replace(config.kv, tokens=bench.batch * reserved))
-    engine = build_engine(layout, comm, model, sized, bench.batch, bench.batch * reserved)
-    generator = torch.Generator(comm.device).manual_seed(config.seed + comm.rank)
-    for cache in (engine.cache.keys, engine.cache.values):
-        for layer in cache:
-            layer.normal_(generator=generator)
-    for slot in range(bench.batch):
-        engine.admit(Admission(slot, slot, (), slot % layout.kvp, reserved, SamplingParams()))
-    slots = torch.arange(bench.batch, device=comm.device)
-    engine.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, bench.length))
-
-    seconds = []
-    with torch.inference_mode(), console.progress("decode steps", WARM_UP + bench.steps) as advance:
-        for step in range(WARM_UP + bench.steps):
-            comm.barrier()
-            begin = time.perf_counter()
-            engine.decode(bench.batch)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(max(comm.all_gather_object(time.perf_counter() - begin)))
-            advance(step + 1)
-    engine.close()
-    tokens = [0] * layout.kvp
-    for slot in range(bench.batch):
-        for k in range(layout.kvp):
-            tokens[k] += layout.local_length(reserved, k, config.kv.append_block, slot % layout.kvp)
-    timings = Timings(ttl_s=seconds[WARM_UP:], decode_tokens=bench.batch * bench.steps, kv_tokens=tokens)
-    measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
-    memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
-    measured["captured"] = comm.capturable
-    measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
-    measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
-    console.finish(f"{bench.batch} x {bench.length:,} tokens of random KV", measured)
-    return measured
+from launch import bench_kernels, bench_steps
+from launch.report import provenance
 
 
 def main() -> None:
-    """Runs a benchmark that needs no ranks and appends a JSON line for each of its rows."""
-    parser = argparse.ArgumentParser(description="Benchmarks of the kernels; on a CPU the figures mean nothing.")
-    parser.add_argument("what", choices=["kernels"], help="kernels: flash_decode beside torch's attention")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kernels.jsonl"), help="JSON lines")
+    """Runs a benchmark and appends a JSON line for each of its rows."""
+    parser = argparse.ArgumentParser(description="Benchmarks; without a GPU the smallest case runs and means nothing.")
+    what = {
+        "kernels": "flash_decode beside torch's attention, on one GPU",
+        "step": "decode steps of whole models beside their floor, over all GPUs",
+        "baselines": "the same under plain TP, Medha's layout and Helix",
+    }
+    parser.add_argument("what", choices=what, help="; ".join(f"{k}: {v}" for k, v in what.items()))
+    parser.add_argument("--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        print("no GPU: the smallest shape on the CPU, to show that it runs; the figures mean nothing")
-    rows = bench_kernels.run(device)
-    if device.type == "cuda":
-        with arguments.output.open("a", encoding="utf-8") as file:
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda" if gpus else "cpu")
+    if not gpus:
+        print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
+    if arguments.what == "kernels":
+        rows = bench_kernels.run(device)
+    else:
+        rows = bench_steps.run(gpus or 2, baselines=arguments.what == "baselines")
+    output = arguments.output or (Path(f"benchmarks/results/{arguments.what}.jsonl") if gpus else None)
+    if output is not None:
+        with output.open("a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps({"name": arguments.what, **row, **provenance(device)}) + "\n")
-        print(f"appended {len(rows)} lines to {arguments.output}")
+                file.write(json.dumps({"name": arguments.what, **provenance(device), **row}) + "\n")
+        print(f"appended {len(rows)} lines to {output}")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from helix.attention.dense import DenseAttention
 from helix.config import Config
 from helix.loading import randomize
 from helix.models import Decoder
-from launch import bench, decode, local
+from launch import decode, local
 from launch.distributed import Job, Place
 from launch.plan import Plan, load_tokenizer, make_layout, make_plan
 from launch.report import Console, Phases, write_record
+from launch.timing import time_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 REFUSED = 3  # exit code where requests were refused and the others served
@@ -89,7 +90,7 @@ def _run_rank(job: Job, config: Config) -> int:
 
     refused = 0
     if config.bench.kind == "decode":
-        measured = bench.decode(plan, comm, model, console)
+        measured = time_steps(plan, comm, model, console)
     else:
         measured, refused = decode.decode(plan, comm, model, tokenizer, console)
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")

@@ -263,6 +263,19 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "4.jsonl")[0]["output_ids"]
 
 
+def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "bench.jsonl"
+    command = [sys.executable, "-m", "launch.bench"]
+    ended = run(tmp_path, "kernels", f"--output={out}", command=command)
+    assert ended.code == 0 and "mean nothing" in ended.output, ended.output
+    ended = run(tmp_path, "baselines", f"--output={out}", command=command)
+    assert ended.code == 0, ended.output
+    kernels, *baselines = jsonl(out)
+    assert kernels["name"] == "kernels" and kernels["us"] > 0
+    assert [row["layout"].split()[0] for row in baselines] == ["tp", "medha", "helix"]
+    assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)
+
+
 def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
     lines = jsonl(DEMO.parent / "prompts.jsonl")
     needle = next(line for line in lines if "The magic number" in line["prompt"][-60:])

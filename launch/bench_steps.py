@@ -1,0 +1,124 @@
+"""Times decode steps of whole models: `python -m launch.bench step | baselines`.
+
+Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
+over all GPUs of this machine. TTL stands beside its floor: all weights that a step reads and all KV, each once, over
+all GPUs at the measured read ceiling, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from launch import local
+from launch.bench_kernels import READ_CEILING
+from launch.plan import make_spec
+from launch.run import ROOT, as_config
+
+K, M = 1024, 1 << 20
+STEPS = 32
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Attributes:
+    bar: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: no bar is set.
+    """
+
+    model: str
+    batch: int
+    length: int
+    bar: float | None = None
+
+
+WORKLOADS = [
+    Workload("qwen2.5-7b", 1, 128 * K, 2.5),
+    Workload("qwen2.5-7b", 1, M, 1.5),
+    Workload("qwen2.5-7b", 8, 128 * K, 1.5),
+    Workload("qwen2.5-7b", 8, M, 1.12),
+    Workload("llama-3.1-8b", 1, 128 * K, 2.2),
+    Workload("llama-3.1-8b", 1, M, 1.3),
+    Workload("llama-3.1-8b", 8, 128 * K, 1.3),
+    Workload("llama-3.1-70b", 1, 128 * K, 1.6),
+    Workload("llama-3.1-70b", 1, M, 1.25),
+    Workload("llama-3.1-70b", 8, 128 * K, 1.25),
+]
+ON_CPU = Workload("demo", 1, K)
+
+
+def spec_of(model: str) -> DecoderSpec:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return make_spec(as_config(compose("config", [f"model={model}"])))
+
+
+def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 2) -> float:
+    """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once."""
+    attention = 2 * (spec.q_heads + spec.kv_heads) * spec.head_dim * spec.hidden
+    weights = spec.layers * (attention + 3 * spec.hidden * spec.ffn) + spec.vocab * spec.hidden
+    kv = 2 * spec.layers * spec.kv_heads * spec.head_dim * batch * length
+    return (weights + kv) * item / ranks / READ_CEILING
+
+
+def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:
+    """The grids to time: helix ones with kvp of at least 2, or one of each mode beside the deepest helix ones."""
+    helix = [HelixLayout.create("helix", ranks // tpa, tpa) for tpa in range(1, ranks + 1) if ranks % tpa == 0]
+    found = [layout for layout in helix if spec.kv_heads % layout.tpa == 0]
+    split = [layout for layout in found if layout.kvp > 1]
+    if not baselines:
+        return split or found
+    tp = HelixLayout.create("tp", 1, ranks)
+    return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
+
+
+def measure(work: Workload, layout: HelixLayout, floor: float) -> dict[str, Any]:
+    """One job; what it measured, or that it failed (for want of memory, mostly)."""
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory) / "record.json"
+        code = local.launch(
+            layout.world_size,
+            [
+                f"model={work.model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
+                "bench=decode", f"bench.batch={work.batch}", f"bench.length={work.length}", "kv.page_size=64",
+                f"bench.steps={STEPS if torch.cuda.is_available() else 3}", f"record={record}",
+            ],
+        )  # fmt: skip
+        found = json.loads(record.read_text()) if code == 0 else {"failed": f"exit code {code}"}
+    row = {"model": work.model, "batch": work.batch, "length": work.length, "floor_us": floor * 1e6, "bar": work.bar}
+    return {**row, "layout": str(layout), **{k: v for k, v in found.items() if k != "layout"}}
+
+
+def run(ranks: int, baselines: bool) -> list[dict[str, Any]]:
+    """All workloads (on a CPU a tiny one) over all their layouts, and a table of them."""
+    workloads = WORKLOADS if torch.cuda.is_available() else [ON_CPU]
+    if baselines:
+        workloads = [w for w in workloads if w.model != "llama-3.1-70b"]
+    rows = []
+    for work in workloads:
+        spec = spec_of(work.model)
+        floor = floor_s(spec, work.batch, work.length, ranks, 2 if torch.cuda.is_available() else 4)
+        rows += [measure(work, layout, floor) for layout in layouts(spec, ranks, baselines)]
+    table = Table(
+        "model", "batch", "length", "layout", "TTL p50", "floor", "x floor", "bar", "tok/s/user", "tok/s/rank"
+    )
+    for r in rows:
+        cells = ["failed", *["-"] * 5]
+        if "failed" not in r:
+            times = r["ttl_p50_us"] / r["floor_us"]
+            cells = [
+                f"{r['ttl_p50_us'] / 1e3:.2f} ms", f"{r['floor_us'] / 1e3:.2f} ms", f"{times:.2f}",
+                str(r["bar"] or "-"),
+                f"{r['tokens_per_s_user']:.1f}", f"{r['tokens_per_s_gpu']:.1f}",
+            ]  # fmt: skip
+        table.add_row(r["model"], str(r["batch"]), f"{r['length'] // K}K", r["layout"], *cells)
+    Console(width=130).print(table)
+    return rows

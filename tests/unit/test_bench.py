@@ -1,0 +1,32 @@
+"""What the benchmarks compute before they measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.bench_steps import WORKLOADS, floor_s, layouts, spec_of
+
+
+@pytest.mark.parametrize(
+    "model, batch, length, milliseconds",
+    [  # the floors of a whole step on eight H200 that are published beside vLLM's figures, within their rounding
+        ("llama-3.1-8b", 1, 131072, 0.86),
+        ("llama-3.1-8b", 8, 131072, 4.06),
+        ("llama-3.1-8b", 1, 1 << 20, 4.06),
+        ("qwen2.5-7b", 1, 131072, 0.58),
+        ("qwen2.5-7b", 8, 131072, 1.98),
+    ],
+)
+def test_floors(model: str, batch: int, length: int, milliseconds: float) -> None:
+    assert 1e3 * floor_s(spec_of(model), batch, length, 8) == pytest.approx(milliseconds, rel=0.01)
+
+
+def test_layouts_fit_and_cover_what_is_compared() -> None:
+    for model in {work.model for work in WORKLOADS}:
+        spec = spec_of(model)
+        for baselines in (False, True):
+            found = layouts(spec, 8, baselines)
+            for layout in found:
+                layout.check_heads(spec.q_heads, spec.kv_heads)
+            assert {layout.mode for layout in found} == ({"tp", "medha", "helix"} if baselines else {"helix"})
+        assert all(layout.kvp >= 2 for layout in layouts(spec, 8, False))
