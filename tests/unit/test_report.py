@@ -1,0 +1,73 @@
+"""What people and files are told: streamed text, the summary, needles found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from helix.engine import Timings
+from helix.layout import HelixLayout
+from helix.request import Output
+from launch.needles import ANSWER_TOKENS, make, score
+from launch.report import Phases, _OneAtATime, percentile_us, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def out(name: str, delta: str, reason: str | None = None) -> Output:
+    return Output(name, 1, (), delta, "", reason)
+
+
+def test_one_text_at_a_time_and_none_lost() -> None:
+    said: list[str] = []
+    text = _OneAtATime(said.append)
+    assert not text.started
+    for output in (
+        out("a", "one "), out("b", "uno "), out("a", "two "), out("b", "dos", "stop"), out("c", "eins "),
+        out("a", "three", "length"), out("c", "zwei", "stop"), out("d", "", "stop"),
+    ):  # fmt: skip
+        text.push(output)
+    assert text.started
+    assert "".join(said) == "[a] one two three\n[b] uno dos\n[c] eins zwei\n[d] \n"
+    # The first one is shown as it comes, not at its end.
+    assert said[0] == "[a] one " and "two " in said
+
+
+def test_summary_is_the_closed_formula() -> None:
+    layout = HelixLayout.create("helix", 2, 2)
+    timings = Timings(prefill_s=1.0, prefill_tokens=8, ttl_s=[0.01] * 9 + [0.03], decode_tokens=40, kv_tokens=[7, 5])
+    found = summary(layout, timings, [10, 10, 10, 10])
+    assert found["kv_tokens_per_rank"] == [7, 5, 7, 5] and found["kv_bytes_per_rank"] == [70, 50, 70, 50]
+    assert found["tokens_per_s_user"] == pytest.approx(10 / 0.12)
+    assert found["tokens_per_s_gpu"] == pytest.approx(40 / 0.12 / 4)
+    assert found["ttl_p50_us"] == pytest.approx(10_000) and found["ttl_p90_us"] == pytest.approx(12_000)
+    nothing = summary(layout, Timings(kv_tokens=[0, 0]), [1] * 4)
+    assert nothing["ttl_p50_us"] is None and nothing["tokens_per_s_gpu"] is None
+    assert percentile_us([], 50) is None
+
+
+def test_phases_follow_each_other() -> None:
+    phases = Phases()
+    phases.mark("a")
+    phases.mark("b")
+    assert list(phases.seconds) == ["a_s", "b_s"] and all(s >= 0 for s in phases.seconds.values())
+
+
+def test_needles_have_their_length_depth_and_answer() -> None:
+    path = ROOT / "assets/demo-model/tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    prompts = make(path, [ROOT / "helix"], 1500, 3)
+    for i, prompt in enumerate(prompts):
+        word, number, index = str(prompt["id"]).split("-")
+        text = str(prompt["prompt"])
+        line = f"# The magic number for {word} is {number}.\n"
+        assert index == str(i) and text.count(line) == 1 and text.endswith(f"\n# The magic number for {word} is")
+        tokens = len(tokenizer.encode(text).ids)
+        assert 1400 < tokens <= 1500 - ANSWER_TOKENS
+        assert abs(text.index(line) / len(text) - (i + 0.5) / 3) < 0.15
+    results = [json.dumps({"id": p["id"], "text": f" {str(p['id']).split('-')[1]}.\n"}) for p in prompts]
+    wrong = json.dumps({"id": prompts[0]["id"], "text": " 1."})
+    assert score([*results, wrong]) == (3, 4)
