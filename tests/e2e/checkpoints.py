@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,7 @@ def checkpoint(family: str) -> Path:
             if name.endswith(("bias", "norm.weight")):  # transformers starts them at 0 and 1, where mistakes hide
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     directory = Path(tempfile.mkdtemp(prefix=f"helix-{family}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model.save_pretrained(directory)
     return directory
 
