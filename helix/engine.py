@@ -164,17 +164,18 @@ class Engine:
             self.run_steps,
         )
         streams: dict[int, _Stream] = {}
-        for request in requests:
-            reason = self.refusal(request) or scheduler.submit(request)
-            if reason:
-                yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
+        steps: Iterator[list[tuple[int, int]]] = iter(())
         prompt_tokens = 0
-        while (decision := scheduler.decide()) is not None:
-            prompt_tokens += sum(len(a.prompt) for a in decision.admit)
-            streams |= {a.slot: _Stream(scheduler.running[a.slot].request, self) for a in decision.admit}
-            self.comm.broadcast_object(decision)
-            steps = self._execute(decision)
-            try:
+        try:
+            for request in requests:
+                reason = self.refusal(request) or scheduler.submit(request)
+                if reason:
+                    yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
+            while (decision := scheduler.decide()) is not None:
+                prompt_tokens += sum(len(a.prompt) for a in decision.admit)
+                streams |= {a.slot: _Stream(scheduler.running[a.slot].request, self) for a in decision.admit}
+                self.comm.broadcast_object(decision)
+                steps = self._execute(decision)
                 for step_tokens in self._timed(steps, decision, prompt_tokens):
                     for slot, token in step_tokens:
                         if scheduler.running[slot].finished:
@@ -183,11 +184,11 @@ class Engine:
                         scheduler.took(slot, output.finish_reason is not None)
                         yield output
                 self._note_kv(scheduler.running.values())
-            except GeneratorExit:  # the caller has left: the other ranks are in this run of steps, finish it with them
-                for _ in steps:
-                    pass
-                self._release_all()
-                raise
+        except GeneratorExit:  # the caller has left: the other ranks are in this run of steps, finish it with them
+            for _ in steps:
+                pass
+            self._release_all()
+            raise
         self._release_all()
 
     def refusal(self, request: Request) -> str | None:

@@ -31,15 +31,16 @@ class TextStream:
         return self._release(self._decoder.step(self._tokenizer.backend_tokenizer, token) or "")
 
     def finish(self) -> str:
-        """What is still held when the continuation ends: an unfinished stop text, or a torn character."""
+        """What is still held when the continuation ends, up to a stop text: an unfinished one, or a torn character."""
         if self._tokenizer is None:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         seen = self.text + self._held
-        rest = self._held + (whole[len(seen) :] if whole.startswith(seen) else "")
+        # A torn character keeps back the text of its token, in which a stop text may be complete.
+        ready, _ = self._release(whole[len(seen) :] if whole.startswith(seen) else "")
+        rest, self._held = self._held, ""
         self.text += rest
-        self._held = ""
-        return rest
+        return ready + rest
 
     def _release(self, new: str) -> tuple[str, bool]:
         self._held += new

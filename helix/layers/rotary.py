@@ -40,8 +40,13 @@ class RopeSpec:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         if float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
             raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
-        parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}
+        trained = "original_max_position_embeddings"
+        parameters.setdefault(trained, config.get("max_position_embeddings"))
+        needed = {
+            "linear": ["factor"],
+            "llama3": ["factor", "low_freq_factor", "high_freq_factor", trained],
+            "yarn": ["factor", trained],
+        }
         missing = [name for name in needed.get(kind, []) if not parameters.get(name)]
         if missing:
             raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {', '.join(missing)}")

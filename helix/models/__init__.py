@@ -7,6 +7,7 @@ from typing import Any
 
 from helix.models import llama, mistral, qwen2, qwen3
 from helix.models.decoder import Decoder, DecoderSpec
+from helix.models.hf import check_shape
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "LlamaForCausalLM": llama.spec,
@@ -25,6 +26,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     names = config.get("architectures") or []
     for name in names:
         if name in FAMILIES:
+            check_shape(config)
             return FAMILIES[name](config)
     raise ValueError(f"unknown architecture {', '.join(names) or '(none named)'}; known: {', '.join(sorted(FAMILIES))}")
 

@@ -11,6 +11,14 @@ from helix.models.decoder import DecoderSpec
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def check_shape(config: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming them, where keys are missing that no family can do without."""
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)} (or they are no positive integers)")
+
+
 def decoder_spec(
     config: Mapping[str, Any],
     *,
@@ -20,15 +28,11 @@ def decoder_spec(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> DecoderSpec:
-    """The spec of a Llama-like config; the keyword arguments say in what a family differs.
+    """The spec of a Llama-like config that has its shape; the keyword arguments say in what a family differs.
 
     Raises:
-        ValueError: a needed key is missing, or a feature is not supported.
+        ValueError: a feature is not supported.
     """
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)} (or they are no positive integers)")
     if config.get("quantization_config"):
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
         raise ValueError(f"the checkpoint is quantised ({method}); quantised checkpoints are not supported")

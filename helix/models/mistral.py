@@ -12,4 +12,4 @@ from helix.models.hf import decoder_spec
 def spec(config: Mapping[str, Any]) -> DecoderSpec:
     # An absent key means the 4096 of the first release; later checkpoints write null.
     window = config.get("sliding_window", 4096)
-    return decoder_spec(config, windows=(window,) * int(config.get("num_hidden_layers", 0)))
+    return decoder_spec(config, windows=(window,) * config["num_hidden_layers"])
