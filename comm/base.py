@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.lse_combine import lse_combine
+from kernels.rms_norm import rms_norm
 
 T = TypeVar("T")
 
@@ -70,6 +71,24 @@ class Communicator(ABC):
         The result may alias `send` when K = 1.
         """
 
+    def all_reduce_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm of `residual` plus the sum of `x` over the world; all ranks get bitwise the same.
+
+        Args:
+            x: [N, H] contiguous, each rank's part of a projection; may be overwritten.
+            residual: [N, H], the same on all ranks; None adds nothing.
+            weight: [H].
+            eps: added to the mean square.
+
+        Returns:
+            The normalised rows and the sum, each [N, H] in x's dtype.
+        """
+        return rms_norm(self.all_reduce(x), weight, eps, residual)
+
+    def check(self) -> None:
+        """Raises RuntimeError where a collective of a step that has ended gave up waiting for a peer."""
+        return
+
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
         """Helix re-partition: partial attention of all the group's heads -> exact attention of this rank's heads.
 
@@ -84,12 +103,16 @@ class Communicator(ABC):
         Raises:
             ValueError: shapes or dtypes do not fit each other.
         """
-        if len(shares) != len(self.kvp_group):
-            raise ValueError(f"shares {list(shares)} must have one entry for each rank of kvp group {self.kvp_group}")
+        self._check_partials(out, lse, shares)
         received = self.all_to_all(pack_partials(out, lse, shares))
         partials, part_lse = partial_views(received, len(out), max(shares), out.shape[-1], out.dtype)
         mine = shares[self.kvp_rank]
         return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine])
+
+    def _check_partials(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
+        if len(shares) != len(self.kvp_group):
+            raise ValueError(f"shares {list(shares)} must have one entry for each rank of kvp group {self.kvp_group}")
+        check_partials(out, lse, shares)
 
     @abstractmethod
     def broadcast_object(self, obj: T | None) -> T:
@@ -108,12 +131,8 @@ class Communicator(ABC):
         """Releases what this communicator created; a second call does nothing."""
 
 
-def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
-    """Partial outputs `[N, Hq_local, D]` and their LSE `[N, Hq_local]` as messages, uint8 `[K, bytes]`.
-
-    Raises:
-        ValueError: as `Communicator.exchange`.
-    """
+def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
+    """Raises ValueError unless partials `[N, heads, D]`, their LSE `[N, heads]` and the heads' shares fit together."""
     if out.dim() != 3 or not out.is_floating_point():
         raise ValueError(f"out must be a floating-point [N, heads, D], got {out.dtype} {list(out.shape)}")
     if lse.shape != out.shape[:2] or lse.dtype != torch.float32 or lse.device != out.device:
@@ -124,6 +143,9 @@ def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
     if min(shares) < 0 or sum(shares) != out.shape[1]:
         raise ValueError(f"shares {list(shares)} must be >= 0 and add up to the {out.shape[1]} heads of out")
 
+
+def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
+    """Partial outputs `[N, Hq_local, D]` and their LSE `[N, Hq_local]` as messages, uint8 `[K, bytes]`."""
     N, _, D = out.shape
     hmax = max(shares)
     send = out.new_empty(len(shares), _message_bytes(N, hmax, D, out.dtype)[1], dtype=torch.uint8)

@@ -65,7 +65,8 @@ class AttentionConfig:
 @dataclass
 class CommConfig:
     """Attributes:
-    backend: nccl, gloo, or auto: NCCL where every rank has a GPU, else gloo.
+    backend: symm_mem (kernels of our own between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
+        the first of these that can be.
     timeout_s: deadline of each collective, seconds.
     """
 
@@ -141,7 +142,7 @@ def check(config: Config) -> None:
         "model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "model.load": ("checkpoint", "random"),
         "attention.policy": ("dense",),
-        "comm.backend": ("auto", "gloo", "nccl"),
+        "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
         "bench.kind": ("none", "decode"),
     }
     for key, allowed in choices.items():

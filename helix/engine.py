@@ -274,6 +274,7 @@ class Engine:
                 yield pending.popleft().read()
         while pending:
             yield pending.popleft().read()
+        self.comm.check()
 
     def admit(self, admission: Admission) -> None:
         """Takes a slot and its pages; every rank alike."""

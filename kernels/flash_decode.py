@@ -1,4 +1,11 @@
-"""Decode attention: a few queries per sequence over this rank's shard of the paged KV cache."""
+"""Decode attention: a few queries per sequence over this rank's shard of the paged KV cache.
+
+A fixed grid serves every length. Every program computes the same schedule from the device's bounds: the key tiles of
+all (sequence, KV head, query tile) items in a row, cut into equal runs, one a program. A run that holds a whole item
+writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, whose start overlaps with the
+end of the first, merges the parts with one program for each row and slice of the head dim. (A merge by whichever
+program comes last was slower: benchmarks/LOG.md.)
+"""
 
 from __future__ import annotations
 
@@ -10,84 +17,191 @@ import triton
 import triton.language as tl
 
 from kernels import routing
-from kernels.lse_combine import lse_combine
+from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.paged import attend_tiles, tile_shape
 from kernels.reference.flash_decode import flash_decode as reference
 
-MAX_SPLITS = 256  # What lse_combine takes.
-MIN_SPLIT_KEYS = 256  # Below this, merging a split costs more than it saves.
-BLOCKS_PER_SM = 2
+PROGRAMS_PER_SM = 2
+MIN_RUN = 1  # key tiles: below this, merging a part costs more than it saves
+SLICE = 32  # of the head dim, a program of the merge
+
+
+@triton.jit
+def _schedule(
+    lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: tl.constexpr, ITEMS: tl.constexpr, programs,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, MIN_RUN: tl.constexpr,
+):  # fmt: skip
+    """Every sequence's first key, one past its last, and how its key tiles lie in the row of all items' tiles.
+
+    ITEMS is the items of one sequence. Returns starts, stops, tiles, ends [BLOCK_B] and the tiles of a program's run;
+    the items of sequence i have tiles[i] each, and those of its last one end at ends[i].
+    """
+    seq = tl.arange(0, BLOCK_B)
+    token = tl.arange(0, triton.next_power_of_2(T))
+    real = (seq < B)[:, None] & (token < T)[None, :]
+    los = tl.load(lo + seq[:, None] * lo_b + token[None, :] * lo_t, mask=real, other=0)
+    his = tl.load(hi + seq[:, None] * hi_b + token[None, :] * hi_t, mask=real, other=0)
+    stops = tl.max(tl.where(los < his, his, 0), 1)
+    starts = tl.min(tl.where(los < his, los, stops[:, None]), 1)
+    # At least one tile, so that a sequence without keys is written as well.
+    tiles = tl.where(seq < B, tl.maximum(tl.cdiv(stops, BLOCK_N) - starts // BLOCK_N, 1), 0)
+    ends = tl.cumsum(tiles, 0) * ITEMS
+    run = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), MIN_RUN)
+    return starts, stops, tiles, ends, run
+
+
+@triton.jit
+def _first_slot(item_begin, run):
+    """Where the first part of an item lies.
+
+    Each program has one slot for the item that its run begins with and one for an item that begins inside the run: of
+    an item's programs, only the first can be of the second kind.
+    """
+    program = item_begin // run
+    return 2 * program + (item_begin > program * run).to(tl.int32)
 
 
 @triton.jit
 def _flash_decode_kernel(
-    q, k_cache, v_cache, block_table, lo, hi, out, lse,
-    q_b, q_t, q_h, k_page, k_slot, k_head, v_page, v_slot, v_head, table_b, lo_b, lo_t, hi_b, hi_t,
-    out_s, out_b, out_t, out_h, lse_s, lse_b, lse_t, lse_h,
-    scale_log2, T, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k_cache, v_cache, block_table, lo, hi, out, lse, part, part_lse,
+    q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, lo_b, lo_t, hi_b, hi_t,
+    out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, MIN_RUN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tiles_m = tl.cdiv(T * GROUP, BLOCK_M)
-    tile_m = tl.program_id(0) % tiles_m
-    head = tl.program_id(0) // tiles_m % HEADS
-    b = (tl.program_id(0) // (tiles_m * HEADS)).to(tl.int64)
-    split = tl.program_id(1).to(tl.int64)
-
-    # One row per query token and head of the group: the group's heads read the same keys.
-    row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    t = row // GROUP
-    q_head = head * GROUP + row % GROUP
-    row_lo = tl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
-    row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
-    reads = row_lo < row_hi
-    stop = tl.max(tl.where(reads, row_hi, 0), 0)
-    start = tl.min(tl.where(reads, row_lo, stop), 0)
-
-    # The grid is fixed, so that a captured graph serves every length; the keys are cut up here, from device bounds.
-    first = start // BLOCK_N
-    share = tl.cdiv(tl.cdiv(stop, BLOCK_N) - first, tl.num_programs(1))
-    first += tl.program_id(1) * share
-    last = tl.minimum(first + share, tl.cdiv(stop, BLOCK_N))
-
+    if not EARLY:
+        wait_for_predecessor(PDL)
+    M: tl.constexpr = T * GROUP
+    tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    starts, stops, tiles, ends, run = _schedule(
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N, MIN_RUN
+    )
+    begin = tl.program_id(0) * run
+    end = tl.minimum(begin + run, tl.max(ends, 0))
+    if EARLY:
+        wait_for_predecessor(PDL)
+    seq = tl.arange(0, BLOCK_B)
+    m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    inside = (t < T)[:, None] & (d < D)[None, :]
-    query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
-    acc, total, peak = attend_tiles(
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
-        query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, block_table + b * table_b,
-        k_page, k_slot, k_head, v_page, v_slot, v_head, head, scale_log2,
-        MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-    )  # fmt: skip
-    empty = total == 0.0
-    acc /= tl.where(empty, 1.0, total)[:, None]
-    natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
-    tl.store(out + split * out_s + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :], acc, mask=inside)
-    tl.store(lse + split * lse_s + b * lse_b + t * lse_t + q_head * lse_h, natural, mask=t < T)
+    at = begin
+    while at < end:
+        # The item that this tile is part of: a sequence, a KV head and a tile of its query rows.
+        i = tl.sum((ends <= at).to(tl.int32), 0)
+        mine = seq == i
+        length = tl.sum(tl.where(mine, tiles, 0), 0)
+        start = tl.sum(tl.where(mine, starts, 0), 0)
+        stop = tl.sum(tl.where(mine, stops, 0), 0)
+        offset = at - (tl.sum(tl.where(mine, ends, 0), 0) - length * HEADS * tiles_m)
+        item = offset // length
+        item_begin = at - offset % length
+        item_end = item_begin + length
+        tile_m = item % tiles_m
+        head = item // tiles_m
+        b = i.to(tl.int64)
+
+        # One row per query token and head of the group: the group's heads read the same keys.
+        row = tile_m * BLOCK_M + m
+        t = row // GROUP
+        q_head = head * GROUP + row % GROUP
+        if T == 1:
+            row_lo, row_hi = tl.where(t < T, start, 0), tl.where(t < T, stop, 0)
+        else:
+            row_lo = tl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
+            row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+        inside = (t < T)[:, None] & (d < D)[None, :]
+        query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
+        first = start // BLOCK_N + at - item_begin
+        last = first + tl.minimum(end, item_end) - at
+        acc, total, peak = attend_tiles(
+            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
+            query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, block_table + b * table_b,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        empty = total == 0.0
+        acc /= tl.where(empty, 1.0, total)[:, None]
+        log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
+
+        at = tl.minimum(end, item_end)
+        if (item_begin >= begin) & (item_end <= end):
+            out_of_b = out + b * out_b
+            tl.store(out_of_b + (t * out_t + q_head * out_h)[:, None] + d[None, :], acc, mask=inside)
+            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, log2 * 0.6931471805599453, mask=t < T)
+        else:
+            program = tl.program_id(0)
+            slot = tl.where(item_begin >= begin, _first_slot(item_begin, run), 2 * program)
+            here = slot.to(tl.int64) * ROWS + m
+            tl.store(part + here[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None] & (d < D)[None, :])
+            tl.store(part_lse + here, log2, mask=m < ROWS)
+    # Not before: the successor's programs would take the room of ours that have not started yet.
+    start_successor(PDL)
+
+
+@triton.jit
+def _merge_parts_kernel(
+    lo, hi, out, lse, part, part_lse,
+    lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    B, programs, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr, MIN_RUN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if not EARLY:
+        wait_for_predecessor(PDL)
+    tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
+    _, _, tiles, ends, run = _schedule(
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N, MIN_RUN
+    )
+    q_head = tl.program_id(0) % (HEADS * GROUP)
+    t = tl.program_id(0) // (HEADS * GROUP) % T
+    i = tl.program_id(0) // (HEADS * GROUP * T)
+    row = t * GROUP + q_head % GROUP
+    item = q_head // GROUP * tiles_m + row // BLOCK_M
+    mine = tl.arange(0, BLOCK_B) == i
+    length = tl.sum(tl.where(mine, tiles, 0), 0)
+    item_begin = tl.sum(tl.where(mine, ends, 0), 0) - (HEADS * tiles_m - item) * length
+    first = item_begin // run
+    parts = (item_begin + length - 1) // run - first + 1
+    if EARLY:
+        wait_for_predecessor(PDL)
+    start_successor(PDL)
+    if parts > 1:  # otherwise one program has written the result
+        d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+        acc = tl.zeros([SLICE], tl.float32)
+        total = 0.0
+        peak = -1.0e38
+        for begin in range(0, parts, PARTS):
+            p = begin + tl.arange(0, PARTS)
+            slot = tl.where(p == 0, _first_slot(item_begin, run), 2 * (first + p))
+            here = slot.to(tl.int64) * ROWS + row % BLOCK_M
+            logs = tl.load(part_lse + here, mask=p < parts, other=float("-inf"))
+            inside = (p < parts)[:, None] & (d < D)[None, :]
+            values = tl.load(part + here[:, None] * D + d[None, :], mask=inside, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(logs, 0))
+            weights = tl.exp2(logs - new_peak)
+            rescale = tl.exp2(peak - new_peak)
+            acc = acc * rescale + tl.sum(values * weights[:, None], 0)
+            total = total * rescale + tl.sum(weights, 0)
+            peak = new_peak
+        empty = total == 0.0
+        acc /= tl.where(empty, 1.0, total)
+        b = i.to(tl.int64)
+        tl.store(out + b * out_b + t * out_t + q_head * out_h + d, acc, mask=d < D)
+        if tl.program_id(1) == 0:
+            natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, natural)
 
 
 @cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def num_splits(tiles: int, capacity: int, sms: int) -> int:
-    """Splits of the keys: the fewest within 5% of the best wave efficiency, from static shapes alone.
-
-    Args:
-        tiles: programs of one split.
-        capacity: keys that a sequence's block table can hold.
-        sms: streaming multiprocessors of the device.
-
-    Source:
-        The heuristic of FlashAttention-3, with a narrower margin: benchmarks/LOG.md.
-    """
-    efficiency = []
-    for splits in range(1, max(1, min(MAX_SPLITS, capacity // MIN_SPLIT_KEYS)) + 1):
-        waves = tiles * splits / (BLOCKS_PER_SM * sms)
-        efficiency.append(waves / math.ceil(waves))
-    return next(i for i, e in enumerate(efficiency, 1) if e >= 0.95 * max(efficiency))
+def _workspace(device: torch.device, programs: int, rows: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts and their LSEs in base 2; allocated once, shared by all launches on one stream."""
+    slots = 2 * programs
+    return (
+        torch.empty(slots, rows, D, dtype=torch.float32, device=device),
+        torch.empty(slots, rows, dtype=torch.float32, device=device),
+    )
 
 
 def flash_decode(
@@ -101,7 +215,8 @@ def flash_decode(
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    splits: int | None = None,
+    programs: int | None = None,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
 
@@ -109,25 +224,28 @@ def flash_decode(
     `block_table[b, i // page_size]`, slot `i % page_size`. Causal, window and verify bounds are all `[lo, hi)`; the
     ranges of one sequence's queries together leave no gap. Keys and table entries outside them are never used, so
     they may hold anything. No size depends on device data: one captured graph serves every length. Deterministic.
+    Launches on one device share a workspace: they must not run at the same time.
 
     Args:
         q: [B, T, Hq, D] bf16, fp16 or fp32; last dim contiguous.
         k_cache: [pages, page_size, Hkv, D] in q's dtype; last dim contiguous.
-        v_cache: like `k_cache`.
+        v_cache: like `k_cache`, with the same strides.
         block_table: [B, max_pages] int32, rows contiguous.
         lo: [B, T] int32, first local key of each query, at least 0.
         hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
         scale: factor on the scores.
-        out: [B, T, Hq, D] in q's dtype, written if given; B and T must merge into one dim without a copy.
-        lse: [B, T, Hq] fp32, written if given; B and T likewise.
-        splits: programs that share a sequence's keys; chosen from the shapes if None.
+        out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
+        lse: [B, T, Hq] fp32, written if given.
+        programs: the grid; two on every SM if None.
+        early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
         Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
         query reads no key.
 
     Source:
-        FlashDecoding; Helix Parallelism (arXiv:2507.07120), section 2.1.
+        FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
+        section 2.1.
     """
     if not routing.on_gpu(q):
         return reference(q, k_cache, v_cache, block_table, lo, hi, scale, out=out, lse=lse)
@@ -135,30 +253,36 @@ def flash_decode(
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
     assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
-    assert q.stride(3) == k_cache.stride(3) == v_cache.stride(3) == block_table.stride(1) == 1
+    assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+    assert out.stride(3) == 1
+    if q.numel() == 0:
+        return out, lse
 
-    tile = tile_shape(T * group, 64, D, q.dtype)
-    tiles = B * Hkv * triton.cdiv(T * group, tile["BLOCK_M"])
-    if splits is None:
-        splits = num_splits(tiles, block_table.shape[1] * page_size, _sm_count(q.device))
-    part, part_lse = out[None], lse[None]
-    if splits > 1:
-        part = torch.empty(splits, B, T, Hq, D, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(splits, B, T, Hq, dtype=torch.float32, device=q.device)
-    _flash_decode_kernel[tiles, splits](
-        q, k_cache, v_cache, block_table, lo, hi, part, part_lse,
-        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
-        *lo.stride(), *hi.stride(), *part.stride()[:4], *part_lse.stride(),
-        scale * math.log2(math.e), T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size, **tile,
+    tile = tile_shape(T * group, 64 if D <= 128 else 32, D, q.dtype)
+    rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
+    programs = programs or PROGRAMS_PER_SM * sm_count(q.device)
+    part, part_lse = _workspace(q.device, programs, rows, D)
+    blocks = dict(
+        BLOCK_B=triton.next_power_of_2(B),
+        ROWS=rows,
+        MIN_RUN=MIN_RUN,
+        **overlapped(q),
+    )
+    _flash_decode_kernel[(programs,)](
+        q, k_cache, v_cache, block_table, lo, hi, out, lse, part, part_lse,
+        *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
+        scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size, EARLY=early, **blocks, **tile,
     )  # fmt: skip
-    if splits > 1:
-        lse_combine(
-            part.view(splits, B * T, Hq, D),
-            part_lse.view(splits, B * T, Hq),
-            out=out.view(B * T, Hq, D),
-            out_lse=lse.view(B * T, Hq),
-            return_lse=True,
-        )
+    # Enough for equal lengths in one go; a long sequence among short ones has more parts, and takes several.
+    items = B * Hkv * triton.cdiv(T * group, tile["BLOCK_M"])
+    parts = min(512, max(16, triton.next_power_of_2(triton.cdiv(programs, items) + 1)))
+    _merge_parts_kernel[B * T * Hq, triton.cdiv(D, SLICE)](
+        lo, hi, out, lse, part, part_lse,
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
+        T=T, HEADS=Hkv, GROUP=group, D=D, BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"],
+        PARTS=parts, SLICE=SLICE, EARLY=True, num_warps=max(1, min(8, parts // 32)), **blocks,
+    )  # fmt: skip
     return out, lse

@@ -16,7 +16,7 @@ from kernels.reference.flash_prefill import flash_prefill as reference
 @triton.jit
 def _flash_prefill_kernel(
     q, k_cache, v_cache, block_table, cu_q, lo, hi, out, lse,
-    q_n, q_h, k_page, k_slot, k_head, v_page, v_slot, v_head, table_i, out_n, out_h, lse_n, lse_h,
+    q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_n, out_h, lse_n, lse_h,
     scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -54,17 +54,17 @@ def _flash_prefill_kernel(
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
         acc, total, peak = attend_tiles(
             acc, total, peak, query, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
-            k_page, k_slot, k_head, v_page, v_slot, v_head, head, scale_log2,
+            page_stride, slot_stride, head_stride, head, scale_log2,
             MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
         )  # fmt: skip
         acc, total, peak = attend_tiles(
             acc, total, peak, query, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
-            k_page, k_slot, k_head, v_page, v_slot, v_head, head, scale_log2,
+            page_stride, slot_stride, head_stride, head, scale_log2,
             MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
         )  # fmt: skip
         acc, total, peak = attend_tiles(
             acc, total, peak, query, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
-            k_page, k_slot, k_head, v_page, v_slot, v_head, head, scale_log2,
+            page_stride, slot_stride, head_stride, head, scale_log2,
             MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
         )  # fmt: skip
         empty = total == 0.0
@@ -95,7 +95,7 @@ def flash_prefill(
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, the chunks one after another; last dim contiguous.
         k_cache: [pages, page_size, Hkv, D] in q's dtype; last dim contiguous.
-        v_cache: like `k_cache`.
+        v_cache: like `k_cache`, with the same strides.
         block_table: [n, max_pages] int32, rows contiguous; row i belongs to segment i.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
@@ -118,7 +118,7 @@ def flash_prefill(
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
     assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
-    assert q.stride(2) == k_cache.stride(3) == v_cache.stride(3) == block_table.stride(1) == 1
+    assert k_cache.stride() == v_cache.stride() and q.stride(2) == k_cache.stride(3) == block_table.stride(1) == 1
     assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
@@ -128,7 +128,7 @@ def flash_prefill(
     grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
     _flash_prefill_kernel[grid](
         q, k_cache, v_cache, block_table, cu_q, lo, hi, out, lse,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_table.stride(0),
+        *q.stride()[:2], *k_cache.stride()[:3], block_table.stride(0),
         *out.stride()[:2], *lse.stride(),
         scale * math.log2(math.e), GROUP=group, D=D, PAGE=page_size, **tile,
     )  # fmt: skip

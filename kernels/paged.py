@@ -34,7 +34,7 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
 @triton.jit
 def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
-    k_page, k_slot, k_head, v_page, v_slot, v_head, head, scale_log2,
+    page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
@@ -46,6 +46,7 @@ def attend_tiles(
     d = tl.arange(0, BLOCK_D)
     # A page that holds whole tiles is looked up once a tile, any other page once a key.
     step = 0 if PAGE % BLOCK_N == 0 else lane
+    within = lane[:, None] * slot_stride + d[None, :]
     # Carried one iteration ahead: an index loaded where it is used would stop the pipelining of K and V.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
@@ -54,10 +55,16 @@ def attend_tiles(
         ahead = (tile + 1) * BLOCK_N + step
         next_page = tl.load(pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
         key = tile * BLOCK_N + lane
-        slot = (key % PAGE).to(tl.int64)
         live = (key >= start) & (key < stop)
         mask = live[:, None] & (d < D)[None, :] if MASKED else (d < D)[None, :]
-        at = (page * k_page + slot * k_slot + head * k_head)[:, None] + d[None, :]
+        # A whole tile in a page lies at fixed offsets from one address: few instructions, which short runs are made of.
+        if PAGE % BLOCK_N == 0:
+            base = page * page_stride + tile * BLOCK_N % PAGE * slot_stride
+            at = base + head * head_stride + within
+        else:
+            at = (page * page_stride + (key % PAGE).to(tl.int64) * slot_stride + head * head_stride)[:, None] + d[
+                None, :
+            ]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         if MASKED:
@@ -68,7 +75,6 @@ def attend_tiles(
         weights = tl.exp2(scores - new_peak[:, None])
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
-        at = (page * v_page + slot * v_slot + head * v_head)[:, None] + d[None, :]
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak

@@ -59,7 +59,7 @@ class Job:
     Attributes:
         place: which rank this is.
         device: where its tensors live, once `connect` has chosen.
-        backend: nccl or gloo, likewise.
+        backend: symm_mem (over NCCL), nccl or gloo, likewise.
         timeout: deadline of each collective, likewise.
     """
 
@@ -109,34 +109,43 @@ class Job:
                 print(f"error: {error or next(iter(errors))}", file=sys.stderr, flush=True)
         raise SystemExit(1)
 
-    def connect(self, backend: str, gpus: list[int], timeout_s: float) -> None:
-        """Starts the process group and the watchdog; `backend` may be auto, `gpus` has each rank's count of them.
+    def connect(self, backend: str, facts: list[dict[str, Any]], timeout_s: float) -> None:
+        """Starts the process group and the watchdog; `backend` may be auto, `facts` are those of `gpu_facts`.
 
         Raises:
-            ValueError: NCCL without a GPU for each rank; the same on every rank.
+            ValueError: a backend of GPUs without one for each rank or, for symm_mem, without peers; alike on all ranks.
         """
         place = self.place
-        covered = min(gpus) >= place.local_world_size
-        if backend == "nccl" and not covered:
+        gpus = min(f["gpus"] for f in facts)
+        covered = gpus >= place.local_world_size
+        peers = place.world_size > 1 and all(f["peers"] for f in facts)
+        if backend in ("nccl", "symm_mem") and not covered:
             raise ValueError(
-                f"comm.backend=nccl needs a GPU for each rank: a host has {min(gpus)} for {place.local_world_size} "
+                f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
                 "ranks; use fewer ranks or comm.backend=gloo"
             )
-        self.backend = ("nccl" if covered else "gloo") if backend == "auto" else backend
-        if self.backend == "nccl":
+        if backend == "symm_mem" and not peers:
+            raise ValueError(
+                "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
+                "use comm.backend=nccl"
+            )
+        best = "symm_mem" if peers else "nccl"
+        self.backend = (best if covered else "gloo") if backend == "auto" else backend
+        if self.backend != "gloo":
             self.device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.device)
             # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
             os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         self.timeout = timedelta(seconds=timeout_s)
         self._watchdog.start()
+        transport = "gloo" if self.backend == "gloo" else "nccl"
         dist.init_process_group(
-            self.backend,
+            transport,
             store=dist.PrefixStore("group", self.store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=self.timeout,
-            device_id=self.device if self.backend == "nccl" else None,
+            device_id=self.device if transport == "nccl" else None,
         )
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -168,6 +177,16 @@ class Job:
     def _give_up_leaving(self) -> None:
         print(f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def gpu_facts(place: Place) -> dict[str, Any]:
+    """How many GPUs this rank sees, and whether its own reaches those of all other ranks."""
+    gpus = torch.cuda.device_count()
+    ranks = range(place.world_size)
+    peers = place.local_world_size == place.world_size <= gpus and all(
+        r == place.local_rank or torch.cuda.can_device_access_peer(place.local_rank, r) for r in ranks
+    )
+    return {"gpus": gpus, "peers": peers}
 
 
 class _Watchdog:

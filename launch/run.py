@@ -14,13 +14,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from comm.base import Communicator
+from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
 from helix.config import Config
 from helix.loading import randomize
 from helix.models import Decoder
 from launch import decode, local
-from launch.distributed import Job, Place
+from launch.distributed import Job, Place, gpu_facts
 from launch.plan import Plan, load_tokenizer, make_layout, make_plan
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
@@ -75,12 +77,13 @@ def _run_rank(job: Job, config: Config) -> int:
         tokenizer = load_tokenizer(config) if job.leads else None
     except ValueError as error:
         problem = str(error)
-    facts = job.agree(problem, {"gpus": torch.cuda.device_count()})
+    facts = job.agree(problem, gpu_facts(job.place))
     assert plan is not None  # or nobody would have agreed
     phases.mark("preflight")
 
-    job.connect(config.comm.backend, [f["gpus"] for f in facts], config.comm.timeout_s)
-    comm = TorchDistCommunicator(plan.layout.kvp_groups(), job.device, job.timeout)
+    job.connect(config.comm.backend, facts, config.comm.timeout_s)
+    kind = SymmMemCommunicator if job.backend == "symm_mem" else TorchDistCommunicator
+    comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
     console = Console(plan, job)
     phases.mark("connect")
 
@@ -101,7 +104,7 @@ def _run_rank(job: Job, config: Config) -> int:
     return REFUSED if refused and job.leads else 0
 
 
-def _load(plan: Plan, comm: TorchDistCommunicator, job: Job, console: Console) -> Decoder:
+def _load(plan: Plan, comm: Communicator, job: Job, console: Console) -> Decoder:
     dtype = plan.config.model.dtype
     if dtype == "auto":
         dtype = plan.spec.dtype if job.device.type == "cuda" else "float32"

@@ -21,6 +21,6 @@ class DenseAttention(AttentionPolicy):
         per_sequence = (sequences, -1)
         out, lse = flash_decode(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
-            lo.view(per_sequence), hi.view(per_sequence), scale,
+            lo.view(per_sequence), hi.view(per_sequence), scale, early=True,
         )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
         return out.flatten(0, 1), lse.flatten(0, 1)

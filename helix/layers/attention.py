@@ -10,7 +10,6 @@ from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.linear import ColumnShard, Rows, RowShards
-from helix.layers.norm import RMSNorm
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.step import Step
@@ -72,9 +71,10 @@ class Attention:
         )
         self.norms: tuple[Tensor, Tensor, float] | None = None
         if spec.qk_norm:
-            q_norm = RMSNorm(weights, f"{name}.q_norm", spec.head_dim, spec.norm_eps)
-            k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
-            self.norms = q_norm.weight, k_norm.weight, spec.norm_eps
+            gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
+            for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
+                weights.read(gain, f"{name}.{part}.weight", (spec.head_dim,))
+            self.norms = *gains, spec.norm_eps
         self.output = ColumnShard(
             weights,
             comm,
@@ -86,7 +86,7 @@ class Attention:
         )
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """x [N, H] -> [N, H], the same on every rank."""
+        """x [N, H], the same on every rank -> this rank's part [N, H]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
         q = cache.append(self.index, qkv, angles, step.append_slots, self.norms)
         out, lse = self.policy.attend(q, *cache.layer(self.index), step, self.spec.window, self.spec.scale)

@@ -1,15 +1,15 @@
-"""Projections, sharded by output rows (no communication) or by input columns (partial sums, then all-reduce)."""
+"""Projections, sharded by output rows or by input columns; the latter give parts of a sum, which a norm takes in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.layers.weights import Weights
+from kernels.linear import linear
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,15 @@ class RowShards:
                 weights.read(self.bias[begin:end], f"{p.name}.bias", (p.total,), p.share)
             begin = end
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
+        """x [N, H] -> [N, rows], or silu of the first half of them times the second."""
+        return linear(x, self.weight, self.bias, gated=gated)
 
 
 class ColumnShard:
-    """y = all-reduce(x W^T) + b with this rank's input columns of W: output and down projections.
+    """y = x W^T + b with this rank's input columns of W, to be summed over ranks: output and down projections.
 
-    A rank without columns adds zeros. The bias is replicated and added once, after the sum.
+    A rank without columns gives zeros. The first rank alone holds the bias.
     """
 
     def __init__(
@@ -58,14 +59,12 @@ class ColumnShard:
         out_features: int,
         bias: bool,
     ) -> None:
-        self.comm = comm
         self.weight = weights.parameter(out_features, len(columns))
         weights.read(self.weight, f"{name}.weight", (out_features, in_features), range(out_features), columns)
         self.bias = None
-        if bias:
+        if bias and comm.rank == 0:
             self.bias = weights.parameter(out_features)
             weights.read(self.bias, f"{name}.bias", (out_features,))
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.comm.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        return linear(x, self.weight, self.bias)

@@ -8,11 +8,10 @@ from comm.base import Communicator
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from kernels.silu_mul import silu_mul
 
 
 class GatedMLP:
-    """y = all-reduce(W_down (silu(W_gate x) * W_up x)), each rank with its columns of the inner width."""
+    """y = W_down (silu(W_gate x) * W_up x), each rank with its columns of the inner width: a part of the sum."""
 
     def __init__(
         self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, width: int, bias: bool, name: str
@@ -24,5 +23,5 @@ class GatedMLP:
         self.down = ColumnShard(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [N, H] -> [N, H], the same on every rank."""
-        return self.down(silu_mul(self.gate_up(x)))
+        """x [N, H], the same on every rank -> this rank's part [N, H]."""
+        return self.down(self.gate_up(x, gated=True))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from comm.base import Communicator
 from helix.layers.weights import Weights
-from kernels.rms_norm import rms_norm
 
 
 class RMSNorm:
-    """y = w * s / rms(s) over the last dimension, of the residual stream s with the newest update added."""
+    """y = w * s / rms(s) over the last dimension, of the residual stream s with the ranks' newest parts added."""
 
-    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+    def __init__(self, weights: Weights, comm: Communicator, name: str, size: int, eps: float) -> None:
+        self.comm = comm
         self.eps = eps
         self.weight = weights.parameter(size)
         weights.read(self.weight, f"{name}.weight", (size,))
 
-    def __call__(self, x: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x, update [N, H] -> (y, x + update)."""
-        if update is None:
-            return rms_norm(x, self.weight, self.eps)
-        return rms_norm(update, self.weight, self.eps, x)
+    def __call__(self, parts: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+        """parts [N, H], this rank's; x [N, H], the same on all ranks -> (y, x + the sum of parts), likewise."""
+        return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)

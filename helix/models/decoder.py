@@ -68,7 +68,7 @@ class DecoderLayer:
         index: int,
     ) -> None:
         name = f"model.layers.{index}"
-        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
+        self.input_norm = RMSNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
         attention = AttentionSpec(
             spec.hidden,
             spec.q_heads,
@@ -81,18 +81,18 @@ class DecoderLayer:
             spec.windows[index],
         )
         self.attention = Attention(weights, comm, layout, policy, attention, f"{name}.self_attn", index)
-        self.ffn_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
+        self.ffn_norm = RMSNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
     def __call__(
-        self, x: Tensor, update: Tensor | None, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
+        self, x: Tensor | None, parts: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream x [N, H] and what is still to be added to it -> the same after this layer.
+        """The residual stream x [N, H] and this rank's part of what is to be added -> the same after this layer.
 
-        Each addition is left to the norm that follows it, which passes over both anyway.
+        Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
         """
-        normed, x = self.input_norm(x, update)
-        normed, x = self.ffn_norm(x, self.attention(normed, angles, cache, step))
+        normed, x = self.input_norm(parts, x)
+        normed, x = self.ffn_norm(self.attention(normed, angles, cache, step), x)
         return x, self.ffn(normed)
 
 
@@ -117,20 +117,22 @@ class Decoder:
         self.spec = spec
         self.weights = weights = Weights(dtype, device)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
-        self.embedding = Embedding(weights, comm, "model.embed_tokens", rows, spec.vocab, spec.hidden)
+        self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.layers = [DecoderLayer(weights, comm, layout, policy, spec, i) for i in range(spec.layers)]
-        self.norm = RMSNorm(weights, "model.norm", spec.hidden, spec.norm_eps)
+        self.norm = RMSNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
 
     def hidden(self, cache: KVCache, step: Step) -> Tensor:
-        """Runs a step through all layers and appends its KV: [N] tokens -> [N, H], the same on every rank."""
-        x, update = self.embedding(step.tokens), None
+        """Runs a step through all layers, its KV appended: [N] tokens -> normalised [N, H], the same on every rank."""
+        x, parts = None, self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
+        for window in set(self.spec.windows):  # all bounds before the first layer: attention reads them early
+            step.bounds(window)
         for layer in self.layers:
-            x, update = layer(x, update, angles, cache, step)
-        return x if update is None else x + update
+            x, parts = layer(x, parts, angles, cache, step)
+        return self.norm(parts, x)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V_local] fp32: this rank's rows of the vocabulary."""
-        return self.head(self.norm(hidden)[0])
+        return self.head(hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from comm.base import Communicator, pack_partials, partial_views, sum_in_rank_order
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from tests.pool import PoolError, pool
 
@@ -32,9 +34,9 @@ def kvp_groups(world_size: int, kvp: int) -> list[tuple[int, ...]]:
     return [tuple(range(first, first + kvp)) for first in range(0, world_size, kvp)]
 
 
-def in_worker(rank: int, world_size: int, kvp: int, check: Check, *args: Any) -> Any:
+def in_worker(rank: int, world_size: int, kind: type[TorchDistCommunicator], kvp: int, check: Check, *args: Any) -> Any:
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else "cpu"
-    comm = TorchDistCommunicator(kvp_groups(world_size, kvp), device, timedelta(seconds=20))
+    comm = kind(kvp_groups(world_size, kvp), device, timedelta(seconds=20))
     result = check(comm, *args)
     comm.close()
     return result
@@ -45,13 +47,18 @@ def on_ranks(transport: str, world_size: int, kvp: int, check: Check, *args: Any
     if transport == "loopback":
         groups = kvp_groups(world_size, kvp)
         return run_ranks(world_size, lambda world, rank: check(world.communicator(rank, groups[rank // kvp]), *args))
-    return pool(world_size, transport).run(in_worker, kvp, check, *args)
+    kind = SymmMemCommunicator if transport == "symm_mem" else TorchDistCommunicator
+    return pool(world_size, "gloo" if transport == "gloo" else "nccl").run(in_worker, kind, kvp, check, *args)
 
 
 CASES = [
     *[("loopback", *case) for case in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 3), (8, 4), (8, 8))],
     *[("gloo", *case) for case in ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4))],
     *[pytest.param("nccl", *case, marks=pytest.mark.gpu(case[0])) for case in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))],
+    *[
+        pytest.param("symm_mem", *case, marks=pytest.mark.gpu(case[0]))
+        for case in ((2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
+    ],
 ]
 every_case = pytest.mark.parametrize("transport, world_size, kvp", CASES)
 
@@ -107,7 +114,7 @@ def test_all_reduce_sums_and_ranks_agree_bitwise(transport: str, world_size: int
             # magnitudes at most. The CPU's transports do better below fp32: one rounding after a sum in fp32.
             error = (x.double() - parts.double().sum(0)).abs()
             assert (error <= world_size * torch.finfo(dtype).eps / 2 * parts.double().abs().sum(0)).all()
-            if transport != "nccl":
+            if transport not in ("nccl", "symm_mem"):
                 assert torch.equal(x, sum_in_rank_order(parts))
 
 
@@ -128,6 +135,46 @@ def check_reduce_refuses_strided(comm: Communicator) -> None:
 @every_case
 def test_all_reduce_refuses_strided_tensors(transport: str, world_size: int, kvp: int) -> None:
     on_ranks(transport, world_size, kvp, check_reduce_refuses_strided)
+
+
+def check_all_reduce_norm(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+    """(y, sum) of several shapes; one shot and two shots, several slices a row, with a residual and without."""
+    results = []
+    for call, (dtype, N, H) in enumerate(NORM_CASES):
+        for residual in (None, values(99, (N, H), dtype).to(comm.device)):
+            parts = values(comm.rank + 10 * call, (N, H), dtype).to(comm.device)
+            weight = values(7, (H,), dtype).to(comm.device)
+            results.append(tuple(t.cpu() for t in comm.all_reduce_norm(parts, residual, weight, 1e-5)))
+    return results
+
+
+NORM_CASES = [
+    (torch.float32, 1, 6), (torch.float32, 3, 1100), (torch.bfloat16, 1, 3584), (torch.bfloat16, 5, 514),
+    (torch.bfloat16, 17, 4096), (torch.float32, 9, 3000), (torch.bfloat16, 200, 4096), (torch.bfloat16, 2, 7),
+]  # fmt: skip
+
+
+@every_case
+def test_all_reduce_norm(transport: str, world_size: int, kvp: int) -> None:
+    ranks = on_ranks(transport, world_size, kvp, check_all_reduce_norm)
+    for other in ranks[1:]:
+        for a, b in zip(ranks[0], other, strict=True):
+            assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]), "ranks differ"
+    got = iter(ranks[0])
+    for call, (dtype, N, H) in enumerate(NORM_CASES):
+        eps = torch.finfo(dtype).eps
+        for residual in (torch.zeros(N, H), values(99, (N, H), dtype)):
+            y, total = next(got)
+            parts = torch.stack([values(r + 10 * call, (N, H), dtype) for r in range(world_size)]).double()
+            wanted = residual.double() + parts.sum(0)
+            # W - 1 additions and two roundings to the dtype, each half a unit of a partial sum at most.
+            bound = (world_size + 1) * eps / 2 * (residual.double().abs() + parts.abs().sum(0))
+            assert ((total.double() - wanted).abs() <= bound).all()
+            weight = values(7, (H,), dtype).double()
+            kept = total.double()
+            normed = kept * (kept.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight
+            # Two roundings to the dtype, and fp32 statistics: 2^-18 is far above their error.
+            assert ((y.double() - normed).abs() <= (eps + 2**-18) * normed.abs() + 1e-30).all()
 
 
 # all_gather, all_to_all
@@ -446,8 +493,89 @@ def check_graph(comm: Communicator) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_nccl_in_a_cuda_graph() -> None:
-    on_ranks("nccl", 2, 2, check_graph)
+@pytest.mark.parametrize("transport", ["nccl", "symm_mem"])
+def test_collectives_in_a_cuda_graph(transport: str) -> None:
+    on_ranks(transport, 2, 2, check_graph)
+
+
+def check_replays(comm: Communicator, replays: int) -> int:
+    """Wrong elements over many replays of graphs of several sizes, a random rank late now and then."""
+    K, H, D = len(comm.kvp_group), 3584, 128
+    shares = balanced(2 * K + 1, K)
+    number = torch.zeros((), dtype=torch.int64, device=comm.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+    ranks = torch.arange(comm.world_size, device=comm.device)
+    group = torch.tensor(comm.kvp_group, device=comm.device)
+    weight = torch.ones(H, dtype=torch.bfloat16, device=comm.device)
+
+    def value(rank: Tensor | int, *shape: int) -> Tensor:
+        """Small integers that bf16 holds, as do their sums over 8 ranks; another in each place, step and rank."""
+        place = torch.arange(torch.Size(shape).numel(), device=comm.device).view(shape)
+        return (7 * number + 3 * place + 5 * rank) % 29
+
+    def step(N: int) -> None:
+        number.add_(1)
+        total = comm.all_reduce_norm(value(comm.rank, N, H).bfloat16(), None, weight, 1e-5)[1]
+        wrong.add_((total != sum(value(r, N, H) for r in range(comm.world_size))).sum())
+        gathered = comm.all_gather(value(comm.rank, N, 2))
+        wrong.add_((gathered != torch.stack([value(r, N, 2) for r in range(comm.world_size)])).sum())
+        # Equal weights of a power of two of ranks: the mean is exact.
+        out = value(comm.rank, N, 2 * K + 1, D).bfloat16()
+        result = comm.exchange(out, torch.zeros(out.shape[:2], device=comm.device), shares)
+        first = sum(shares[: comm.kvp_rank])
+        wanted = sum(value(int(r), N, 2 * K + 1, D) for r in group.tolist()) / K
+        wrong.add_((result != wanted[:, first : first + shares[comm.kvp_rank]].bfloat16()).sum())
+
+    graphs = {}
+    for N in (1, 2, 7, 16, 40):
+        step(N)
+        torch.cuda.synchronize()
+        graphs[N] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[N], capture_error_mode="thread_local"):
+            step(N)
+    same, own = random.Random(0), random.Random(comm.rank)
+    for _ in range(replays):
+        if own.random() < 0.01:
+            torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
+        graphs[same.choice(list(graphs))].replay()
+    torch.cuda.synchronize()
+    comm.check()
+    assert int(number) == replays + len(graphs) and len(ranks) == comm.world_size
+    for graph in graphs.values():
+        graph.reset()
+    return int(wrong)
+
+
+@pytest.mark.parametrize(
+    "world_size, kvp", [pytest.param(*case, marks=pytest.mark.gpu(case[0])) for case in ((2, 2), (4, 2), (4, 4), (8, 8))]
+)
+@pytest.mark.timeout(200)
+def test_ten_thousand_replays(world_size: int, kvp: int) -> None:
+    assert on_ranks("symm_mem", world_size, kvp, check_replays, 10_000) == [0] * world_size
+
+
+def check_recovery(comm: Communicator) -> str:
+    """Rank 1 leaves a collective out; what rank 0 is told, and that all is well after a reset."""
+    assert isinstance(comm, SymmMemCommunicator)
+    comm._spins = 100_000
+    x = torch.full((3,), comm.rank, dtype=torch.int32, device=comm.device)
+    comm.all_gather(x)
+    told = ""
+    if comm.rank == 0:
+        comm.all_gather(x)
+        with pytest.raises(RuntimeError) as error:
+            comm.check()
+        told = str(error.value)
+    comm.reset()
+    comm.check()
+    for _ in range(3):
+        assert comm.all_gather(x)[:, 0].tolist() == [0, 1]
+    return told
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_stays_away_is_named_and_a_reset_recovers() -> None:
+    assert "for peer 1 " in on_ranks("symm_mem", 2, 2, check_recovery)[0]
 
 
 # failures

@@ -11,6 +11,7 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
 from helix.engine import Engine
@@ -115,11 +116,18 @@ def loopback(
 
 
 def distributed_rank(
-    rank: int, world_size: int, path: Path, layout: HelixLayout, block: int, wanted: list[Continuation], device: str
+    rank: int,
+    world_size: int,
+    path: Path,
+    layout: HelixLayout,
+    block: int,
+    wanted: list[Continuation],
+    device: str,
+    kind: type[TorchDistCommunicator] = TorchDistCommunicator,
 ) -> Result:
     """One rank of an initialised process group; the body of a task for a worker pool."""
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    comm = TorchDistCommunicator(layout.kvp_groups(), home, timedelta(seconds=60))
+    comm = kind(layout.kvp_groups(), home, timedelta(seconds=60))
     engine = build_engine(path, layout, comm, block)
     result = generate(engine, wanted)
     if comm.capturable:  # whoever observes logits gets eager steps: the captured ones have to draw the same tokens
@@ -140,7 +148,7 @@ def agreement(
 
     After such a step the run starts over from what was wanted up to there, so that every step is judged on its own.
     """
-    comm = TorchDistCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
+    comm = SymmMemCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
     longest = max(len(prompt) + len(tokens) for prompt, tokens in wanted)
     engine = build_engine(
         path, layout, comm, 16, max_batch=8, max_length=longest, prefill_chunk=4096, dtype=torch.bfloat16

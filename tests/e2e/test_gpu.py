@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
 from helix.layout import HelixLayout
 from launch.needles import SOURCES, make
 from tests.e2e.checkpoints import DEMO, FAMILIES, checkpoint, oracle
@@ -32,7 +34,7 @@ def test_fp32_parity_of_loopback_ranks_on_one_gpu(family: str) -> None:
         check(loopback(checkpoint(family), layout, 16, wanted, device="cuda"), wanted)
 
 
-def nccl_cases() -> list[object]:
+def gpu_cases() -> list[object]:
     return [
         pytest.param(family, layout, id=f"{family}-kvp{layout.kvp}-tpa{layout.tpa}", marks=pytest.mark.gpu(world))
         for world in (2, 4, 8)
@@ -42,10 +44,11 @@ def nccl_cases() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("family, layout", nccl_cases())
-def test_fp32_parity_over_nccl(family: str, layout: HelixLayout) -> None:
+@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
+@pytest.mark.parametrize("family, layout", gpu_cases())
+def test_fp32_parity_over_gpus(family: str, layout: HelixLayout, kind: type[TorchDistCommunicator]) -> None:
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    task = (checkpoint(family), layout, 16, wanted, "cuda")
+    task = (checkpoint(family), layout, 16, wanted, "cuda", kind)
     check(pool(layout.world_size, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 
 

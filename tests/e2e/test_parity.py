@@ -110,9 +110,9 @@ def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
         calls["prefill"].append(len(q))
         return prefill(q, *args)  # type: ignore[arg-type]
 
-    def spy_decode(q: torch.Tensor, *args: object) -> object:
+    def spy_decode(q: torch.Tensor, *args: object, **options: object) -> object:
         calls["decode"].append(q.shape[1])
-        return decode(q, *args)  # type: ignore[arg-type]
+        return decode(q, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dense, "flash_prefill", spy_prefill)
     monkeypatch.setattr(dense, "flash_decode", spy_decode)

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.flash_decode import _flash_decode_kernel
+from kernels.flash_decode import MIN_RUN, _flash_decode_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.lse_combine import _lse_combine_kernel
 from kernels.paged import tile_shape
@@ -39,19 +39,22 @@ def compile_case(kernel: str, dtype: torch.dtype, dim: int, group: int, tokens: 
         constants = {"D": dim, "BLOCK_W": 8, "BLOCK_D": triton.next_power_of_2(dim)}
     else:
         function = _flash_decode_kernel if kernel == "decode" else _flash_prefill_kernel
-        tile = tile_shape(tokens * group, 64 if kernel == "decode" else 128, dim, dtype)
+        tile = tile_shape(tokens * group, (64 if dim <= 128 else 32) if kernel == "decode" else 128, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         constants = {"GROUP": group, "D": dim, "PAGE": page, **tile}
-        constants |= {"HEADS": 8} if kernel == "decode" else {}
+        if kernel == "decode":
+            constants |= {"HEADS": 8, "BLOCK_B": 8, "T": tokens, "EARLY": True}
+            constants |= {"MIN_RUN": MIN_RUN, "PDL": True}
+            constants |= {"ROWS": min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))}
     pointers = dict.fromkeys(("q", "k_cache", "v_cache", "partials", "out"), f"*{NAMES[dtype]}")
     pointers |= dict.fromkeys(("block_table", "lo", "hi", "cu_q"), "*i32") | {"scale_log2": "fp32"}
-    pointers |= dict.fromkeys(("out_lse", "lse"), "*fp32")
+    pointers |= dict.fromkeys(("out_lse", "lse", "part", "part_lse"), "*fp32")
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
         if name in constants:
             values[(i,)] = constants[name]
-        elif name not in ("T", "W", "H", "scale_log2"):  # tensors and strides are multiples of 16
+        elif name not in ("B", "T", "W", "H", "scale_log2"):  # tensors and strides are multiples of 16
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kernels import flash_decode as module
-from kernels.flash_decode import flash_decode, num_splits
+from kernels.flash_decode import flash_decode
 from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
 
@@ -52,11 +49,18 @@ def test_kernel(shape: str, device: torch.device) -> None:
     check(*run(flash_decode, case), case)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("programs", [1, 2, 7, 50])
 @pytest.mark.parametrize("shape", ["plain", "group-16-verify-5", "window-verify", "empty-shards"])
-def test_splits(shape: str, splits: int, device: torch.device) -> None:
+def test_programs(shape: str, programs: int, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
-    check(*run(flash_decode, case, splits=splits), case)
+    check(*run(flash_decode, case, programs=programs), case)
+
+
+@pytest.mark.parametrize("count, length, programs", [(1, 5000, 40), (1, 4990, 79), (2, 3000, 33), (17, 2500, 36)])
+def test_merge_in_two_levels(count: int, length: int, programs: int, device: torch.device) -> None:
+    """More parts than one program merges, of items that begin inside a run and of several query tiles."""
+    case = make_case([count, count], [length, 700], heads=(4, 2), device=device)
+    check(*run(flash_decode, case, programs=programs), case)
 
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
@@ -79,7 +83,7 @@ def test_writes_where_told_and_nothing_else(device: torch.device) -> None:
     case = make_case([1, 1], [40, 0], device=device)
     out = torch.full((2, 1, 8, 64), torch.nan, device=device)
     lse = torch.full((2, 1, 8), torch.nan, device=device)
-    check(*run(flash_decode, case, out=out[:, :, 2:6], lse=lse[:, :, 2:6], splits=3), case)
+    check(*run(flash_decode, case, out=out[:, :, 2:6], lse=lse[:, :, 2:6], programs=3), case)
     check(out[:, 0, 2:6], lse[:, 0, 2:6], case)
     for rest in (out[:, :, :2], out[:, :, 6:], lse[:, :, :2], lse[:, :, 6:]):
         assert rest.isnan().all()
@@ -94,7 +98,7 @@ def test_nan_in_a_key_that_is_read_surfaces(device: torch.device) -> None:
 
 def test_repeats_bitwise(device: torch.device) -> None:
     case = make_case([3, 3], [90, 31], device=device)
-    first, second = run(flash_decode, case, splits=5), run(flash_decode, case, splits=5)
+    first, second = run(flash_decode, case, programs=5), run(flash_decode, case, programs=5)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
@@ -118,13 +122,6 @@ def test_planted_errors_are_caught(planted: str) -> None:
         lse = lse + 1e-3
     with pytest.raises(AssertionError):
         check(out, lse, case, expected)
-
-
-@given(st.integers(1, 5000), st.integers(1, 1 << 22), st.integers(1, 200))
-def test_num_splits_is_within_its_bounds(tiles: int, capacity: int, sms: int) -> None:
-    splits = num_splits(tiles, capacity, sms)
-    assert 1 <= splits <= module.MAX_SPLITS
-    assert splits == 1 or splits * module.MIN_SPLIT_KEYS <= capacity
 
 
 @pytest.mark.gpu

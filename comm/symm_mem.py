@@ -1,0 +1,148 @@
+"""Communicator between the GPUs of one host that store into each other's memory: one small kernel a collective.
+
+What a decode step sends is kilobytes, where a library call costs more than the wire. The kernels behind this class
+store words with tags (`kernels.mailbox`) into torch's symmetric memory, without multicast, and do what comes next while
+they are at it: combine, add, normalise. Messages too large for their boxes, prefill's mostly, go over NCCL.
+
+Each collective has boxes of its own, and all uses of them are ordered on every rank: the exchange may run on another
+stream than the rest, but no collective on two streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from comm.torch_dist import TorchDistCommunicator
+from kernels import all_gather, all_reduce_norm, exchange
+
+EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
+ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
+TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
+ONE_SHOT_BYTES = 64 << 10  # above, sending every row to every rank costs more than the detour
+GATHER_PIECES = 64
+LOOK_S = 3e-7  # the least that one look at a box takes, seconds
+
+
+class SymmMemCommunicator(TorchDistCommunicator):
+    """As `TorchDistCommunicator` over NCCL, with collectives of a decode step's size in kernels of our own.
+
+    Args:
+        kvp_groups, device, timeout: as there; all ranks on one host, with peer access.
+
+    Raises:
+        RuntimeError: symmetric memory cannot be set up.
+    """
+
+    def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
+        super().__init__(kvp_groups, device, timeout)
+        self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))
+        world, group = self.world_size, len(self.kvp_group)
+        slices = all_reduce_norm.SLICE_WORDS
+        sizes = {
+            "exchange": 2 * group * EXCHANGE_PIECES * exchange.PIECE_WORDS,
+            "one_shot": 2 * world * ONE_SHOT_PIECES * slices,
+            "two_shot": 2 * (world + 1) * TWO_SHOT_PIECES * slices,
+            "gather": 2 * world * GATHER_PIECES * all_gather.SLICE_WORDS,
+        }
+        self._boxes = symm_mem.empty(sum(sizes.values()), dtype=torch.int64, device=self.device)
+        handle = symm_mem.rendezvous(self._boxes, _world())
+        self._peers, offset = {}, 0
+        for name, size in sizes.items():
+            ranks = self.kvp_group if name == "exchange" else range(world)
+            addresses = [handle.buffer_ptrs[r] + offset * 8 for r in ranks]
+            self._peers[name] = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+            offset += size
+        counts = {
+            "sent": EXCHANGE_PIECES * group,
+            "received": EXCHANGE_PIECES,
+            "one_shot": ONE_SHOT_PIECES,
+            "two_shot": TWO_SHOT_PIECES,
+            "gather": GATHER_PIECES,
+        }
+        self._counts = {name: torch.zeros(n, dtype=torch.int32, device=self.device) for name, n in counts.items()}
+        self._squares = {
+            name: torch.zeros(2 * counts[name], dtype=torch.int64, device=self.device)
+            for name in ("one_shot", "two_shot")
+        }
+        self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._starts: dict[tuple[int, ...], Tensor] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties all boxes after a step that some rank did not finish; a collective, with no other one under way."""
+        torch.cuda.synchronize(self.device)
+        self.barrier()
+        for tensor in (self._boxes, self._status, *self._counts.values(), *self._squares.values()):
+            tensor.zero_()
+        torch.cuda.synchronize(self.device)
+        self.barrier()
+
+    def check(self) -> None:
+        missing = int(self._status)
+        if missing:
+            raise RuntimeError(
+                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for peer "
+                f"{missing - 1} in a collective: it failed, hangs or is slower than that"
+            )
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        size = x.numel() * x.element_size()
+        if size == 0 or size % 4 or size > GATHER_PIECES * all_gather.SLICE_WORDS * 4:
+            return super().all_gather(x)
+        return all_gather.all_gather(
+            x.contiguous(), self._peers["gather"], self._counts["gather"], self._status,
+            rank=self.rank, pieces=GATHER_PIECES, spins=self._spins,
+        )  # fmt: skip
+
+    def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
+        N, _, D = out.shape
+        lanes = max(shares)
+        values = 4 // out.element_size() if out.dtype in exchange.DTYPES else 0  # of a word
+        whole = values > 0 and not any(size % values for size in (D, *out.stride()[:2], out.storage_offset()))
+        fits = whole and 0 < N * lanes <= EXCHANGE_PIECES and D // values < exchange.PIECE_WORDS
+        if len(self.kvp_group) == 1 or out.stride(2) != 1 or not fits:
+            return super().exchange(out, lse, shares)
+        self._check_partials(out, lse, shares)
+        return exchange.exchange(
+            out, lse, out.new_empty(N, shares[self.kvp_rank], D), self._starts_of(shares), self._peers["exchange"],
+            (self._counts["sent"], self._counts["received"]), self._status,
+            rank=self.kvp_rank, lanes=lanes, pieces=EXCHANGE_PIECES, spins=self._spins,
+        )  # fmt: skip
+
+    def all_reduce_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        size = x.numel() * x.element_size()
+        row, rest = divmod(x.shape[1] * x.element_size(), 4)
+        pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
+        way = "one_shot" if size <= ONE_SHOT_BYTES and pieces <= ONE_SHOT_PIECES else "two_shot"
+        if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in exchange.DTYPES:
+            return super().all_reduce_norm(x, residual, weight, eps)
+        return all_reduce_norm.all_reduce_norm(
+            x, residual, weight, eps,
+            self._peers[way], self._squares[way], self._counts[way], self._status,
+            rank=self.rank, pieces=len(self._counts[way]), spins=self._spins, two_shot=way == "two_shot",
+        )  # fmt: skip
+
+    def _starts_of(self, shares: Sequence[int]) -> Tensor:
+        """First head of each rank and the end, int32 on the device; made once, so that capture finds it."""
+        key = tuple(shares)
+        if key not in self._starts:
+            heads = torch.tensor([0, *key]).cumsum(0)
+            self._starts[key] = heads.to(self.device, torch.int32)
+        return self._starts[key]
+
+    def close(self) -> None:
+        if self._groups:  # peers may still be reading what this rank gives back
+            torch.cuda.synchronize(self.device)
+            self.barrier()
+        super().close()
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

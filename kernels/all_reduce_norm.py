@@ -1,0 +1,151 @@
+"""All-reduce, residual addition and RMSNorm in one kernel: what stands between two projections of a step.
+
+A row is cut into slices of 256 words, one program each. One shot: a program sends its slice to every rank and adds up
+what comes. Two shots, for more bytes: it sends it to one owner, who adds up and sends the sum to everyone. The sum of
+squares of a whole row passes between the programs of the row in the same way, through local boxes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.exchange import DTYPES
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.mailbox import box, boxes_of, high, low, pack, patience, receive, send
+
+SLICE_WORDS = 256
+
+
+@triton.jit
+def _all_reduce_norm_kernel(
+    x, residual, weight, y, total, peers, sums_at, squares, counts, status,
+    rank, H, eps, spins,
+    ROW_WORDS: tl.constexpr, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    piece = tl.program_id(0)
+    n = (piece // SLICES).to(tl.int64)
+    w = tl.arange(0, SIZE)
+    column = piece % SLICES * SIZE + w  # of words
+    inside = column < ROW_WORDS
+    at = n * ROW_WORDS + column
+    tag = tl.load(counts + piece) + 1
+    looks = patience(status, spins)
+    source = tl.arange(0, BLOCK_RANKS)
+    owner = piece % RANKS
+    # Nothing of this waits for a peer.
+    gain = tl.load(weight + column, mask=inside, other=0)
+    kept = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else gain
+
+    if PHASES & 1:
+        words = tl.load(x + at, mask=inside, other=0)
+        if TWO_SHOT:
+            send(box(boxes_of(peers, owner), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside)
+        else:
+            for step in tl.static_range(RANKS):
+                to = (rank + 1 + step) % RANKS
+                send(box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside)
+    all_inside = (source < RANKS)[:, None] & inside[None, :]
+    here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
+    if TWO_SHOT:
+        if PHASES & 2:
+            if owner == rank:
+                words = receive(here, tag, all_inside, source[:, None], status, looks)
+                words = pack(tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0), DTYPE)
+                for step in tl.static_range(RANKS):
+                    to = (rank + 1 + step) % RANKS
+                    send(box(boxes_of(peers, to) + sums_at, tag, 0, piece, 1, PIECES, SIZE) + w, words, tag, inside)
+    if PHASES & 4:
+        if TWO_SHOT:
+            sum_at = box(boxes_of(peers, rank) + sums_at, tag, 0, piece, 1, PIECES, SIZE) + w
+            words = receive(sum_at, tag, inside, owner, status, looks)
+            first, second = low(words, DTYPE), high(words, DTYPE)
+        else:
+            words = receive(here, tag, all_inside, source[:, None], status, looks)
+            words = tl.where(all_inside, words, 0)
+            first, second = tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0)
+        if RESIDUAL:
+            first += low(kept, DTYPE)
+            second += high(kept, DTYPE)
+        # The sum is kept in the model's dtype, and what is normalised is what is kept.
+        words = pack(first, second, DTYPE)
+        tl.store(total + at, words, mask=inside)
+        first = tl.where(inside, low(words, DTYPE), 0.0)
+        second = tl.where(inside, high(words, DTYPE), 0.0)
+        square = tl.sum(first * first + second * second, 0)
+        if SLICES > 1:
+            mine = squares + ((tag & 1) * PIECES + piece - piece % SLICES).to(tl.int64)
+            send(mine + piece % SLICES, square.to(tl.int32, bitcast=True), tag, True)
+            s = tl.arange(0, BLOCK_SLICES)
+            bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)
+            square = tl.sum(tl.where(s < SLICES, bits.to(tl.float32, bitcast=True), 0.0), 0)
+        scale = tl.rsqrt(square / H + eps)
+        # Rounded before the weight is applied, as the models were trained.
+        words = pack(first * scale, second * scale, DTYPE)
+        words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
+        tl.store(y + at, words, mask=inside)
+        tl.store(counts + piece, tag)
+
+
+def all_reduce_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: torch.Tensor,
+    squares: torch.Tensor,
+    counts: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    rank: int,
+    pieces: int,
+    spins: int,
+    two_shot: bool,
+    slice_words: int = SLICE_WORDS,
+    phases: int = 7,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = weight * s / rms(s), s = residual + the sum of x over ranks: in fp32, in rank order, the same on all ranks.
+
+    Args:
+        x: [N, H], a multiple of 4 bytes a row; contiguous.
+        residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
+        weight: [H].
+        peers: [W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces, slice_words],
+            and behind them, for two shots, [2, pieces, slice_words].
+        squares: int64 [2, pieces], zeroed, local.
+        counts: int32 [pieces], zeroed: messages so far. Shared by calls with one shot only, or with two only.
+        status: [1] int32, set where a rank does not come within `spins` looks.
+        rank: this rank in the world.
+        pieces: room in the boxes, at least N times the slices of a row.
+        two_shot: by way of an owner.
+        slice_words: of a program; the same in all calls that share boxes.
+        phases: 1 sends, 2 adds up at the owner (two shots), 4 finishes; each rank has to run all of them.
+
+    Returns:
+        y [N, H] and s [N, H] in x's dtype.
+    """
+    N, H = x.shape
+    words = H * x.itemsize // 4
+    slices = triton.cdiv(words, slice_words)
+    ranks = len(peers)
+    assert words * 4 == H * x.itemsize and N * slices <= pieces
+    assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    y, total = torch.empty_like(x), torch.empty_like(x)
+
+    def as_words(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.int32)
+
+    _all_reduce_norm_kernel[(N * slices,)](
+        as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
+        peers, 2 * ranks * pieces * slice_words, squares, counts, status, rank, H, eps, spins,
+        ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
+        RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
+        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, TWO_SHOT=two_shot, PHASES=phases,
+        num_warps=4, **overlapped(x),
+    )  # fmt: skip
+    return y, total

@@ -1,0 +1,109 @@
+"""Projections of a few rows: as fast as the weights can be read, with bias and gate in the same pass.
+
+A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
+streams some rows of the weight past all rows of x, and there are enough programs for every SM to have bytes in flight.
+While the kernel before still runs, the programs already fetch their weights into the L2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import routing
+from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.linear import linear as reference
+
+MAX_ROWS = 16  # of x; beyond, a library's kernels are as fast
+
+
+@triton.jit
+def _prefetch(weight, rows, K, LINES: tl.constexpr):
+    """Asks the L2 for rows of the weight, a line of 128 bytes at a time."""
+    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+    for begin in range(0, K, LINES * line):
+        k = begin + tl.arange(0, LINES) * line
+        at = weight + rows[:, None].to(tl.int64) * K + tl.where(k < K, k, 0)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _linear_kernel(
+    x, weight, bias, out, x_n, N, R, K,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
+    if PREFETCH:
+        _prefetch(weight, row, K, 8)
+        if GATED:
+            _prefetch(weight, row + R, K, 8)
+    wait_for_predecessor(PDL)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    gated = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    x_at = x + (n * x_n)[:, None] + k[None, :]
+    w_at = weight + row[:, None].to(tl.int64) * K + k[None, :]
+    up_at = weight + (row + R)[:, None].to(tl.int64) * K + k[None, :]
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = k + begin < K
+        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+        ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
+        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+        if GATED:
+            ups = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
+            gated = tl.dot(xs, tl.trans(ups), gated, input_precision="ieee")
+    start_successor(PDL)
+    if BIAS:
+        acc += tl.load(bias + row).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            gated += tl.load(bias + R + row).to(tl.float32)[None, :]
+        # Rounded as the two projections' outputs would be.
+        acc = acc.to(out.dtype.element_ty).to(tl.float32)
+        gated = gated.to(out.dtype.element_ty).to(tl.float32)
+        acc = acc / (1.0 + tl.exp(-acc)) * gated
+    tl.store(out + (n * R)[:, None] + r[None, :], acc, mask=(n < N)[:, None] & (r < R)[None, :])
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+) -> torch.Tensor:
+    """y = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
+
+    Args:
+        x: [N, K], last dim contiguous.
+        weight: [R, K] in x's dtype, contiguous; gated: [2 R, K], the gate's rows before the others.
+        bias: one value for each row of the weight, or None.
+        gated: the result is the gate's.
+
+    Returns:
+        [N, R] in x's dtype.
+    """
+    N, K = x.shape
+    R = len(weight) // 2 if gated else len(weight)
+    if not routing.on_gpu(x) or not 0 < N <= MAX_ROWS or R == 0 or K == 0:
+        return reference(x, weight, bias, gated)
+    assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
+    out = torch.empty(N, R, dtype=x.dtype, device=x.device)
+    tile = _tile(R, K, gated, x)
+    _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
+        x, weight, bias, out, x.stride(0), N, R, K,
+        BLOCK_N=16, BIAS=bias is not None, GATED=gated, **tile, **overlapped(x),
+    )  # fmt: skip
+    return out
+
+
+def _tile(R: int, K: int, gated: bool, x: torch.Tensor) -> dict[str, int | bool]:
+    """Launch options: the widest rows that still give every SM two programs, and 32 KB of weights in flight in each."""
+    sms = sm_count(x.device)
+    rows = next((r for r in (64, 32, 16) if triton.cdiv(R, r) >= 2 * sms), 8)
+    rows = max(8, rows // 2) if gated else rows
+    block_k = max(32, min(256, triton.next_power_of_2(K)))
+    block_k = min(block_k, 512 // x.itemsize) if rows >= 32 else block_k
+    return dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=4, PREFETCH=x.is_cuda, num_warps=4 if rows >= 32 else 2)

@@ -1,0 +1,89 @@
+"""Words with tags: how kernels pass small messages between GPUs that can write to each other's memory.
+
+A message is 32-bit words. Each travels in the lower half of a 64-bit word whose upper half is a tag, so that one store
+carries both: a receiver that sees the tag has the data. That takes no fence and one trip over the link, at twice the
+bytes: right for what a decode step sends, wrong for megabytes (the LL protocol of NCCL).
+
+A box is the words of one piece of a message from one source, for two tags in turn. A sender may overwrite a box once
+its owner is past the tag before the last: every collective here makes every rank wait for every other, for the same
+pieces, so that a rank that sends tag t + 2 has seen everyone's t + 1, and who sent that was done with t. Tags count a
+piece's messages; counters live on the device, and only their own program touches them: a captured graph
+moves them on at each replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def box(boxes, tag, source, piece, SOURCES: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr):
+    """Address of the box of `piece` from `source` for `tag`."""
+    return boxes + (((tag & 1) * SOURCES + source) * PIECES + piece).to(tl.int64) * SIZE
+
+
+@triton.jit
+def boxes_of(peers, rank):
+    """The memory of a peer, from the table of addresses."""
+    return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def send(to, words, tag, mask):
+    """Stores int32 words under a tag."""
+    tl.store(to, (tag.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF), mask=mask)
+
+
+@triton.jit
+def receive(at, tag, mask, source, status, spins):
+    """int32 words [SOURCES, n] once all of them carry the tag, or after `spins` looks.
+
+    Then `status` holds one more than a source that did not come, and the words are whatever there was.
+    """
+    got = tl.load(at, mask=mask, other=0, volatile=True)
+    late = mask & ((got >> 32).to(tl.int32) != tag)
+    missing = tl.max(tl.where(late, source + 1, 0))
+    looks = 0
+    while (missing > 0) & (looks < spins):
+        got = tl.load(at, mask=mask, other=0, volatile=True)
+        late = mask & ((got >> 32).to(tl.int32) != tag)
+        missing = tl.max(tl.where(late, source + 1, 0))
+        looks += 1
+    if missing > 0:
+        tl.store(status, missing)
+    return got.to(tl.int32)
+
+
+@triton.jit
+def patience(status, spins):
+    """How often to look: once only where an earlier collective has given up, so that a broken step ends soon."""
+    return tl.where(tl.load(status) != 0, 0, spins)
+
+
+@triton.jit
+def low(words, DTYPE: tl.constexpr):
+    """fp32 of the first value in each word."""
+    if tl.float32 == DTYPE:
+        return words.to(tl.float32, bitcast=True)
+    else:
+        return words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def high(words, DTYPE: tl.constexpr):
+    """fp32 of the second value in each word; zero where a word holds one."""
+    if tl.float32 == DTYPE:
+        return tl.zeros_like(words).to(tl.float32)
+    else:
+        return (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pack(first, second, DTYPE: tl.constexpr):
+    """Words of fp32 values, rounded to DTYPE: two in each, or only the first."""
+    if tl.float32 == DTYPE:
+        return first.to(tl.int32, bitcast=True)
+    else:
+        lower = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return lower | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)

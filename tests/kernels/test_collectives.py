@@ -1,0 +1,151 @@
+"""The kernels between GPUs, with ranks that share one device: each phase of a collective runs for all in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.all_gather import SLICE_WORDS, all_gather
+from kernels.all_reduce_norm import all_reduce_norm
+from kernels.exchange import PIECE_WORDS, exchange
+from kernels.reference.lse_combine import lse_combine
+from kernels.reference.rms_norm import rms_norm
+
+PIECES = 64
+# Triton's interpreter cuts bf16 off where it should round: bf16 is for GPUs.
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+class Ranks:
+    """What each rank holds: boxes, counters and a status."""
+
+    def __init__(self, count: int, words: int, counters: int, device: torch.device) -> None:
+        self.count = count
+        self.boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in range(count)]
+        self.peers = torch.tensor([b.data_ptr() for b in self.boxes], device=device)
+        self.counts = [torch.zeros(2, counters, dtype=torch.int32, device=device) for _ in range(count)]
+        self.status = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(count)]
+
+    def gave_up(self) -> list[int]:
+        return [int(s) for s in self.status]
+
+
+def exchanged(
+    ranks: Ranks, outs: list[Tensor], lses: list[Tensor], shares: list[int], waiting: range | None = None
+) -> list[Tensor]:
+    starts = torch.tensor([0, *shares]).cumsum(0).to(outs[0].device, torch.int32)
+    results = []
+    for push in (True, False):
+        for r in range(ranks.count) if push or waiting is None else waiting:
+            result = torch.full((len(outs[r]), shares[r], outs[r].shape[2]), torch.nan).to(outs[r])
+            exchange(
+                outs[r], lses[r], result, starts, ranks.peers, (ranks.counts[r][0], ranks.counts[r][1]),
+                ranks.status[r], rank=r, lanes=max(shares), pieces=PIECES, spins=3, push=push, wait=not push,
+            )  # fmt: skip
+            results += [] if push else [result]
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shares, N, D", [([2, 2], 3, 16), ([2, 2, 2, 1], 1, 6), ([1, 0, 0], 5, 32), ([3, 3], 2, 96)])
+def test_exchange(shares: list[int], N: int, D: int, dtype: torch.dtype, device: torch.device) -> None:
+    W, heads = len(shares), sum(shares)
+    ranks = Ranks(W, 2 * W * PIECES * PIECE_WORDS, PIECES * W, device)
+    generator = torch.Generator().manual_seed(0)
+    for message in range(4):  # two tags take turns: the third and fourth overwrite the first two
+        outs = [torch.randn(N, heads, D, generator=generator).to(device, dtype) for _ in range(W)]
+        lses = [torch.randn(N, heads, generator=generator).to(device) for _ in range(W)]
+        if message == 1:  # an empty shard's output counts for nothing
+            outs[0][:] = torch.nan
+            lses[0][:] = -torch.inf
+        if message == 2:
+            for lse in lses:
+                lse[0] = -torch.inf
+        wanted, _ = lse_combine(torch.stack(outs), torch.stack(lses), out=None, out_lse=None)
+        got = torch.cat(exchanged(ranks, outs, lses, shares), 1)
+        # Rounded once to the dtype from fp32 sums of W terms of size 1, in another order than the reference's.
+        tolerance = {torch.float32: 2**-20, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
+    assert ranks.gave_up() == [0] * W
+
+
+def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
+    shares, out, lse = [1, 1, 1], torch.ones(2, 3, 4, device=device), torch.zeros(2, 3, device=device)
+    ranks = Ranks(3, 2 * 3 * PIECES * PIECE_WORDS, PIECES * 3, device)
+    exchanged(ranks, [out] * 3, [lse] * 3, shares)
+    starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
+    for push, who in ((True, (0, 1)), (False, (0,))):  # rank 2 sends nothing
+        for r in who:
+            exchange(
+                out, lse, torch.empty(2, 1, 4, device=device), starts, ranks.peers,
+                (ranks.counts[r][0], ranks.counts[r][1]), ranks.status[r],
+                rank=r, lanes=1, pieces=PIECES, spins=3, push=push, wait=not push,
+            )  # fmt: skip
+    assert ranks.gave_up() == [3, 0, 0]
+
+
+def test_a_nan_lse_surfaces(device: torch.device) -> None:
+    ranks = Ranks(2, 2 * 2 * PIECES * PIECE_WORDS, PIECES * 2, device)
+    outs = [torch.ones(1, 2, 4, device=device)] * 2
+    lses = [torch.tensor([[0.0, torch.nan]], device=device), torch.zeros(1, 2, device=device)]
+    first, second = exchanged(ranks, outs, lses, [1, 1])
+    assert (first == 1).all() and second.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("W, N, H", [(2, 3, 40), (4, 5, 64), (3, 1, 6)])
+def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dtype, device: torch.device) -> None:
+    size = 64  # words of a slice; a row is one slice, so that no program of a rank waits for another
+    ranks = Ranks(W, (2 * W + 2) * PIECES * size, PIECES, device)
+    squares = torch.zeros(W, 2, PIECES, dtype=torch.int64, device=device)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(H, generator=generator).to(device, dtype)
+    for message in range(4):
+        parts = [torch.randn(N, H, generator=generator).to(device, dtype) for _ in range(W)]
+        residual = torch.randn(N, H, generator=generator).to(device, dtype) if message else None
+        got: list[tuple[Tensor, Tensor]] = []
+        for phase in (1, 2, 4):
+            got = [
+                all_reduce_norm(
+                    parts[r], residual, weight, 1e-5, ranks.peers, squares[r], ranks.counts[r][0], ranks.status[r],
+                    rank=r, pieces=PIECES, spins=2, two_shot=two_shot, slice_words=size, phases=phase,
+                )
+                for r in range(W)
+            ]  # fmt: skip
+        wanted = rms_norm(torch.stack(parts).float().sum(0).to(dtype), weight, 1e-5, residual)
+        for mine, first, right in zip(got, [got[0]] * W, [wanted] * W, strict=True):
+            # The reference rounds the sum once more before it adds the residual: a unit of values up to 8.
+            tolerance = {torch.float32: 1e-5, torch.float16: 2**-6, torch.bfloat16: 2**-3}[dtype]
+            torch.testing.assert_close(mine, right, atol=tolerance, rtol=0)
+            assert torch.equal(mine[0], first[0]) and torch.equal(mine[1], first[1]), "ranks differ"
+    assert ranks.gave_up() == [0] * W
+
+
+def test_all_gather(device: torch.device) -> None:
+    W, pieces = 3, 4
+    ranks = Ranks(W, 2 * W * pieces * SLICE_WORDS, pieces, device)
+    for shape, dtype in (
+        ((3, 50), torch.float64),
+        ((1,), torch.int32),
+        ((5, 2, 100), torch.int32),
+        ((4,), torch.bfloat16),
+    ):
+        xs = [torch.arange(r, r + torch.Size(shape).numel()).view(shape).to(device, dtype) for r in range(W)]
+        for phase in (1, 4):
+            got = [
+                all_gather(
+                    xs[r],
+                    ranks.peers,
+                    ranks.counts[r][0],
+                    ranks.status[r],
+                    rank=r,
+                    pieces=pieces,
+                    spins=2,
+                    phases=phase,
+                )
+                for r in range(W)
+            ]
+        assert all(torch.equal(g, torch.stack(xs)) for g in got)
+    assert ranks.gave_up() == [0] * W
