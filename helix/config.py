@@ -106,15 +106,13 @@ class DecodeConfig:
 @dataclass
 class BenchConfig:
     """Attributes:
-    kind: none, or decode: time decode steps over a cache filled with random data.
-    batch: sequences.
-    length: tokens in the cache of each.
-    steps: timed steps.
+    kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step.
+    points: what decode times, each SEQUENCESxTOKENS in the cache of each.
+    steps: timed steps of each point.
     """
 
     kind: str = "none"
-    batch: int = 1
-    length: int = 131_072
+    points: list[str] = field(default_factory=lambda: ["1x131072"])
     steps: int = 32
 
 
@@ -143,14 +141,14 @@ def check(config: Config) -> None:
         "model.load": ("checkpoint", "random"),
         "attention.policy": ("dense",),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
-        "bench.kind": ("none", "decode"),
+        "bench.kind": ("none", "decode", "comm"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(allowed)}")
     positive = (
         "kv.append_block kv.page_size decode.max_batch decode.prefill_chunk decode.run_steps decode.max_new_tokens "
-        "bench.batch bench.length bench.steps comm.timeout_s"
+        "bench.steps comm.timeout_s"
     )
     for key in [*positive.split(), *(["kv.tokens"] if config.kv.tokens is not None else [])]:
         if not (value := _get(config, key)) > 0:

@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m launch.bench kernels | step | baselines`."""
+"""Benchmarks: `python -m launch.bench kernels | comm | step | baselines`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from launch import bench_kernels, bench_steps
+from launch import bench_comm, bench_kernels, bench_steps
 from launch.report import provenance
 
 
@@ -17,10 +17,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmarks; without a GPU the smallest case runs and means nothing.")
     what = {
         "kernels": "flash_decode beside torch's attention, on one GPU",
+        "comm": "the collectives of a step beside torch.distributed's, over 2, 4, .. GPUs",
         "step": "decode steps of whole models beside their floor, over all GPUs",
         "baselines": "the same under plain TP, Medha's layout and Helix",
     }
     parser.add_argument("what", choices=what, help="; ".join(f"{k}: {v}" for k, v in what.items()))
+    parser.add_argument("--models", nargs="*", help="of step and baselines; default all")
     parser.add_argument("--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -29,8 +31,10 @@ def main() -> None:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
     if arguments.what == "kernels":
         rows = bench_kernels.run(device)
+    elif arguments.what == "comm":
+        rows = bench_comm.run(gpus or 2)
     else:
-        rows = bench_steps.run(gpus or 2, baselines=arguments.what == "baselines")
+        rows = bench_steps.run(gpus or 2, baselines=arguments.what == "baselines", models=arguments.models)
     output = arguments.output or (Path(f"benchmarks/results/{arguments.what}.jsonl") if gpus else None)
     if output is not None:
         with output.open("a", encoding="utf-8") as file:

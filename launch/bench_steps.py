@@ -80,33 +80,42 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
     return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
 
 
-def measure(work: Workload, layout: HelixLayout, floor: float) -> dict[str, Any]:
-    """One job; what it measured, or that it failed (for want of memory, mostly)."""
+def measure(works: list[Workload], layout: HelixLayout) -> list[dict[str, Any]]:
+    """One job for workloads of one model; what it measured at each, or that it failed (for want of memory, mostly)."""
+    points = ",".join(f"{w.batch}x{w.length}" for w in works)
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
         code = local.launch(
             layout.world_size,
             [
-                f"model={work.model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
-                "bench=decode", f"bench.batch={work.batch}", f"bench.length={work.length}", "kv.page_size=64",
+                f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
+                f"layout.tpa={layout.tpa}", "bench=decode", f"bench.points=[{points}]", "kv.page_size=64",
                 f"bench.steps={STEPS if torch.cuda.is_available() else 3}", f"record={record}",
             ],
         )  # fmt: skip
-        found = json.loads(record.read_text()) if code == 0 else {"failed": f"exit code {code}"}
-    row = {"model": work.model, "batch": work.batch, "length": work.length, "floor_us": floor * 1e6, "bar": work.bar}
-    return {**row, "layout": str(layout), **{k: v for k, v in found.items() if k != "layout"}}
+        failed = {"points": [{"failed": f"exit code {code}"}] * len(works)}
+        found = json.loads(record.read_text()) if code == 0 else failed
+    shared = {k: found[k] for k in ("backend",) if k in found}
+    return [
+        {"model": w.model, "batch": w.batch, "length": w.length, "bar": w.bar, "layout": str(layout), **shared, **point}
+        for w, point in zip(works, found["points"], strict=True)
+    ]
 
 
-def run(ranks: int, baselines: bool) -> list[dict[str, Any]]:
-    """All workloads (on a CPU a tiny one) over all their layouts, and a table of them."""
+def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[dict[str, Any]]:
+    """All workloads (on a CPU a tiny one), of `models` only if given, over all their layouts, and a table of them."""
     workloads = WORKLOADS if torch.cuda.is_available() else [ON_CPU]
     if baselines:
         workloads = [w for w in workloads if w.model != "llama-3.1-70b"]
     rows = []
-    for work in workloads:
-        spec = spec_of(work.model)
-        floor = floor_s(spec, work.batch, work.length, ranks, 2 if torch.cuda.is_available() else 4)
-        rows += [measure(work, layout, floor) for layout in layouts(spec, ranks, baselines)]
+    for model in dict.fromkeys(w.model for w in workloads if models is None or w.model in models):
+        spec = spec_of(model)
+        works = [w for w in workloads if w.model == model]
+        for layout in layouts(spec, ranks, baselines):
+            rows += measure(works, layout)
+    for row in rows:
+        item = 2 if torch.cuda.is_available() else 4
+        row["floor_us"] = 1e6 * floor_s(spec_of(row["model"]), row["batch"], row["length"], ranks, item)
     table = Table(
         "model", "batch", "length", "layout", "TTL p50", "floor", "x floor", "bar", "tok/s/user", "tok/s/rank"
     )

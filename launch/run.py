@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import hydra
 import torch
@@ -22,6 +22,7 @@ from helix.config import Config
 from helix.loading import randomize
 from helix.models import Decoder
 from launch import decode, local
+from launch.bench_comm import time_collectives
 from launch.distributed import Job, Place, gpu_facts
 from launch.plan import Plan, load_tokenizer, make_layout, make_plan
 from launch.report import Console, Phases, write_record
@@ -87,15 +88,18 @@ def _run_rank(job: Job, config: Config) -> int:
     console = Console(plan, job)
     phases.mark("connect")
 
-    model = _load(plan, comm, job, console)
-    comm.barrier()
-    phases.mark("load")
-
+    measured: dict[str, Any]
     refused = 0
-    if config.bench.kind == "decode":
-        measured = time_steps(plan, comm, model, console)
+    if config.bench.kind == "comm":
+        measured = {"collectives": time_collectives(comm)}
     else:
-        measured, refused = decode.decode(plan, comm, model, tokenizer, console)
+        model = _load(plan, comm, job, console)
+        comm.barrier()
+        phases.mark("load")
+        if config.bench.kind == "decode":
+            measured = time_steps(plan, comm, model, console)
+        else:
+            measured, refused = decode.decode(plan, comm, model, tokenizer, console)
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()
     if job.leads and config.record is not None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
-from helix.engine import Timings
+from helix.config import BenchConfig
+from helix.engine import Engine, Timings
 from helix.models import Decoder
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
@@ -17,55 +24,130 @@ from launch.decode import build_engine
 from launch.plan import Plan
 from launch.report import Console, summary
 
-WARM_UP = 3
+WARM_UP = 4
+
+
+def points(bench: BenchConfig) -> list[tuple[int, int]]:
+    """(sequences, tokens in the cache of each) of every point.
+
+    Raises:
+        ValueError: a point is not written as `8x131072`.
+    """
+    found = []
+    for text in bench.points:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if match is None:
+            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072")
+        found.append((int(match[1]), int(match[2])))
+    return found
 
 
 def time_steps(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
-    """Times `bench.steps` decode steps of `bench.batch` sequences that each hold `bench.length` tokens.
-
-    A step counts with the time of its slowest rank.
+    """Times `bench.steps` decode steps at each of `bench.points`.
 
     Raises:
-        ValueError: bench.length is beyond the model's context, or the cache does not fit; on every rank alike.
+        ValueError: a point is beyond the model's context, or its cache does not fit; on every rank alike.
     """
-    config, bench, layout = plan.config, plan.config.bench, plan.layout
-    reserved = bench.length + WARM_UP + bench.steps
+    found: list[dict[str, Any]] = []
+    todo = points(plan.config.bench)
+    for batch, length in todo:
+        try:
+            found.append(_time_point(plan, comm, model, console, batch, length))
+        except ValueError as error:  # alike on every rank; of several points, the others count
+            if len(todo) == 1:
+                raise
+            found.append({"batch": batch, "length": length, "failed": str(error)})
+        if comm.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"points": found}
+
+
+def _time_point(
+    plan: Plan, comm: Communicator, model: Decoder, console: Console, batch: int, length: int
+) -> dict[str, Any]:
+    """A step counts with the time of its slowest rank; no rank waits for its host between steps."""
+    config, steps, layout = plan.config, plan.config.bench.steps, plan.layout
+    reserved = length + WARM_UP + steps + 1
     if reserved > model.spec.max_positions:
         raise ValueError(
-            f"bench.length={bench.length} and {WARM_UP + bench.steps} steps exceed the model's context of "
-            f"{model.spec.max_positions}: set model.config.max_position_embeddings"
+            f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
+            "set model.config.max_position_embeddings"
         )
-    sized = replace(config, kv=replace(config.kv, tokens=bench.batch * reserved))
-    engine = build_engine(layout, comm, model, sized, bench.batch, bench.batch * reserved)
-    generator = torch.Generator(comm.device).manual_seed(config.seed + comm.rank)
+    sized = replace(config, kv=replace(config.kv, tokens=batch * reserved))
+    engine = build_engine(layout, comm, model, sized, batch, batch * reserved)
+    _fill(engine, batch, length, reserved, config.seed + comm.rank)
+    with torch.inference_mode(), console.progress(f"{batch} x {length:,}", steps) as advance:
+        for _ in range(WARM_UP):
+            engine.decode(batch)
+        comm.barrier()
+        seconds = _times(partial(engine.decode, batch), steps, comm.device)
+        advance(steps)
+        traced = _trace(partial(engine.decode, batch), model.spec.layers, comm.device)
+    comm.check()
+    engine.close()
+    slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
+    tokens = [0] * layout.kvp
+    for slot in range(batch):
+        for k in range(layout.kvp):
+            tokens[k] += layout.local_length(reserved, k, config.kv.append_block, slot % layout.kvp)
+    timings = Timings(ttl_s=slowest, decode_tokens=batch * steps, kv_tokens=tokens)
+    measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
+    memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
+    measured |= {"batch": batch, "length": length, "captured": comm.capturable, **traced}
+    measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
+    measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
+    console.finish(f"{batch} x {length:,} tokens of random KV", measured)
+    return measured
+
+
+def _fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
+    """`batch` sequences of `length` tokens, whose keys and values are random."""
+    generator = torch.Generator(engine.device).manual_seed(seed)
     for cache in (engine.cache.keys, engine.cache.values):
         for layer in cache:
             layer.normal_(generator=generator)
-    for slot in range(bench.batch):
-        engine.admit(Admission(slot, slot, (), slot % layout.kvp, reserved, SamplingParams()))
-    slots = torch.arange(bench.batch, device=comm.device)
-    engine.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, bench.length))
+    for slot in range(batch):
+        engine.admit(Admission(slot, slot, (), slot % engine.layout.kvp, reserved, SamplingParams()))
+    slots = torch.arange(batch, device=engine.device)
+    engine.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
 
-    seconds = []
-    with torch.inference_mode(), console.progress("decode steps", WARM_UP + bench.steps) as advance:
-        for step in range(WARM_UP + bench.steps):
-            comm.barrier()
+
+def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` steps in a row."""
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(steps):
             begin = time.perf_counter()
-            engine.decode(bench.batch)
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(max(comm.all_gather_object(time.perf_counter() - begin)))
-            advance(step + 1)
-    engine.close()
-    tokens = [0] * layout.kvp
-    for slot in range(bench.batch):
-        for k in range(layout.kvp):
-            tokens[k] += layout.local_length(reserved, k, config.kv.append_block, slot % layout.kvp)
-    timings = Timings(ttl_s=seconds[WARM_UP:], decode_tokens=bench.batch * bench.steps, kv_tokens=tokens)
-    measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
-    memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
-    measured["captured"] = comm.capturable
-    measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
-    measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
-    console.finish(f"{bench.batch} x {bench.length:,} tokens of random KV", measured)
-    return measured
+            step()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def _trace(step: Callable[[], Any], layers: int, device: torch.device) -> dict[str, Any]:
+    """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels."""
+    if device.type != "cuda":
+        step()
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in trace.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
+    busy, until, microseconds = 0.0, float("-inf"), Counter[str]()
+    for start, end, name in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+        microseconds[name] += end - start
+    total = until - spans[0][0] if spans else 0.0
+    return {
+        "launches_per_layer": len(spans) / layers,
+        "idle_share": 1 - busy / total if total else None,
+        "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common(25)},
+    }

@@ -222,16 +222,16 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     (directory / "config.json").write_text((checkpoint(FAMILY) / "config.json").read_text())
     record = tmp_path / "record.json"
     ended = run(
-        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.batch=3", "bench.length=400",
+        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400]",
         "bench.steps=5", "layout.kvp=2", "kv.page_size=32", f"record={record}",
     )  # fmt: skip
     assert ended.code == 0, ended.output
-    found = json.loads(record.read_text())
+    found = json.loads(record.read_text())["points"][0]
     layout = HelixLayout.create("helix", 2)
-    held = [sum(layout.local_length(400 + 3 + 5, k, 16, s % 2) for s in range(3)) for k in range(2)]
+    held = [sum(layout.local_length(400 + 4 + 5 + 1, k, 16, s % 2) for s in range(3)) for k in range(2)]
     assert found["kv_tokens_per_rank"] == held and found["decode_steps"] == 5 and found["decode_tokens"] == 15
     assert len(found["weight_bytes_per_rank"]) == 2
-    ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.length=510")
+    ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[1x510]")
     assert ended.code == 1 and "exceed the model's context of 512" in ended.output
 
 

@@ -1,0 +1,146 @@
+"""Times the collectives of a decode step: `python -m launch.bench comm`, or `bench=comm` in a job of its own.
+
+Each is checked against the same collective over torch.distributed, then timed as CUDA-graph replays of many in a row;
+an iteration counts with its slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console as Terminal
+from rich.table import Table
+from torch import Tensor
+
+from comm.torch_dist import TorchDistCommunicator
+from helix.layout import share
+from launch import local
+
+DIM, HIDDEN = 128, 4096
+EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
+NORMS = [(1, 1024), (1, HIDDEN), (2, HIDDEN), (4, HIDDEN), (16, HIDDEN), (64, HIDDEN)]  # tokens, hidden
+GATHERS = [1, 8, 64]  # tokens
+IN_A_ROW = 20
+BARS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
+
+
+def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
+    """Microseconds of each collective, by this communicator and by torch.distributed's; a collective call."""
+    rows = []
+    bf16 = torch.bfloat16
+    K = len(comm.kvp_group)
+    library = TorchDistCommunicator
+    for tokens, heads in EXCHANGES:
+        shares = [len(share(heads, K, k)) for k in range(K)]
+        out = torch.randn(tokens, heads, DIM, device=comm.device, dtype=bf16)
+        given = out, torch.randn(tokens, heads, device=comm.device), shares
+        messages = out.view(K, -1)
+        rows.append(
+            _row(
+                comm, "exchange", out, partial(comm.exchange, *given), partial(library.exchange, comm, *given),
+                partial(comm.all_to_all, messages),
+            )
+        )  # fmt: skip
+    for tokens, hidden in NORMS:
+        x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
+        norm = torch.zeros_like(x), torch.ones(hidden, device=comm.device, dtype=bf16), 1e-5
+        # The library's sum is in place: a copy for it, over and over, would count.
+        sums = torch.zeros_like(x)
+        rows.append(
+            _row(
+                comm, "all_reduce_norm", x, partial(_first, comm.all_reduce_norm, x, *norm),
+                partial(_first, library.all_reduce_norm, comm, sums, *norm), partial(comm.all_reduce, sums),
+                check=partial(_first, library.all_reduce_norm, comm, x.clone(), *norm),
+            )
+        )  # fmt: skip
+    for tokens in GATHERS:
+        pair = torch.randn(tokens, 2, device=comm.device, dtype=torch.float64)
+        theirs = partial(library.all_gather, comm, pair)
+        rows.append(_row(comm, "all_gather", pair, partial(comm.all_gather, pair), theirs, theirs))
+    return rows
+
+
+def _first(run: Callable[..., tuple[Tensor, Tensor]], *given: Any) -> Tensor:
+    return run(*given)[0]
+
+
+def _row(
+    comm: TorchDistCommunicator, op: str, x: Tensor, ours: Callable[[], Tensor], theirs: Callable[[], Tensor],
+    bare: Callable[[], Tensor], check: Callable[[], Tensor] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    a, b = ours(), (check or theirs)()
+    # Both sum in fp32; the library may round in between, and again at the end: units of values up to 16.
+    error = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    assert error < 0.5, f"{op} differs from torch.distributed's by {error}"
+    size = x.numel() * x.element_size()
+    limits = [limit for (name, limit) in BARS if name == op and size <= limit]
+    times = {
+        "symm": _microseconds(comm, ours),
+        "nccl": _microseconds(comm, theirs),
+        "nccl_bare": _microseconds(comm, bare),
+    }
+    row: dict[str, Any] = {"op": op, "ranks": comm.world_size, "message_bytes": size}
+    for name, (p50, p90) in times.items():
+        row |= {f"{name}_us": p50, f"{name}_p90_us": p90}
+    return row | {"bar_us": BARS[op, min(limits)] if limits else None}
+
+
+def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[float, float]:
+    """p50 and p90 of one call, over rounds of `IN_A_ROW`, each with its slowest rank."""
+    rounds = 30
+    if comm.device.type != "cuda":
+        seconds = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+    else:
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(IN_A_ROW):
+                run()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+        comm.barrier()
+        graph.replay()  # what the ranks' hosts are apart is spent here
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        seconds = [a.elapsed_time(b) / 1e3 / IN_A_ROW for a, b in pairwise(events)]
+        graph.reset()
+    slowest = torch.tensor([max(s) for s in zip(*comm.all_gather_object(seconds), strict=True)])
+    p50, p90 = (float(q) * 1e6 for q in slowest.quantile(torch.tensor([0.5, 0.9])))
+    return p50, p90
+
+
+def run(ranks: int) -> list[dict[str, Any]]:
+    """A job over 2, 4, .. ranks each, and a table."""
+    rows: list[dict[str, Any]] = []
+    for width in [w for w in (2, 4, 8) if w <= ranks]:
+        with tempfile.TemporaryDirectory() as directory:
+            record = Path(directory) / "record.json"
+            code = local.launch(width, ["bench=comm", f"layout.kvp={width}", f"record={record}"])
+            if code:
+                raise SystemExit(f"error: the job of {width} ranks ended with {code}")
+            rows += json.loads(record.read_text())["collectives"]
+    table = Table("collective", "ranks", "bytes", "ours us (p90)", "torch.distributed us (p90)", "bare us", "bar us")
+    for r in rows:
+        table.add_row(
+            r["op"], str(r["ranks"]), f"{r['message_bytes']:,}", f"{r['symm_us']:.1f} ({r['symm_p90_us']:.1f})",
+            f"{r['nccl_us']:.1f} ({r['nccl_p90_us']:.1f})", f"{r['nccl_bare_us']:.1f}", str(r["bar_us"] or "-"),
+        )  # fmt: skip
+    Terminal(width=120).print(table)
+    return rows
