@@ -40,15 +40,20 @@ def _exchange_kernel(
         tl.store(sent + piece * RANKS + to, tag)
     if WAIT:
         if to == rank:
-            tag = tl.load(received + piece) + 1
+            expected = tl.load(received + piece) + 1
             source = tl.arange(0, BLOCK_RANKS)
             real = source < RANKS
-            here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)
+            here = box(boxes_of(peers, rank), expected, source, piece, RANKS, PIECES, SIZE)
             looks = patience(status, spins)
-            words = receive(
-                here[:, None] + w[None, :], tag, real[:, None] & (w < WORDS)[None, :], source[:, None], status, looks
+            parts = receive(
+                here[:, None] + w[None, :],
+                expected,
+                real[:, None] & (w < WORDS)[None, :],
+                source[:, None],
+                status,
+                looks,
             )
-            logs = receive(here + WORDS, tag, real, source, status, looks).to(tl.float32, bitcast=True)
+            logs = receive(here + WORDS, expected, real, source, status, looks).to(tl.float32, bitcast=True)
             logs = tl.where(real, logs, float("-inf"))
             peak = tl.max(logs, 0)
             peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -57,12 +62,12 @@ def _exchange_kernel(
             total = tl.where(total == 0.0, 1.0, total)
             # An empty source counts for nothing, whatever it left in its words. A NaN LSE passes, and surfaces.
             some = (logs != float("-inf"))[:, None]
-            first = tl.sum(tl.where(some, low(words, DTYPE) * weights[:, None], 0.0), 0) / total
-            second = tl.sum(tl.where(some, high(words, DTYPE) * weights[:, None], 0.0), 0) / total
+            first = tl.sum(tl.where(some, low(parts, DTYPE) * weights[:, None], 0.0), 0) / total
+            second = tl.sum(tl.where(some, high(parts, DTYPE) * weights[:, None], 0.0), 0) / total
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n * mine + lane) * WORDS + w
             tl.store(at, pack(first, second, DTYPE), mask=(lane < mine) & (w < WORDS))
-            tl.store(received + piece, tag)
+            tl.store(received + piece, expected)
 
 
 def exchange(

@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for sm_90 without a GPU and prints registers and stack of each, one line a case.
+"""Compiles kernels for sm_90 without a GPU and prints registers and stack of each, one line a case.
 
 A program of its own: the tests' process runs kernels under the interpreter, and cannot compile them.
 """
@@ -8,59 +8,101 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.flash_decode import MIN_RUN, _flash_decode_kernel
+from kernels.all_gather import _all_gather_kernel
+from kernels.all_reduce_norm import _all_reduce_norm_kernel
+from kernels.exchange import PIECE_WORDS, _exchange_kernel
+from kernels.flash_decode import MIN_RUN, SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
+from kernels.kv_append import _kv_append_kernel
+from kernels.linear import _linear_kernel
 from kernels.lse_combine import _lse_combine_kernel
 from kernels.paged import tile_shape
+from kernels.rms_norm import _rms_norm_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-CASES = [  # kernel, dtype, head dim, group, query tokens, page size
-    ("decode", torch.bfloat16, 128, 4, 1, 64),
-    ("decode", torch.bfloat16, 256, 16, 32, 16),
-    ("decode", torch.float32, 128, 8, 8, 100),
-    ("prefill", torch.bfloat16, 128, 8, 512, 64),
-    ("prefill", torch.float32, 64, 4, 512, 16),
-    ("combine", torch.bfloat16, 128, 1, 1, 1),
-]
+TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+# Arguments that are no tensors of the case's dtype and no strides: type, and whether it is a multiple of 16.
+SPECIAL = {
+    **dict.fromkeys(
+        ("block_table", "lo", "hi", "cu_q", "starts", "sent", "received", "counts", "status"), ("*i32", True)
+    ),
+    **dict.fromkeys(("out_lse", "lse", "part", "part_lse"), ("*fp32", True)),
+    **dict.fromkeys(("peers", "squares", "slots"), ("*i64", True)),
+    **dict.fromkeys(("scale_log2", "eps"), ("fp32", False)),
+    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
+}
+TENSORS = {
+    "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias", "residual",
+    "total", "y", "result",
+}  # fmt: skip
 
 
-def compile_case(kernel: str, dtype: torch.dtype, dim: int, group: int, tokens: int, page: int) -> tuple[int, int]:
-    """Registers and stack bytes of a thread."""
-    if kernel == "combine":
-        function, options = _lse_combine_kernel, {"num_warps": 1}
-        constants = {"D": dim, "BLOCK_W": 8, "BLOCK_D": triton.next_power_of_2(dim)}
-    else:
-        function = _flash_decode_kernel if kernel == "decode" else _flash_prefill_kernel
-        tile = tile_shape(tokens * group, (64 if dim <= 128 else 32) if kernel == "decode" else 128, dim, dtype)
+def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Name, dtype, kernel, constants and options of each case."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, dim, group, tokens, page in ((bf16, 128, 4, 1, 64), (bf16, 256, 16, 32, 16), (fp32, 128, 8, 8, 100)):
+        tile = tile_shape(tokens * group, 64 if dim <= 128 else 32, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        constants = {"GROUP": group, "D": dim, "PAGE": page, **tile}
-        if kernel == "decode":
-            constants |= {"HEADS": 8, "BLOCK_B": 8, "T": tokens, "EARLY": True}
-            constants |= {"MIN_RUN": MIN_RUN, "PDL": True}
-            constants |= {"ROWS": min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))}
-    pointers = dict.fromkeys(("q", "k_cache", "v_cache", "partials", "out"), f"*{NAMES[dtype]}")
-    pointers |= dict.fromkeys(("block_table", "lo", "hi", "cu_q"), "*i32") | {"scale_log2": "fp32"}
-    pointers |= dict.fromkeys(("out_lse", "lse", "part", "part_lse"), "*fp32")
+        rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
+        shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "MIN_RUN": MIN_RUN}
+        shared |= {"EARLY": True, "PDL": True, **tile}
+        yield "decode", dtype, _flash_decode_kernel, shared | {"PAGE": page}, options
+        del shared["BLOCK_D"]
+        yield "merge", dtype, _merge_parts_kernel, shared | {"PARTS": 64, "SLICE": SLICE}, {"num_warps": 2}
+    for dtype, dim, group, page in ((bf16, 128, 8, 64), (fp32, 64, 4, 16)):
+        tile = tile_shape(512 * group, 128, dim, dtype)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        yield "prefill", dtype, _flash_prefill_kernel, {"GROUP": group, "D": dim, "PAGE": page, **tile}, options
+    yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
+    yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True}, {"num_warps": 16}
+    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True}
+    yield "append", bf16, _kv_append_kernel, heads, {"num_warps": 1}
+    for gated, rows, warps in ((True, 8, 2), (False, 64, 4)):
+        tile = {"BLOCK_N": 16, "BLOCK_R": rows, "BLOCK_K": 256, "BIAS": True, "GATED": gated, "STAGES": 4}
+        yield "linear", bf16, _linear_kernel, tile | {"PREFETCH": True, "PDL": True}, {"num_warps": warps}
+    for dtype, ranks in ((bf16, 8), (fp32, 2)):
+        world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
+        piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
+        yield "exchange", dtype, _exchange_kernel, world | piece | {"DTYPE": TL[dtype]}, {"num_warps": 1}
+        for two_shot in (False, True):
+            row = {"ROW_WORDS": 1792, "SLICES": 7, "BLOCK_SLICES": 8, "PIECES": 256, "SIZE": 256, "DTYPE": TL[dtype]}
+            row |= {"RESIDUAL": True, "TWO_SHOT": two_shot, "PHASES": 7}
+            yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
+        gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
+        yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
+
+
+def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
+    words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
-        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        kind, aligned = SPECIAL.get(name, ("i32", True))
+        if name in TENSORS:
+            kind = "*i32" if words else f"*{NAMES[dtype]}"
+        signature[name] = "constexpr" if name in constants else kind
         if name in constants:
             values[(i,)] = constants[name]
-        elif name not in ("B", "T", "W", "H", "scale_log2"):  # tensors and strides are multiples of 16
+        elif aligned:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(function, signature, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    source = ASTSource(function, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def registers_and_stack(kernel: Any) -> tuple[int, int]:
+    """Of a thread, the stack in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
@@ -68,5 +110,5 @@ def compile_case(kernel: str, dtype: torch.dtype, dim: int, group: int, tokens: 
 
 
 if __name__ == "__main__":
-    for case in CASES:
-        print(*case[:1], NAMES[case[1]], *case[2:], *compile_case(*case), flush=True)
+    for name, dtype, *case in cases():
+        print(name, NAMES[dtype], *registers_and_stack(compiled(dtype, *case)), flush=True)
