@@ -58,17 +58,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
             addresses = [handle.buffer_ptrs[r] + offset * 8 for r in ranks]
             self._peers[name] = torch.tensor(addresses, dtype=torch.int64, device=self.device)
             offset += size
-        counts = {
-            "sent": EXCHANGE_PIECES * group,
-            "received": EXCHANGE_PIECES,
-            "one_shot": ONE_SHOT_PIECES,
-            "two_shot": TWO_SHOT_PIECES,
-            "gather": GATHER_PIECES,
-        }
-        self._counts = {name: torch.zeros(n, dtype=torch.int32, device=self.device) for name, n in counts.items()}
+        names = "sent", "received", "one_shot", "two_shot", "gather"
+        self._counts = {name: torch.zeros(1, dtype=torch.int64, device=self.device) for name in names}
         self._squares = {
-            name: torch.zeros(2 * counts[name], dtype=torch.int64, device=self.device)
-            for name in ("one_shot", "two_shot")
+            name: torch.zeros(2 * pieces, dtype=torch.int64, device=self.device)
+            for name, pieces in (("one_shot", ONE_SHOT_PIECES), ("two_shot", TWO_SHOT_PIECES))
         }
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._starts: dict[tuple[int, ...], Tensor] = {}
@@ -125,7 +119,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return all_reduce_norm.all_reduce_norm(
             x, residual, weight, eps,
             self._peers[way], self._squares[way], self._counts[way], self._status,
-            rank=self.rank, pieces=len(self._counts[way]), spins=self._spins, two_shot=way == "two_shot",
+            rank=self.rank, pieces=len(self._squares[way]) // 2, spins=self._spins, two_shot=way == "two_shot",
         )  # fmt: skip
 
     def _starts_of(self, shares: Sequence[int]) -> Tensor:

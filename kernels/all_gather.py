@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
-from kernels.mailbox import box, boxes_of, patience, receive, send
+from kernels.mailbox import box, boxes_of, end_turn, patience, receive, send, turn
 
 SLICE_WORDS = 256
 
 
 @triton.jit
 def _all_gather_kernel(
-    x, out, peers, counts, status, rank, n, spins,
+    x, out, peers, count, status, rank, n, spins,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PHASES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def _all_gather_kernel(
     piece = tl.program_id(0)
     w = tl.arange(0, SIZE)
     at = piece * SIZE + w
-    tag = tl.load(counts + piece) + 1
+    tag = turn(count)
     if PHASES & 1:
         words = tl.load(x + at, mask=at < n, other=0)
         for step in tl.static_range(RANKS):
@@ -35,13 +35,13 @@ def _all_gather_kernel(
         here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
         words = receive(here, tag, inside, source[:, None], status, patience(status, spins))
         tl.store(out + source[:, None] * n + at[None, :], words, mask=inside)
-        tl.store(counts + piece, tag)
+        end_turn(count, piece, tl.num_programs(0))
 
 
 def all_gather(
     x: torch.Tensor,
     peers: torch.Tensor,
-    counts: torch.Tensor,
+    count: torch.Tensor,
     status: torch.Tensor,
     *,
     rank: int,
@@ -54,7 +54,7 @@ def all_gather(
     Args:
         x: contiguous, a multiple of 4 bytes; the same shape on all ranks.
         peers: [W] int64, addresses of the ranks' boxes: int64 [2, W, pieces, SLICE_WORDS], zeroed before first use.
-        counts: int32 [pieces], zeroed: messages so far.
+        count: int64 [1], zeroed, of turns.
         status, rank, pieces, spins, phases: as in `kernels.all_reduce_norm`.
 
     Returns:
@@ -65,7 +65,7 @@ def all_gather(
     out = x.new_empty(ranks, *x.shape)
     assert x.is_contiguous() and words * 4 == x.numel() * x.itemsize and triton.cdiv(words, SLICE_WORDS) <= pieces
     _all_gather_kernel[(triton.cdiv(words, SLICE_WORDS),)](
-        x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, counts, status, rank, words, spins,
+        x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, count, status, rank, words, spins,
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=SLICE_WORDS, PHASES=phases,
         num_warps=4, **overlapped(x),
     )  # fmt: skip

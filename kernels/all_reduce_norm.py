@@ -13,14 +13,14 @@ import triton.language as tl
 
 from kernels.exchange import DTYPES
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
-from kernels.mailbox import box, boxes_of, high, low, pack, patience, receive, send
+from kernels.mailbox import box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
 
 SLICE_WORDS = 256
 
 
 @triton.jit
 def _all_reduce_norm_kernel(
-    x, residual, weight, y, total, peers, sums_at, squares, counts, status,
+    x, residual, weight, y, total, peers, sums_at, squares, count, status,
     rank, H, eps, spins,
     ROW_WORDS: tl.constexpr, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
@@ -34,7 +34,7 @@ def _all_reduce_norm_kernel(
     column = piece % SLICES * SIZE + w  # of words
     inside = column < ROW_WORDS
     at = n * ROW_WORDS + column
-    tag = tl.load(counts + piece) + 1
+    tag = turn(count)
     looks = patience(status, spins)
     source = tl.arange(0, BLOCK_RANKS)
     owner = piece % RANKS
@@ -89,7 +89,7 @@ def _all_reduce_norm_kernel(
         words = pack(first * scale, second * scale, DTYPE)
         words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
         tl.store(y + at, words, mask=inside)
-        tl.store(counts + piece, tag)
+        end_turn(count, piece, tl.num_programs(0))
 
 
 def all_reduce_norm(
@@ -99,7 +99,7 @@ def all_reduce_norm(
     eps: float,
     peers: torch.Tensor,
     squares: torch.Tensor,
-    counts: torch.Tensor,
+    count: torch.Tensor,
     status: torch.Tensor,
     *,
     rank: int,
@@ -118,7 +118,7 @@ def all_reduce_norm(
         peers: [W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces, slice_words],
             and behind them, for two shots, [2, pieces, slice_words].
         squares: int64 [2, pieces], zeroed, local.
-        counts: int32 [pieces], zeroed: messages so far. Shared by calls with one shot only, or with two only.
+        count: int64 [1], zeroed, of turns. Boxes, squares and count serve calls with one shot only, or with two only.
         status: [1] int32, set where a rank does not come within `spins` looks.
         rank: this rank in the world.
         pieces: room in the boxes, at least N times the slices of a row.
@@ -142,7 +142,7 @@ def all_reduce_norm(
 
     _all_reduce_norm_kernel[(N * slices,)](
         as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
-        peers, 2 * ranks * pieces * slice_words, squares, counts, status, rank, H, eps, spins,
+        peers, 2 * ranks * pieces * slice_words, squares, count, status, rank, H, eps, spins,
         ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
         DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, TWO_SHOT=two_shot, PHASES=phases,

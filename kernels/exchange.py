@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
-from kernels.mailbox import box, boxes_of, high, low, pack, patience, receive, send
+from kernels.mailbox import box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, on a 64-byte boundary
@@ -33,14 +33,14 @@ def _exchange_kernel(
         live = head < tl.load(starts + to + 1)
         words = tl.load(out + n * out_n + head * out_h + w, mask=live & (w < WORDS), other=0)
         log = tl.load(lse + n * lse_n + head * lse_h, mask=live, other=float("-inf"))
-        tag = tl.load(sent + piece * RANKS + to) + 1
+        tag = turn(sent)
         there = box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE)
         send(there + w, words, tag, w < WORDS)
         send(there + WORDS, log.to(tl.int32, bitcast=True), tag, True)
-        tl.store(sent + piece * RANKS + to, tag)
+        end_turn(sent, piece * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
     if WAIT:
         if to == rank:
-            expected = tl.load(received + piece) + 1
+            expected = turn(received)
             source = tl.arange(0, BLOCK_RANKS)
             real = source < RANKS
             here = box(boxes_of(peers, rank), expected, source, piece, RANKS, PIECES, SIZE)
@@ -67,7 +67,7 @@ def _exchange_kernel(
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n * mine + lane) * WORDS + w
             tl.store(at, pack(first, second, DTYPE), mask=(lane < mine) & (w < WORDS))
-            tl.store(received + piece, expected)
+            end_turn(received, piece, tl.num_programs(0))
 
 
 def exchange(
@@ -94,7 +94,7 @@ def exchange(
         result: [N, own heads, D], written; contiguous.
         starts: [K + 1] int32, the first head of each rank of the group.
         peers: [K] int64, addresses of the group's boxes: int64 [2, K, pieces, PIECE_WORDS], zeroed before first use.
-        counts: zeroed int32 [pieces * K] and [pieces]: messages sent and received so far.
+        counts: two zeroed int64 [1], of turns: sent and received.
         status: [1] int32, set where a rank does not come within `spins` looks.
         rank: this rank in the group.
         lanes: the most heads that a rank owns.

@@ -4,17 +4,34 @@ A message is 32-bit words. Each travels in the lower half of a 64-bit word whose
 carries both: a receiver that sees the tag has the data. That takes no fence and one trip over the link, at twice the
 bytes: right for what a decode step sends, wrong for megabytes (the LL protocol of NCCL).
 
-A box is the words of one piece of a message from one source, for two tags in turn. A sender may overwrite a box once
-its owner is past the tag before the last: every collective here makes every rank wait for every other, for the same
-pieces, so that a rank that sends tag t + 2 has seen everyone's t + 1, and who sent that was done with t. Tags count a
-piece's messages; counters live on the device, and only their own program touches them: a captured graph
-moves them on at each replay.
+A box is the words of one piece of a message from one source, for two turns in turn; the tag is the number of the turn,
+which is a launch of the collective. A sender may overwrite a box once its owner is past the turn before the last: in
+every turn every rank waits for all others, for some piece, so that a rank that sends in turn t + 2 has seen everyone's
+t + 1, and who sent that was done with t.
+
+The turn is counted on the device, so that a captured graph moves it on at each replay: all programs of a launch together
+add TURN to a counter, each a share, when they end; until the last of them has, the counter holds the same turn.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+TURN = tl.constexpr(1 << 16)  # more than there are programs in a launch
+
+
+@triton.jit
+def turn(counter):
+    """The number of this launch, from 1 on; to be asked for before anything is sent."""
+    return (tl.load(counter) // TURN + 1).to(tl.int32)
+
+
+@triton.jit
+def end_turn(counter, program, programs):
+    """Says that this program has done its part of the launch; it must have looked at the turn in all its threads."""
+    share = tl.where(program == 0, TURN - programs + 1, 1).to(tl.int64)
+    tl.atomic_add(counter, share, sem="relaxed")
 
 
 @triton.jit

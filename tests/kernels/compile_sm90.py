@@ -38,7 +38,7 @@ SPECIAL = {
         ("block_table", "lo", "hi", "cu_q", "starts", "sent", "received", "counts", "status"), ("*i32", True)
     ),
     **dict.fromkeys(("out_lse", "lse", "part", "part_lse"), ("*fp32", True)),
-    **dict.fromkeys(("peers", "squares", "slots"), ("*i64", True)),
+    **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
 }

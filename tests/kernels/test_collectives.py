@@ -20,11 +20,11 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytes
 class Ranks:
     """What each rank holds: boxes, counters and a status."""
 
-    def __init__(self, count: int, words: int, counters: int, device: torch.device) -> None:
+    def __init__(self, count: int, words: int, device: torch.device) -> None:
         self.count = count
         self.boxes = [torch.zeros(words, dtype=torch.int64, device=device) for _ in range(count)]
         self.peers = torch.tensor([b.data_ptr() for b in self.boxes], device=device)
-        self.counts = [torch.zeros(2, counters, dtype=torch.int32, device=device) for _ in range(count)]
+        self.counts = [torch.zeros(2, 1, dtype=torch.int64, device=device) for _ in range(count)]
         self.status = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(count)]
 
     def gave_up(self) -> list[int]:
@@ -51,7 +51,7 @@ def exchanged(
 @pytest.mark.parametrize("shares, N, D", [([2, 2], 3, 16), ([2, 2, 2, 1], 1, 6), ([1, 0, 0], 5, 32), ([3, 3], 2, 96)])
 def test_exchange(shares: list[int], N: int, D: int, dtype: torch.dtype, device: torch.device) -> None:
     W, heads = len(shares), sum(shares)
-    ranks = Ranks(W, 2 * W * PIECES * PIECE_WORDS, PIECES * W, device)
+    ranks = Ranks(W, 2 * W * PIECES * PIECE_WORDS, device)
     generator = torch.Generator().manual_seed(0)
     for message in range(4):  # two tags take turns: the third and fourth overwrite the first two
         outs = [torch.randn(N, heads, D, generator=generator).to(device, dtype) for _ in range(W)]
@@ -72,7 +72,7 @@ def test_exchange(shares: list[int], N: int, D: int, dtype: torch.dtype, device:
 
 def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
     shares, out, lse = [1, 1, 1], torch.ones(2, 3, 4, device=device), torch.zeros(2, 3, device=device)
-    ranks = Ranks(3, 2 * 3 * PIECES * PIECE_WORDS, PIECES * 3, device)
+    ranks = Ranks(3, 2 * 3 * PIECES * PIECE_WORDS, device)
     exchanged(ranks, [out] * 3, [lse] * 3, shares)
     starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
     for push, who in ((True, (0, 1)), (False, (0,))):  # rank 2 sends nothing
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
 
 
 def test_a_nan_lse_surfaces(device: torch.device) -> None:
-    ranks = Ranks(2, 2 * 2 * PIECES * PIECE_WORDS, PIECES * 2, device)
+    ranks = Ranks(2, 2 * 2 * PIECES * PIECE_WORDS, device)
     outs = [torch.ones(1, 2, 4, device=device)] * 2
     lses = [torch.tensor([[0.0, torch.nan]], device=device), torch.zeros(1, 2, device=device)]
     first, second = exchanged(ranks, outs, lses, [1, 1])
@@ -98,7 +98,7 @@ def test_a_nan_lse_surfaces(device: torch.device) -> None:
 @pytest.mark.parametrize("W, N, H", [(2, 3, 40), (4, 5, 64), (3, 1, 6)])
 def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dtype, device: torch.device) -> None:
     size = 64  # words of a slice; a row is one slice, so that no program of a rank waits for another
-    ranks = Ranks(W, (2 * W + 2) * PIECES * size, PIECES, device)
+    ranks = Ranks(W, (2 * W + 2) * PIECES * size, device)
     squares = torch.zeros(W, 2, PIECES, dtype=torch.int64, device=device)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(H, generator=generator).to(device, dtype)
@@ -125,7 +125,7 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
 
 def test_all_gather(device: torch.device) -> None:
     W, pieces = 3, 4
-    ranks = Ranks(W, 2 * W * pieces * SLICE_WORDS, pieces, device)
+    ranks = Ranks(W, 2 * W * pieces * SLICE_WORDS, device)
     for shape, dtype in (
         ((3, 50), torch.float64),
         ((1,), torch.int32),

@@ -22,6 +22,6 @@ def test_sm_90_without_spills() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == len(list(cases()))
-    # A spilled accumulator shows as a stack frame of more than a few registers. fp32 is there to be compared with, not to
-    # be fast: it only has to compile.
+    # A spilled accumulator shows as a stack frame of more than a few registers. fp32 is there to be compared with, not
+    # to be fast: it only has to compile.
     assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > 16] == [], done.stdout
