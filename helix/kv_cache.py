@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from helix.layout import HelixLayout
+from kernels import placement, routing
 from kernels.kv_append import kv_append
 
 
@@ -21,31 +22,46 @@ class Placement:
     append_block: int
     page_size: int
 
-    def bounds(self, positions: Tensor, starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Local keys `[lo, hi)` that causal queries at global `positions` read.
+    def bounds(self, positions: Tensor, starts: Tensor, live: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Local keys `[lo, hi)` that causal queries at global `positions` read; none where not `live`.
 
         Args:
-            positions, starts: int64, same shape; `starts` is the kvp rank of each sequence's first block.
+            positions, starts: int64 [N]; `starts` is the kvp rank of each sequence's first block.
+            live: bool [N].
             window: sliding window in tokens, the query's own included; None for all.
 
         Returns:
-            lo, hi: int32, shape of `positions`.
+            lo, hi: int32 [N].
         """
+        if routing.on_gpu(positions):
+            return placement.local_bounds(positions, starts, live, **self._grid, window=window)
         lo, hi = self.layout.local_bounds(positions, self.kvp_rank, self.append_block, starts, window)
-        return lo.int(), hi.int()
+        return lo.int(), torch.where(live, hi, lo).int()
 
-    def cache_slots(self, positions: Tensor, starts: Tensor, block_tables: Tensor) -> Tensor:
-        """Flat cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks.
+    def cache_slots(
+        self, positions: Tensor, starts: Tensor, live: Tensor, block_tables: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """Flat cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks or not `live`.
 
         Args:
             positions, starts: int64 [N].
-            block_tables: int32 [N, P], the pages of each token's sequence.
+            live: bool [N].
+            block_tables: int32 [n, P], the pages of each sequence.
+            rows: int64 [N], the row of each token's sequence in `block_tables`; None: token i's is row i.
         """
+        if routing.on_gpu(positions):
+            where = {"page_size": self.page_size, **self._grid}
+            return placement.cache_slots(positions, starts, live, block_tables, rows, **where)
+        block_tables = block_tables if rows is None else block_tables[rows]
         slot = self.layout.token_slot(positions, self.append_block)
         column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # others' slots may lie past our pages
         page = block_tables.gather(1, column[:, None]).squeeze(1).long()
         mine = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
-        return torch.where(mine, page * self.page_size + slot % self.page_size, -1)
+        return torch.where(mine & live, page * self.page_size + slot % self.page_size, -1)
+
+    @property
+    def _grid(self) -> dict[str, int]:
+        return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
 
     def pages(self, length: int, start: int, kvp_rank: int | None = None) -> int:
         """Pages that `length` tokens of a sequence take on a kvp rank (this one by default)."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from kernels.best_token import best_of_rank, best_of_ranks
 
 # Random streams: draws for one (seed, position) that must be independent take different streams. The target model's
 # token takes TARGET; a drafter, the acceptance test and recovery from a rejection take one each.
@@ -200,12 +201,7 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Largest score [B] fp64 over all ranks (NaN wins) and its smallest token id [B], -1 where it is not finite."""
-    value, column = scores.max(dim=1)  # the first of equals
-    local = torch.stack([value.double(), (column + vocab_offset).double()], dim=1)  # [B, 2]
-    values, tokens = comm.all_gather(local).unbind(-1)  # [W, B] each
-    best = values.amax(dim=0)
-    token = torch.where(values == best, tokens, torch.inf).amin(dim=0)
-    return best, torch.where(best.isfinite(), token, -1.0).long()
+    return best_of_ranks(comm.all_gather(best_of_rank(scores, vocab_offset)))
 
 
 def _descending_keys(logits: Tensor) -> Tensor:

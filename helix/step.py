@@ -44,8 +44,7 @@ class Step:
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Local keys `[lo, hi)` of each query, int32 [N]; computed once for each window that the model has."""
         if window not in self._bounds:
-            lo, hi = self.placement.bounds(self.positions, self.starts, window)
-            self._bounds[window] = lo, torch.where(self.live, hi, lo)
+            self._bounds[window] = self.placement.bounds(self.positions, self.starts, self.live, window)
         return self._bounds[window]
 
 
@@ -91,7 +90,6 @@ class DecodeState:
         """The step that appends the last token of each of the first `rows` rows and predicts its next."""
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         block_tables = self.block_tables[:rows]
-        slots = self.placement.cache_slots(lengths, starts, block_tables)
         return Step(
             self.placement,
             tokens=self.tokens[:rows],
@@ -99,7 +97,7 @@ class DecodeState:
             starts=starts,
             live=active,
             block_tables=block_tables,
-            append_slots=torch.where(active, slots, -1),
+            append_slots=self.placement.cache_slots(lengths, starts, active, block_tables),
             cu_q=None,
             max_q=1,
         )
@@ -122,14 +120,15 @@ class DecodeState:
         offsets = torch.tensor([0, *counts]).cumsum(0)
         tables = self.block_tables[rows]
         starts = self.starts[rows][sequence]
+        live = torch.ones_like(positions, dtype=torch.bool)
         return Step(
             self.placement,
             tokens=torch.cat([tokens for _, _, tokens in segments]).to(device),
             positions=positions,
             starts=starts,
-            live=torch.ones_like(positions, dtype=torch.bool),
+            live=live,
             block_tables=tables,
-            append_slots=self.placement.cache_slots(positions, starts, tables[sequence]),
+            append_slots=self.placement.cache_slots(positions, starts, live, tables, sequence),
             cu_q=offsets.to(device, torch.int32),
             max_q=max(counts),
         )

@@ -1,8 +1,9 @@
 """Projections of a few rows: as fast as the weights can be read, with bias and gate in the same pass.
 
 A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
-streams some rows of the weight past all rows of x, and there are enough programs for every SM to have bytes in flight.
-While the kernel before still runs, the programs already fetch their weights into the L2.
+streams some rows of the weight through registers, past all rows of x: with so few of these the multiplications are
+free, and tensor cores, fed through shared memory, are slower (benchmarks/LOG.md). While the kernel before still runs,
+the programs already fetch their weights into the L2.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import triton
 import triton.language as tl
 
 from kernels import routing
-from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.linear import linear as reference
 
-MAX_ROWS = 16  # of x; beyond, a library's kernels are as fast
+MAX_ROWS = 4  # of x; beyond, a library's kernels are as fast
 
 
 @triton.jit
@@ -45,30 +46,29 @@ def _linear_kernel(
     wait_for_predecessor(PDL)
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    gated = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_R, BLOCK_K], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_R, BLOCK_K], tl.float32)
     x_at = x + (n * x_n)[:, None] + k[None, :]
     w_at = weight + row[:, None].to(tl.int64) * K + k[None, :]
     up_at = weight + (row + R)[:, None].to(tl.int64) * K + k[None, :]
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = k + begin < K
-        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
-        ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
-        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0).to(tl.float32)[:, None, :]
+        acc += xs * tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)[None, :, :]
         if GATED:
-            ups = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
-            gated = tl.dot(xs, tl.trans(ups), gated, input_precision="ieee")
+            ups += xs * tl.load(up_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)[None, :, :]
     start_successor(PDL)
+    y = tl.sum(acc, 2)
     if BIAS:
-        acc += tl.load(bias + row).to(tl.float32)[None, :]
+        y += tl.load(bias + row).to(tl.float32)[None, :]
     if GATED:
+        up = tl.sum(ups, 2)
         if BIAS:
-            gated += tl.load(bias + R + row).to(tl.float32)[None, :]
+            up += tl.load(bias + R + row).to(tl.float32)[None, :]
         # Rounded as the two projections' outputs would be.
-        acc = acc.to(out.dtype.element_ty).to(tl.float32)
-        gated = gated.to(out.dtype.element_ty).to(tl.float32)
-        acc = acc / (1.0 + tl.exp(-acc)) * gated
-    tl.store(out + (n * R)[:, None] + r[None, :], acc, mask=(n < N)[:, None] & (r < R)[None, :])
+        y = y.to(out.dtype.element_ty).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
 
 
 def linear(
@@ -91,19 +91,25 @@ def linear(
         return reference(x, weight, bias, gated)
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
     out = torch.empty(N, R, dtype=x.dtype, device=x.device)
-    tile = _tile(R, K, gated, x)
+    tile = _tile(N, R, K, gated)
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
         x, weight, bias, out, x.stride(0), N, R, K,
-        BLOCK_N=16, BIAS=bias is not None, GATED=gated, **tile, **overlapped(x),
+        BIAS=bias is not None, GATED=gated, PREFETCH=x.is_cuda, **tile, **overlapped(x),
     )  # fmt: skip
     return out
 
 
-def _tile(R: int, K: int, gated: bool, x: torch.Tensor) -> dict[str, int | bool]:
-    """Launch options: the widest rows that still give every SM two programs, and 32 KB of weights in flight in each."""
-    sms = sm_count(x.device)
-    rows = next((r for r in (64, 32, 16) if triton.cdiv(R, r) >= 2 * sms), 8)
-    rows = max(8, rows // 2) if gated else rows
-    block_k = max(32, min(256, triton.next_power_of_2(K)))
-    block_k = min(block_k, 512 // x.itemsize) if rows >= 32 else block_k
-    return dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=4, PREFETCH=x.is_cuda, num_warps=4 if rows >= 32 else 2)
+def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
+    """Launch options, as measured on an H200: 16 weights a thread, fewer where more rows of x share the registers."""
+    if K <= 1024:
+        rows, block_k, stages, warps = 8, 512, 2, 4
+    elif R <= 2048 and not gated:
+        rows, block_k, stages, warps = 2, 1024, 1, 4
+    elif gated:
+        rows, block_k, stages, warps = 4, 256, 4, 2
+    else:
+        rows, block_k, stages, warps = 8, 256, 4, 4
+    rows = max(1, rows // 2) if N > 1 else rows
+    return dict(
+        BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=block_k, STAGES=stages, num_warps=warps
+    )  # fmt: skip

@@ -9,8 +9,8 @@ which is a launch of the collective. A sender may overwrite a box once its owner
 every turn every rank waits for all others, for some piece, so that a rank that sends in turn t + 2 has seen everyone's
 t + 1, and who sent that was done with t.
 
-The turn is counted on the device, so that a captured graph moves it on at each replay: all programs of a launch together
-add TURN to a counter, each a share, when they end; until the last of them has, the counter holds the same turn.
+The turn is counted on the device, so that a captured graph moves it on at each replay: all programs of a launch
+together add TURN to a counter, each a share, when they end; until the last of them has, the turn is the same.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from helix.layers.weights import Weights
+from kernels.embedding import embedding
 from kernels.linear import linear
 
 
@@ -19,12 +19,7 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[N] int64 -> [N, H]."""
-        if not self.rows:
-            return self.weight.new_zeros(len(tokens), self.weight.shape[1])
-        local = tokens - self.rows.start
-        mine = (local >= 0) & (local < len(self.rows))
-        x = F.embedding(local.clamp(0, len(self.rows) - 1), self.weight)
-        return x.masked_fill_(~mine[:, None], 0)
+        return embedding(tokens, self.weight, self.rows.start)
 
 
 class Head:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.rotary import angles
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -105,5 +107,4 @@ class Rotary:
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [N, D/2] of positions [N]; angles in fp32, then rounded to the model's dtype."""
-        angle = positions.float()[:, None] * self.inv_freq
-        return (angle.cos() * self.factor).to(self.dtype), (angle.sin() * self.factor).to(self.dtype)
+        return angles(positions, self.inv_freq, self.factor, self.dtype)

@@ -43,8 +43,8 @@ SPECIAL = {
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
 }
 TENSORS = {
-    "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias", "residual",
-    "total", "y", "result",
+    "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
+    "residual", "total", "y", "result",
 }  # fmt: skip
 
 
@@ -68,8 +68,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True}
     yield "append", bf16, _kv_append_kernel, heads, {"num_warps": 1}
-    for gated, rows, warps in ((True, 8, 2), (False, 64, 4)):
-        tile = {"BLOCK_N": 16, "BLOCK_R": rows, "BLOCK_K": 256, "BIAS": True, "GATED": gated, "STAGES": 4}
+    for gated, rows, warps in ((True, 1, 2), (False, 4, 4)):
+        tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256, "BIAS": True, "GATED": gated, "STAGES": 4}
         yield "linear", bf16, _linear_kernel, tile | {"PREFETCH": True, "PDL": True}, {"num_warps": warps}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}

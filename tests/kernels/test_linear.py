@@ -21,7 +21,9 @@ CASES = [
 @pytest.mark.parametrize("op, dtype", CASES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("N, R, K", [(1, 40, 64), (5, 33, 100), (16, 7, 511), (3, 64, 48), (17, 8, 32), (2, 1, 16)])
+@pytest.mark.parametrize(
+    "N, R, K", [(1, 40, 64), (5, 33, 100), (4, 7, 511), (3, 64, 48), (17, 8, 32), (1, 9, 1100), (2, 1, 16)]
+)
 def test_linear(N: int, R: int, K: int, biased: bool, gated: bool, op: Any, dtype: torch.dtype, device: Any) -> None:
     generator = torch.Generator().manual_seed(K)
     x = torch.randn(N, 2 * K, generator=generator).to(device, dtype)[:, :K]

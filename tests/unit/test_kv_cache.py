@@ -42,7 +42,9 @@ def test_slots_follow_the_local_order(length: int, kvp: int, block: int, page_si
         count = p.pages(length, start)
         assert count == -(-len(held[rank]) // page_size)
         pages = torch.randperm(count + 3)[: max(count, 1)]
-        slots = p.cache_slots(positions, starts, pages.int().expand(length, -1)).tolist()
+        slots = p.cache_slots(
+            positions, starts, torch.ones(length, dtype=torch.bool), pages.int().expand(length, -1)
+        ).tolist()
         for local, position in enumerate(held[rank]):
             assert slots[position] == int(pages[local // page_size]) * page_size + local % page_size
             written.add(position)
@@ -57,7 +59,9 @@ def test_bounds_are_causality_and_window(
     start = data.draw(st.integers(0, kvp - 1))
     held = append_all(position + 40, kvp, block, start)
     for rank in range(kvp):
-        lo, hi = placement(kvp, rank, block, 16).bounds(torch.tensor([position]), torch.tensor([start]), window)
+        lo, hi = placement(kvp, rank, block, 16).bounds(
+            torch.tensor([position]), torch.tensor([start]), torch.tensor([True]), window
+        )
         reads = [p for p in held[rank] if p <= position and (window is None or p > position - window)]
         assert held[rank][int(lo) : int(hi)] == reads
         assert lo.dtype == hi.dtype == torch.int32

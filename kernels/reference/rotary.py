@@ -1,0 +1,13 @@
+"""angles in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def angles(
+    positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin; shapes as in `kernels.rotary.angles`."""
+    angle = positions.float()[:, None] * inv_freq
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
