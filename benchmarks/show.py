@@ -1,17 +1,32 @@
-"""Prints the tables of README.md and docs/kernels.md from `benchmarks/results/`: `python benchmarks/show.py`."""
+"""Writes the tables of README.md and docs/ from `benchmarks/results/`: `python benchmarks/show.py`.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; of a point that was measured more than once, the newest
+line counts.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "docs/kernels.md", "docs/measurements.md"]
+Row = dict[str, Any]
+
+
+def results(name: str, *key: str) -> list[Row]:
+    """The newest line of each point of `benchmarks/results/NAME.jsonl`."""
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines()
+    return list({tuple(row.get(k) for k in key): row for row in map(json.loads, lines)}.values())
 
 
 def foundation() -> list[str]:
-    """Rows of what `benchmarks/foundation.py` recorded."""
-    lines = [json.loads(line) for line in (RESULTS / "foundation.jsonl").read_text().splitlines()]
+    """What `benchmarks/foundation.py` recorded."""
+    lines = [json.loads(line) for line in (ROOT / "benchmarks/results/foundation.jsonl").read_text().splitlines()]
     rows = []
     for line in lines:
         name = line["name"]
@@ -27,31 +42,176 @@ def foundation() -> list[str]:
                 f"| 50 needles in 32K tokens, {name.split('-')[2]}: found over {gpus} GPU{'s' if gpus > 1 else ''} "
                 f"| {line['needles_found']} of {line['needles']} |"
             )
-        else:
-            kv, weights = max(line["kv_bytes_per_rank"]), max(line["weight_bytes_per_rank"])
-            floor_ms = (kv + weights) / READ_CEILING * 1e3
-            rows.append(
-                f"| Llama-3.1-8B's shape, 1 x {line['config']['bench']['length']:,} tokens of KV, "
-                f"{line['layout']['world_size']} GPUs, {'captured' if line['captured'] else 'eager'} steps: "
-                f"KV and weights of a GPU; TTL p50 (floor: these bytes, once) "
-                f"| {kv / 1e9:.1f} GB, {weights / 1e9:.1f} GB; {line['ttl_p50_us'] / 1e3:.1f} ms ({floor_ms:.1f} ms) |"
-            )
     device = next(line["device"] for line in lines if "device" in line)
     return [f"| on {device} | |", "|---|---|", *rows]
 
 
-def kernels() -> list[str]:
-    """Rows of what `python -m launch.bench kernels` recorded; the losing ones too."""
+def decode_kernel() -> list[str]:
+    """`flash_decode` beside torch's attention, as `python -m launch.bench kernels` recorded it."""
     rows = [
-        "| heads q/kv | batch | KV | ours | cuDNN | flash | share of the read ceiling |",
-        "|---|---|---|---|---|---|---|",
+        "| heads q/kv | batch | KV | queries | ours | cuDNN | flash | share of the read ceiling | bar |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for line in map(json.loads, (RESULTS / "kernels.jsonl").read_text().splitlines()):
-        times = " | ".join(f"{line[key]:.1f} us" for key in ("us", "cudnn_us", "flash_us"))
-        length = f"{line['length'] // 1024}K"
-        rows.append(f"| {line['heads']} | {line['batch']} | {length} | {times} | {line['of_ceiling']:.0%} |")
+    for r in results("kernels", "kind", "heads", "batch", "length", "queries"):
+        if r["kind"] not in ("decode", "verify"):
+            continue
+        times = " | ".join(f"{r[key]:.1f} us" if r[key] else "-" for key in ("us", "cudnn_us", "flash_us"))
+        point = f"{r['heads']} | {r['batch']} | {r['length'] // 1024}K | {r['queries']}"
+        rows.append(f"| {point} | {times} | {r['of_ceiling']:.0%} | {r['bar_us']:.1f} us |")
     return rows
 
 
+def ragged() -> list[str]:
+    """The mixed batch."""
+    (r,) = [r for r in results("kernels", "kind") if r["kind"] == "ragged"]
+    return [
+        f"100 sequences of 1K tokens with 4 of 128K (8/1 heads) take {r['us']:.1f} us, equal lengths of as many bytes "
+        f"{r['uniform_us']:.1f} us: {r['us'] / r['uniform_us']:.2f} x."
+    ]
+
+
+def linear() -> list[str]:
+    """`linear` beside cuBLAS."""
+    rows = ["| matrix | rows of x | ours | cuBLAS | bytes / 4.3 TB/s + 2.5 us |", "|---|---|---|---|---|"]
+    for r in results("kernels", "kind", "matrix", "rows"):
+        if r["kind"] != "linear":
+            continue
+        rows.append(
+            f"| {r['matrix']} | {r['rows']} | {r['us']:.1f} us | {r['cublas_us']:.1f} us | {r['bar_us']:.1f} us |"
+        )
+    return rows
+
+
+def comm() -> list[str]:
+    """Collectives, as `python -m launch.bench comm` recorded them."""
+    rows = [
+        "| collective | GPUs | message | ours p50 (p90) | torch.distributed | its bare transfer | bar (on 8) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results("comm", "op", "ranks", "message_bytes"):
+        bar = f"{r['bar_us']:.0f} us" if r["bar_us"] else "-"
+        rows.append(
+            f"| {r['op']} | {r['ranks']} | {r['message_bytes']:,} B | {r['symm_us']:.1f} us ({r['symm_p90_us']:.1f}) "
+            f"| {r['nccl_us']:.1f} us | {r['nccl_bare_us']:.1f} us | {bar} |"
+        )
+    return rows
+
+
+def _point(r: Row) -> str:
+    length = f"{r['length'] >> 20}M" if r["length"] >= 1 << 20 else f"{r['length'] >> 10}K"
+    return f"{r['model']} | {r['batch']} x {length}"
+
+
+def steps() -> list[str]:
+    """Whole decode steps: every layout of every workload."""
+    rows = [
+        "| shape | KV | layout | TTL | floor | x floor | bar on 8 | vLLM on 8 | launches a layer |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results("step", "model", "batch", "length", "layout"):
+        start = f"| {_point(r)} | {r['layout'].split(' ->')[0]} "
+        if "failed" in r:
+            rows.append(f"{start}| does not fit | | | | | |")
+            continue
+        vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
+        rows.append(
+            f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms | {r['floor_us'] / 1e3:.2f} ms "
+            f"| {r['ttl_p50_us'] / r['floor_us']:.2f} | {r['bar'] or '-'} | {vllm} | {r['launches_per_layer']:.1f} |"
+        )
+    return rows
+
+
+def best_steps() -> list[str]:
+    """The best Helix layout of each workload beside vLLM."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for r in results("step", "model", "batch", "length", "layout"):
+        key = r["model"], r["batch"], r["length"]
+        if "failed" not in r and (key not in found or r["ttl_p50_us"] < found[key]["ttl_p50_us"]):
+            found[key] = r
+    ranks = next(iter(found.values()))["layout"]
+    width = int(re.findall(r"tpf=(\d+)", ranks)[0])
+    rows = [
+        f"| shape | KV | best layout of {width} GPUs | time per token | all bytes once | x | vLLM 0.25.1, 8 GPUs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in found.values():
+        vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
+        rows.append(
+            f"| {_point(r)} | {r['layout'].split(' ->')[0].removeprefix('helix ')} | {r['ttl_p50_us'] / 1e3:.2f} ms "
+            f"| {r['floor_us'] / 1e3:.2f} ms | {r['ttl_p50_us'] / r['floor_us']:.2f} | {vllm} |"
+        )
+    return rows
+
+
+def baselines() -> list[str]:
+    """Helix beside plain TP and Medha's layout."""
+    rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
+    for r in results("baselines", "model", "batch", "length", "layout"):
+        start = f"| {_point(r)} | {r['layout'].split(' ->')[0]} "
+        if "failed" in r:
+            rows.append(f"{start}| does not fit | | |")
+            continue
+        rates = f"{r['tokens_per_s_user']:.0f} | {r['tokens_per_s_gpu']:.1f}"
+        rows.append(f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms | {rates} |")
+    return rows
+
+
+def hopb() -> list[str]:
+    """HOP-B on and off."""
+    rows = [
+        "| backend | KV | chunks | off | on | without the exchange | share hidden | auto |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results("hopb", "kind", "backend", "model", "batch", "length", "chunks", "regime"):
+        if r["kind"] != "ttl":
+            continue
+        hidden = f"{r['hidden']:.0%}" if r["hidden"] is not None else "-"
+        times = " | ".join(f"{r[k]:.0f} us" for k in ("off_us", "on_us", "without_us"))
+        point = f"{r['backend']} | {_point(r).split(' | ')[1]} | {r['chunks']}"
+        rows.append(f"| {point} | {times} | {hidden} | {r['auto_us']:.0f} us |")
+    return rows
+
+
+def prefill() -> list[str]:
+    """The prefill kernel, and prompts."""
+    found = results("prefill", "kind", "heads", "q_tokens", "length", "layout")
+    rows = ["| heads | queries | keys | ours | of the matrix rate | cuDNN | flash |", "|---|---|---|---|---|---|---|"]
+    for r in found:
+        if r["kind"] == "kernel":
+            rates = " | ".join(f"{r[f'{p}_tflops']:.0f}" for p in ("cudnn", "flash"))
+            share = r["tflops"] / r["matrix_tflops"]
+            rows.append(
+                f"| {r['heads']} | {r['q_tokens'] // 1024}K | {r['length'] // 1024}K | {r['tflops']:.0f} TFLOP/s "
+                f"| {share:.0%} | {rates} |"
+            )
+    rows += ["", "| prompt | layout | seconds | tokens/s |", "|---|---|---|---|"]
+    rows += [
+        f"| {_point(r)} | {r['layout']} | {r['prefill_s']:.2f} | {r['tokens_per_s']:,.0f} |".replace(
+            " | 1 x ", " 1 x ", 1
+        )
+        for r in found
+        if r["kind"] == "prompt"
+    ]
+    return rows
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    f.__name__.replace("_", "-"): f
+    for f in (
+        foundation, decode_kernel, ragged, linear, comm, steps, best_steps, baselines, hopb, prefill,
+    )
+}  # fmt: skip
+
+
+def with_tables(page: str) -> str:
+    """A page's text with its tables as the results have them."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n" + "\n".join(TABLES[match[1]]()) + "\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, (ROOT / page).read_text(), flags=re.S)
+
+
 if __name__ == "__main__":
-    print("\n".join([*foundation(), "", *kernels()]))
+    for page in PAGES:
+        (ROOT / page).write_text(with_tables(page))

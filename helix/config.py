@@ -75,6 +75,16 @@ class CommConfig:
 
 
 @dataclass
+class HopBConfig:
+    """Attributes:
+    chunks: of the batch, of which one is exchanged while the next is in attention: none (one exchange of all), 2, 4, 8,
+        or auto: none or whichever of them is fastest, timed at the start for each batch size.
+    """
+
+    chunks: str = "auto"
+
+
+@dataclass
 class DecodeConfig:
     """Attributes:
     prompts: JSON lines of prompts.
@@ -106,8 +116,9 @@ class DecodeConfig:
 @dataclass
 class BenchConfig:
     """Attributes:
-    kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step.
-    points: what decode times, each SEQUENCESxTOKENS in the cache of each.
+    kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
+        hopb: time decode steps with and without HOP-B; prefill: time prompts.
+    points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each.
     steps: timed steps of each point.
     """
 
@@ -128,6 +139,7 @@ class Config:
     kv: KVConfig = field(default_factory=KVConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    hopb: HopBConfig = field(default_factory=HopBConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     record: str | None = None
@@ -141,7 +153,8 @@ def check(config: Config) -> None:
         "model.load": ("checkpoint", "random"),
         "attention.policy": ("dense",),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
-        "bench.kind": ("none", "decode", "comm"),
+        "hopb.chunks": ("none", "auto", "2", "4", "8"),
+        "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:

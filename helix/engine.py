@@ -7,6 +7,7 @@ behind the device. Tokens are drawn on every rank from the same gathered values,
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.graphs import StepGraphs
+from comm.hopb import Pipeline
+from helix.graphs import StepGraphs, seconds_of_each
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder
@@ -26,6 +28,9 @@ from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
 from helix.step import DecodeState
 from helix.text import TextStream
+
+CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
+GAIN = 0.01  # the least share of a step that cutting it has to save
 
 
 @dataclass
@@ -56,6 +61,8 @@ class Engine:
         max_batch: slots.
         max_length: the most tokens of one sequence, prompt and new ones.
         token_budget: the most tokens that all sequences may reserve together.
+        hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
+            is none until `choose_chunks`.
         tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
         on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
         observer: called on every rank before each draw with (slots [n], positions [n] that the tokens will have,
@@ -63,6 +70,7 @@ class Engine:
 
     Attributes:
         admitted: what each slot in use serves.
+        chosen: chunks of a step of so many rows, where `choose_chunks` has chosen.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class Engine:
         token_budget: int,
         prefill_chunk: int = 1024,
         run_steps: int = 8,
+        hopb: str = "none",
         tokenizer: Any | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
         observer: Callable[[Tensor, Tensor, Tensor], None] | None = None,
@@ -92,6 +101,7 @@ class Engine:
         self.token_budget = token_budget
         self.prefill_chunk = prefill_chunk
         self.run_steps = run_steps
+        self.hopb = hopb
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
         self.observer = observer
@@ -103,6 +113,10 @@ class Engine:
         self._pages: dict[int, list[int]] = {}
         self._slots = torch.arange(max_batch, device=self.device)
         self._graphs = StepGraphs(self._decode) if comm.capturable else None
+        self.chosen: dict[int, int] = {}
+        self.pipeline = Pipeline(self.device if comm.capturable else None)
+        for layer in model.layers:
+            layer.attention.pipeline = self.pipeline
         # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
         self._kvp_free_pages = self._free_pages_by_kvp_rank()
 
@@ -141,10 +155,69 @@ class Engine:
             return
         sizes = {min(1 << slot.bit_length(), self.max_batch) for slot in range(self.max_batch)}
         for rows in sorted(sizes):
+            self._fill(rows)
+            self.choose_chunks(rows)
+            self._fill(0)
             for stochastic, filtered in sorted(set(variants)):
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
                     self.decode(rows, stochastic, filtered)
         torch.cuda.synchronize()
+
+    def _fill(self, rows: int) -> None:
+        """Where nothing is served yet: as many tokens as can be in the first `rows` slots, whatever they are."""
+        state = self.state
+        for tensor in (state.tokens, state.lengths, state.starts, state.active, state.block_tables):
+            tensor.zero_()
+        if rows:
+            state.active[:rows] = True
+            state.lengths[:rows] = max(1, min(self.max_length, self.token_budget // rows)) - 1
+            tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
+            pages = torch.arange(tables.numel(), dtype=torch.int32, device=self.device) % self.cache.keys.shape[1]
+            tables.copy_(pages.view_as(tables))
+
+    def chunks(self, rows: int) -> int:
+        """Into how many chunks the attention of a step of `rows` rows is cut."""
+        if self.layout.kvp == 1 or self.hopb == "none":
+            return 1
+        return self.chosen.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
+
+    def choose_chunks(self, rows: int) -> None:
+        """Chooses the chunks of steps of `rows` rows where that is `auto`, by timing at the slots' present lengths.
+
+        A collective; on a CPU, which does one thing at a time, there is nothing to choose.
+        """
+        if self.hopb != "auto" or self.layout.kvp == 1 or rows < min(CHUNKS) or not self.comm.capturable:
+            return
+        seconds = {n: self.step_seconds(rows, n) for n in (1, *CHUNKS) if n <= rows}
+        best = min(seconds, key=lambda n: seconds[n])
+        self.chosen[rows] = self.comm.broadcast_object(best if seconds[best] < (1 - GAIN) * seconds[1] else 1)
+
+    @torch.inference_mode()
+    def step_seconds(self, rows: int, chunks: int, steps: int = 8) -> float:
+        """Median seconds of a greedy decode step of `rows` rows in `chunks` chunks, each step with its slowest rank.
+
+        A collective, to be called between runs of steps. The slots' tokens and lengths stay what they are.
+        """
+        state = self.state
+        before = state.tokens.clone(), state.lengths.clone()
+
+        def restore() -> None:
+            state.tokens.copy_(before[0])
+            state.lengths.copy_(before[1])
+
+        graphs = StepGraphs(self._decode) if self._graphs is not None else None  # of its own: most are not chosen
+        run = graphs.run if graphs is not None else self._decode
+
+        def step() -> None:
+            run(rows, False, False, chunks)
+
+        seconds_of_each(step, 3, self.device, restore)  # eagerly, captured, replayed
+        self.comm.barrier()
+        seconds = seconds_of_each(step, steps, self.device, restore)
+        self.comm.check()
+        if graphs is not None:
+            graphs.close()
+        return statistics.median(max(of_ranks) for of_ranks in zip(*self.comm.all_gather_object(seconds), strict=True))
 
     def close(self) -> None:
         """Gives captured steps up; to be called before the communicator is closed."""
@@ -310,10 +383,11 @@ class Engine:
         What it returns is overwritten by a later step.
         """
         if self._graphs is None or self.observer is not None:
-            return self._decode(rows, stochastic, filtered)
-        return self._graphs.run(rows, stochastic, filtered)
+            return self._decode(rows, stochastic, filtered, self.chunks(rows))
+        return self._graphs.run(rows, stochastic, filtered, self.chunks(rows))
 
-    def _decode(self, rows: int, stochastic: bool, filtered: bool) -> Tensor:
+    def _decode(self, rows: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
+        self.pipeline.chunks = chunks
         step = self.state.decode_step(rows)
         hidden = self.model.hidden(self.cache, step)
         tokens = self._draw(hidden, slice(0, rows), step.positions + 1, step.live, stochastic, filtered)

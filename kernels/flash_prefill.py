@@ -124,7 +124,7 @@ def flash_prefill(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1
 
-    tile = tile_shape(max_q * group, 128, D, q.dtype)
+    tile = tile_shape(max_q * group, 64, D, q.dtype)
     grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
     _flash_prefill_kernel[grid](
         q, k_cache, v_cache, block_table, cu_q, lo, hi, out, lse,

@@ -16,16 +16,17 @@ from kernels import routing
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.linear import linear as reference
 
+PREFETCHED = 16 << 20  # bytes of a weight, a third of the L2: what is asked for must still be there when it is read
 MAX_ROWS = 4  # of x; beyond, a library's kernels are as fast
 
 
 @triton.jit
-def _prefetch(weight, rows, K, LINES: tl.constexpr):
-    """Asks the L2 for rows of the weight, a line of 128 bytes at a time."""
+def _prefetch(weight, rows, K, columns, LINES: tl.constexpr):
+    """Asks the L2 for the first columns of rows of the weight, a line of 128 bytes at a time."""
     line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    for begin in range(0, K, LINES * line):
+    for begin in range(0, columns, LINES * line):
         k = begin + tl.arange(0, LINES) * line
-        at = weight + rows[:, None].to(tl.int64) * K + tl.where(k < K, k, 0)[None, :]
+        at = weight + rows[:, None].to(tl.int64) * K + tl.where(k < columns, k, 0)[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -33,16 +34,16 @@ def _prefetch(weight, rows, K, LINES: tl.constexpr):
 
 @triton.jit
 def _linear_kernel(
-    x, weight, bias, out, x_n, N, R, K,
+    x, weight, bias, out, x_n, N, R, K, ahead,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
     if PREFETCH:
-        _prefetch(weight, row, K, 8)
+        _prefetch(weight, row, K, ahead, 8)
         if GATED:
-            _prefetch(weight, row + R, K, 8)
+            _prefetch(weight, row + R, K, ahead, 8)
     wait_for_predecessor(PDL)
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -93,7 +94,7 @@ def linear(
     out = torch.empty(N, R, dtype=x.dtype, device=x.device)
     tile = _tile(N, R, K, gated)
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
-        x, weight, bias, out, x.stride(0), N, R, K,
+        x, weight, bias, out, x.stride(0), N, R, K, min(K, PREFETCHED // (len(weight) * weight.itemsize)),
         BIAS=bias is not None, GATED=gated, PREFETCH=x.is_cuda, **tile, **overlapped(x),
     )  # fmt: skip
     return out

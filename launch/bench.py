@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m launch.bench kernels | comm | step | baselines`."""
+"""Benchmarks: `python -m launch.bench kernels | comm | step | baselines | hopb | prefill`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from launch import bench_comm, bench_kernels, bench_steps
+from launch import bench_comm, bench_hopb, bench_kernels, bench_linear, bench_prefill, bench_steps
 from launch.report import provenance
 
 
@@ -16,13 +16,15 @@ def main() -> None:
     """Runs a benchmark and appends a JSON line for each of its rows."""
     parser = argparse.ArgumentParser(description="Benchmarks; without a GPU the smallest case runs and means nothing.")
     what = {
-        "kernels": "flash_decode beside torch's attention, on one GPU",
+        "kernels": "flash_decode beside torch's attention and small-batch projections beside cuBLAS, on one GPU",
         "comm": "the collectives of a step beside torch.distributed's, over 2, 4, .. GPUs",
         "step": "decode steps of whole models beside their floor, over all GPUs",
         "baselines": "the same under plain TP, Medha's layout and Helix",
+        "prefill": "the prefill kernel beside torch's attention, and whole prompts over all GPUs",
+        "hopb": "decode steps with and without HOP-B, and the paper's example of it",
     }
     parser.add_argument("what", choices=what, help="; ".join(f"{k}: {v}" for k, v in what.items()))
-    parser.add_argument("--models", nargs="*", help="of step and baselines; default all")
+    parser.add_argument("--models", nargs="*", help="of step, baselines (default all) and hopb (default qwen2.5-7b)")
     parser.add_argument("--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -30,9 +32,13 @@ def main() -> None:
     if not gpus:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
     if arguments.what == "kernels":
-        rows = bench_kernels.run(device)
+        rows = bench_kernels.run(device) + bench_linear.run(device)
     elif arguments.what == "comm":
         rows = bench_comm.run(gpus or 2)
+    elif arguments.what == "prefill":
+        rows = bench_prefill.run(gpus or 2, device)
+    elif arguments.what == "hopb":
+        rows = bench_hopb.run(gpus or 2, arguments.models)
     else:
         rows = bench_steps.run(gpus or 2, baselines=arguments.what == "baselines", models=arguments.models)
     output = arguments.output or (Path(f"benchmarks/results/{arguments.what}.jsonl") if gpus else None)

@@ -24,13 +24,18 @@ PAGE, DIM = 64, 128
 ROTATED = 256 << 20  # bytes of KV that pass before the first one is read again: four times the L2
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 K = 1024
-ROWS = [  # query heads, KV heads, batch, KV length: what a rank of a Helix layout sees, and whole models
-    *[(8, 1, 1, n * K) for n in (4, 16, 64, 128, 256, 1024)],
-    *[(8, 1, 8, n * K) for n in (4, 16, 64, 128)],
-    *[(28, 4, 1, n * K) for n in (4, 16, 64, 128, 256, 1024)],
-    *[(28, 4, 8, n * K) for n in (4, 16, 64, 128)],
-    *[(32, 8, 1, n * K) for n in (4, 16, 64, 128, 256)],
-    *[(32, 8, 8, n * K) for n in (4, 16, 64, 128)],
+Shape = tuple[int, int, int, int, int]
+ROWS: list[
+    Shape
+] = [  # query heads, KV heads, batch, KV length, queries: what a rank of a Helix layout sees, and models
+    *[(8, 1, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
+    *[(8, 1, 8, n * K, 1) for n in (4, 16, 64, 128)],
+    *[(8, 1, 32, n * K, 1) for n in (4, 32)],
+    *[(28, 4, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
+    *[(28, 4, 8, n * K, 1) for n in (4, 16, 64, 128)],
+    *[(32, 8, 1, n * K, 1) for n in (4, 16, 64, 128, 256)],
+    *[(32, 8, 8, n * K, 1) for n in (4, 16, 64, 128)],
+    *[(heads, kv, 1, n * K, 8) for heads, kv in ((8, 1), (28, 4), (32, 8)) for n in (64, 128)],
 ]
 
 
@@ -54,7 +59,7 @@ class Setting:
         return k, v
 
 
-def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> Setting:
+def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> Setting:
     dtype = torch.bfloat16
     bytes_each = 2 * batch * length * kv_heads * DIM * dtype.itemsize
     copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
@@ -65,8 +70,8 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
         for _ in range(copies)
     ]
     table = torch.randperm(pages, device=device).view(batch, -1).int()
-    q = torch.randn(batch, 1, q_heads, DIM, device=device, dtype=dtype)
-    hi = torch.full((batch, 1), length, dtype=torch.int32, device=device)
+    q = torch.randn(batch, queries, q_heads, DIM, device=device, dtype=dtype)
+    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peers read them
     return Setting(q, caches, table, torch.zeros_like(hi), hi)
 
 
@@ -96,12 +101,13 @@ def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> flo
     return sorted(times[2:])[5]
 
 
-def measure(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> dict[str, Any]:
+def measure(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> dict[str, Any]:
     """One row: ours and the peers, in microseconds."""
-    s = setting(q_heads, kv_heads, batch, length, device)
+    s = setting(q_heads, kv_heads, batch, length, queries, device)
     copies = len(s.caches)
     size = 2 * s.caches[0][0].numel() * 2
-    row: dict[str, Any] = {"heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "kv_bytes": size}
+    row: dict[str, Any] = {"kind": "decode" if queries == 1 else "verify", "heads": f"{q_heads}/{kv_heads}"}
+    row |= {"batch": batch, "length": length, "queries": queries, "kv_bytes": size}
     q = s.q.transpose(1, 2)
     k, v = s.contiguous(0)
     wanted = scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True) if size < 1 << 30 else None
@@ -127,6 +133,28 @@ def measure(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
     return row
 
 
+def measure_ragged(device: torch.device) -> dict[str, Any]:
+    """100 sequences of 1K tokens and 4 of 128K beside 104 equal ones of as many bytes; 8/1 heads."""
+    lengths = [K] * 100 + [128 * K] * 4 if device.type == "cuda" else [64] * 5 + [256]
+    batch, pages = len(lengths), sum(lengths) // PAGE
+    dtype = torch.bfloat16
+    caches = [torch.randn(pages, PAGE, 1, DIM, device=device, dtype=dtype) for _ in range(2)]
+    order = torch.randperm(pages, device=device).int()
+    q = torch.randn(batch, 1, 8, DIM, device=device, dtype=dtype)
+    equal = pages // batch
+    times = {}
+    for name, counts in (("ragged", [n // PAGE for n in lengths]), ("uniform", [equal] * batch)):
+        table = torch.zeros(batch, max(counts), dtype=torch.int32, device=device)
+        begin = 0
+        for i, count in enumerate(counts):
+            table[i, :count] = order[begin : begin + count]
+            begin += count
+        hi = torch.tensor(counts, dtype=torch.int32, device=device)[:, None] * PAGE
+        s = Setting(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
+        times[name] = seconds(s.ours, 1, device) * 1e6
+    return {"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}
+
+
 def run(device: torch.device) -> list[dict[str, Any]]:
     """All rows (the smallest alone on a CPU), shown as they come."""
     rows = []
@@ -134,14 +162,18 @@ def run(device: torch.device) -> list[dict[str, Any]]:
         torch.cuda.empty_cache() if device.type == "cuda" else None
         rows.append(measure(*shape, device))
         print(".", end="", flush=True)
-    table = Table("heads", "batch", "length", "ours us", "TB/s", "of ceiling", "cuDNN us", "flash us", "x", "bar us")
+    ragged = measure_ragged(device)
+    table = Table(
+        "heads", "batch", "length", "queries", "ours us", "TB/s", "of ceiling", "cuDNN us", "flash us", "x", "bar us"
+    )
     for r in rows:
         peers = [f"{r[f'{p}_us']:.1f}" if r[f"{p}_us"] else "-" for p in PEERS]
         ratio = f"{r['best_peer_over_ours']:.2f}" if r["best_peer_over_ours"] else "-"
         table.add_row(
-            r["heads"], str(r["batch"]), f"{r['length'] // K}K", f"{r['us']:.1f}", f"{r['tb_per_s']:.2f}",
-            f"{r['of_ceiling']:.0%}", *peers, ratio, f"{r['bar_us']:.1f}",
+            r["heads"], str(r["batch"]), f"{r['length'] // K}K", str(r["queries"]), f"{r['us']:.1f}",
+            f"{r['tb_per_s']:.2f}", f"{r['of_ceiling']:.0%}", *peers, ratio, f"{r['bar_us']:.1f}",
         )  # fmt: skip
     print()
-    Console(width=110).print(table)
-    return rows
+    Console(width=120).print(table)
+    print(f"100 x 1K + 4 x 128K: {ragged['us']:.1f} us, equal lengths of as many bytes: {ragged['uniform_us']:.1f} us")
+    return [*rows, ragged]

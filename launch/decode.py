@@ -52,8 +52,10 @@ def decode(
     measured: dict[str, Any] = {}
     if results is not None:
         results.close()
-        measured = summary(plan.layout, engine.timings, bytes_per_token)
-        console.finish(f"{len(results.lines) - refused} served, {refused} refused", measured)
+        measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": engine.chosen}
+        chosen = ", ".join(f"{rows} rows in {chunks}" for rows, chunks in engine.chosen.items() if chunks > 1)
+        title = f"{len(results.lines) - refused} served, {refused} refused"
+        console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)
     return measured, comm.broadcast_object(refused)
 
 
@@ -100,6 +102,7 @@ def build_engine(
         token_budget=budget,
         prefill_chunk=config.decode.prefill_chunk,
         run_steps=config.decode.run_steps,
+        hopb=config.hopb.chunks,
         tokenizer=tokenizer,
     )
 

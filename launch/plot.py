@@ -289,7 +289,7 @@ class Drawing(NamedTuple):
 
 WORKLOAD = ("model", "batch", "length", "layout")
 DRAWINGS = {
-    "kernels": Drawing(kernels, "kernels", ("heads", "batch", "length")),
+    "kernels": Drawing(kernels, "kernels", ("kind", "heads", "batch", "length", "queries"), "decode"),
     "comm": Drawing(comm, "comm", ("op", "ranks", "message_bytes")),
     "step": Drawing(step, "step", WORKLOAD),
     "baselines": Drawing(baselines, "baselines", WORKLOAD),

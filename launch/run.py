@@ -23,6 +23,8 @@ from helix.loading import randomize
 from helix.models import Decoder
 from launch import decode, local
 from launch.bench_comm import time_collectives
+from launch.bench_hopb import ablate
+from launch.bench_prefill import time_prompts
 from launch.distributed import Job, Place, gpu_facts
 from launch.plan import Plan, load_tokenizer, make_layout, make_plan
 from launch.report import Console, Phases, write_record
@@ -98,6 +100,10 @@ def _run_rank(job: Job, config: Config) -> int:
         phases.mark("load")
         if config.bench.kind == "decode":
             measured = time_steps(plan, comm, model, console)
+        elif config.bench.kind == "hopb":
+            measured = {"hopb": ablate(plan, comm, model, job.backend, console)}
+        elif config.bench.kind == "prefill":
+            measured = time_prompts(plan, comm, model, console)
         else:
             measured, refused = decode.decode(plan, comm, model, tokenizer, console)
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections import Counter
@@ -58,6 +59,7 @@ def time_steps(plan: Plan, comm: Communicator, model: Decoder, console: Console)
                 raise
             found.append({"batch": batch, "length": length, "failed": str(error)})
         if comm.device.type == "cuda":
+            gc.collect()  # an engine and its graphs refer to each other
             torch.cuda.empty_cache()
     return {"points": found}
 
@@ -75,7 +77,8 @@ def _time_point(
         )
     sized = replace(config, kv=replace(config.kv, tokens=batch * reserved))
     engine = build_engine(layout, comm, model, sized, batch, batch * reserved)
-    _fill(engine, batch, length, reserved, config.seed + comm.rank)
+    fill(engine, batch, length, reserved, config.seed + comm.rank)
+    engine.choose_chunks(batch)
     with torch.inference_mode(), console.progress(f"{batch} x {length:,}", steps) as advance:
         for _ in range(WARM_UP):
             engine.decode(batch)
@@ -94,13 +97,14 @@ def _time_point(
     measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
     memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
     measured |= {"batch": batch, "length": length, "captured": comm.capturable, **traced}
+    measured["hopb_chunks"] = engine.chunks(batch)
     measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
     measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
     console.finish(f"{batch} x {length:,} tokens of random KV", measured)
     return measured
 
 
-def _fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
+def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
     """`batch` sequences of `length` tokens, whose keys and values are random."""
     generator = torch.Generator(engine.device).manual_seed(seed)
     for cache in (engine.cache.keys, engine.cache.values):

@@ -8,6 +8,7 @@ it used, and never depend on another rank's shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,7 +18,14 @@ from helix.step import Step
 class AttentionPolicy(ABC):
     @abstractmethod
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, step: Step, window: int | None, scale: float
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        window: int | None,
+        scale: float,
+        reserved_sms: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Attention of a step's queries over this rank's shard, the step's own keys already appended.
 
@@ -27,8 +35,24 @@ class AttentionPolicy(ABC):
             step: the tokens' positions, bounds and block tables.
             window: the layer's sliding window in tokens, or None.
             scale: factor on q.k.
+            reserved_sms: room on the GPU to leave to kernels that run beside this one.
 
         Returns:
             Partial output [N, Hq_local, D] in q's dtype and natural-log LSE [N, Hq_local] fp32; for a query
             without keys here 0 and -inf.
         """
+
+
+def rows_of(step: Step, rows: slice) -> Step:
+    """The part of a decode step that is `rows` of its N tokens, whole sequences; its bounds are those of `step`."""
+    each = len(step.tokens) // len(step.block_tables)
+    return replace(
+        step,
+        tokens=step.tokens[rows],
+        positions=step.positions[rows],
+        starts=step.starts[rows],
+        live=step.live[rows],
+        block_tables=step.block_tables[rows.start // each : rows.stop // each],
+        append_slots=step.append_slots[rows],
+        _bounds={window: (lo[rows], hi[rows]) for window, (lo, hi) in step._bounds.items()},
+    )

@@ -6,13 +6,21 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.step import Step
-from kernels.flash_decode import flash_decode
+from kernels.flash_decode import PROGRAMS_PER_SM, flash_decode
 from kernels.flash_prefill import flash_prefill
+from kernels.launching import sm_count
 
 
 class DenseAttention(AttentionPolicy):
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, step: Step, window: int | None, scale: float
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        step: Step,
+        window: int | None,
+        scale: float,
+        reserved_sms: int = 0,
     ) -> tuple[Tensor, Tensor]:
         lo, hi = step.bounds(window)
         if step.cu_q is not None:
@@ -21,6 +29,7 @@ class DenseAttention(AttentionPolicy):
         per_sequence = (sequences, -1)
         out, lse = flash_decode(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
-            lo.view(per_sequence), hi.view(per_sequence), scale, early=True,
+            lo.view(per_sequence), hi.view(per_sequence), scale,
+            programs=PROGRAMS_PER_SM * max(1, sm_count(q.device) - reserved_sms), early=True,
         )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.attention.base import AttentionPolicy
+from comm.hopb import RESERVED_SMS, Pipeline
+from helix.attention.base import AttentionPolicy, rows_of
 from helix.kv_cache import KVCache
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
-from helix.layout import HelixLayout
+from helix.layout import HelixLayout, share
 from helix.step import Step
 
 
@@ -40,6 +41,9 @@ class Attention:
     Query, key and value rows are cut by TPA alone, so the ranks of a kvp group compute the same QKV for the whole batch
     and no query has to be gathered. The exchange leaves each rank with the exact output of its own query heads, whose
     columns of the output projection it holds.
+
+    Attributes:
+        pipeline: into how many chunks decode steps are cut, and what runs them; None: not at all.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Attention:
         self.index = index
         self.comm = comm
         self.policy = policy
+        self.pipeline: Pipeline | None = None
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
         self.shares = layout.head_shares(*heads)
 
@@ -89,5 +94,23 @@ class Attention:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
         q = cache.append(self.index, qkv, angles, step.append_slots, self.norms)
-        out, lse = self.policy.attend(q, *cache.layer(self.index), step, self.spec.window, self.spec.scale)
-        return self.output(self.comm.exchange(out, lse, self.shares).flatten(1))
+        return self.output(self._exact(q, *cache.layer(self.index), step).flatten(1))
+
+    def _exact(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        """[N, Hq_local, D] -> exact attention of this rank's own heads [N, heads, D]."""
+        window, scale = self.spec.window, self.spec.scale
+        sequences = len(step.block_tables)
+        chunks = min(self.pipeline.chunks, sequences) if self.pipeline and step.cu_q is None else 1
+        if self.pipeline is None or chunks == 1:
+            return self.exchange(*self.policy.attend(q, keys, values, step, window, scale))
+        step.bounds(window)  # of all rows at once, for the chunks to take their parts of
+
+        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+            return self.policy.attend(q[rows], keys, values, rows_of(step, rows), window, scale, RESERVED_SMS)
+
+        each = len(q) // sequences
+        cuts = [share(sequences, chunks, i) for i in range(chunks)]
+        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
+
+    def exchange(self, out: Tensor, lse: Tensor) -> Tensor:
+        return self.comm.exchange(out, lse, self.shares)

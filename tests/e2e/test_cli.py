@@ -270,7 +270,9 @@ def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
     assert ended.code == 0 and "mean nothing" in ended.output, ended.output
     ended = run(tmp_path, "baselines", f"--output={out}", command=command)
     assert ended.code == 0, ended.output
-    kernels, *baselines = jsonl(out)
+    kernels, ragged, *rest = jsonl(out)
+    linear, baselines = rest[:3], rest[3:]
+    assert ragged["kind"] == "ragged" and all(row["kind"] == "linear" for row in linear)
     assert kernels["name"] == "kernels" and kernels["us"] > 0
     assert [row["layout"].split()[0] for row in baselines] == ["tp", "medha", "helix"]
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)

@@ -40,7 +40,7 @@ SPECIAL = {
     **dict.fromkeys(("out_lse", "lse", "part", "part_lse"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps"), ("fp32", False)),
-    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
+    **dict.fromkeys(("T", "B", "W", "N", "R", "ahead", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
@@ -61,7 +61,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         del shared["BLOCK_D"]
         yield "merge", dtype, _merge_parts_kernel, shared | {"PARTS": 64, "SLICE": SLICE}, {"num_warps": 2}
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (fp32, 64, 4, 16)):
-        tile = tile_shape(512 * group, 128, dim, dtype)
+        tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         yield "prefill", dtype, _flash_prefill_kernel, {"GROUP": group, "D": dim, "PAGE": page, **tile}, options
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}

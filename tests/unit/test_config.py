@@ -63,6 +63,7 @@ def test_help_names_every_group() -> None:
         ("model.load=magic", ["model.load", "magic", "checkpoint"]),
         ("attention.policy=sparse", ["attention.policy", "sparse", "dense"]),
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
+        ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
         ("bench.kind=all", ["bench.kind", "all", "decode"]),
         ("kv.append_block=0", ["kv.append_block", "0", "positive"]),
         ("kv.page_size=-1", ["kv.page_size", "-1"]),
@@ -83,5 +84,5 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
 
 def test_the_schema_has_these_groups() -> None:
     assert set(Config.__dataclass_fields__) == {
-        "model", "layout", "kv", "attention", "comm", "decode", "bench", "record", "seed",
+        "model", "layout", "kv", "attention", "comm", "hopb", "decode", "bench", "record", "seed",
     }  # fmt: skip

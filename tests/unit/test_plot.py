@@ -22,7 +22,8 @@ SPANS = {
 }
 ROWS: dict[str, list[dict[str, Any]]] = {
     "kernels": [
-        {"heads": heads, "batch": batch, "length": n * K, "kv_bytes": n << 20, "us": n + 5.0, "cudnn_us": n + 4.0,
+        {"kind": "decode", "heads": heads, "batch": batch, "length": n * K, "queries": 1,
+         "kv_bytes": n << 20, "us": n + 5.0, "cudnn_us": n + 4.0,
          "flash_us": None, "bar_us": 5.5}
         for heads in ("8/1", "28/4") for batch in (1, 8) for n in (4, 64)
     ],

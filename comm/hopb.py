@@ -1,0 +1,62 @@
+"""HOP-B: the exchange of one chunk of the batch beside the attention of the next (Helix Parallelism, section 2.1.3).
+
+    main stream   attend 0 | attend 1   | attend 2   |            | join
+    side stream            | exchange 0 | exchange 1 | exchange 2 |
+
+Attention stays on the main stream, so its launches may share a workspace; all exchanges of a step are on the side
+stream in the order of their chunks, the same on every rank, which is what collectives ask for. Inside a captured step
+the two streams become two branches of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# A persistent grid is not preempted, whatever a stream's priority: attention leaves so much room for the exchange.
+RESERVED_SMS = 4
+
+
+class Pipeline:
+    """Runs the chunks of one attention phase after another, the exchange of each beside what follows.
+
+    Args:
+        device: a GPU, whose side stream the exchanges go to; None: no streams, the same calls in the same order.
+
+    Attributes:
+        chunks: into how many runs of rows the attention phases of the coming step are cut.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.chunks = 1
+        self._side = None if device is None else torch.cuda.Stream(device, priority=-1)
+
+    def run(
+        self,
+        chunks: Sequence[slice],
+        attend: Callable[[slice], tuple[Tensor, Tensor]],
+        exchange: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Attention of all chunks, exchanged: what `exchange` returns of each, one after the other.
+
+        Args:
+            chunks: runs of rows, in order.
+            attend: gives a chunk's partial outputs and LSEs, by kernels on the current stream.
+            exchange: makes of them [rows, ...], likewise.
+        """
+        # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
+        partials: list[tuple[Tensor, Tensor]] = []
+        exchanged: list[Tensor] = []
+        for rows in chunks:
+            partials.append(attend(rows))
+            if self._side is None:
+                exchanged.append(exchange(*partials[-1]))
+                continue
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+            with torch.cuda.stream(self._side):
+                exchanged.append(exchange(*partials[-1]))
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        return torch.cat(exchanged)

@@ -1,0 +1,301 @@
+"""What HOP-B hides of the exchange: `python -m launch.bench hopb`, or `bench=hopb` in a job of its own.
+
+Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of all rows, in chunks, and with no exchange
+at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes). `mla`: messages of 128 heads of
+512 beside a kernel that does nothing but take its time. `delay`: the paper's example, with delays for attention and
+exchange; its `timeline` rows say when each chunk ran.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console as Terminal
+from rich.table import Table
+from torch import Tensor
+
+from comm.base import Communicator
+from comm.hopb import Pipeline
+from helix.engine import CHUNKS, Engine
+from helix.graphs import StepGraphs, seconds_of_each
+from helix.layout import share
+from helix.models import Decoder
+from launch import local
+from launch.decode import build_engine
+from launch.plan import Plan
+from launch.report import Console
+from launch.timing import fill, points
+
+K = 1024
+POINTS = [f"{batch}x{length}" for length in (8 * K, 128 * K, K * K) for batch in (1, 4, 16, 64)]
+ON_CPU = ["4x64"]
+STEPS = 32
+REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
+EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
+UNIT_S = 200e-6  # long beside the launch of a kernel
+MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
+
+
+def ablate(plan: Plan, comm: Communicator, model: Decoder, backend: str, console: Console) -> list[dict[str, Any]]:
+    """Rows of all kinds, the steps at each of `bench.points` that fits; a collective."""
+    rows: list[dict[str, Any]] = []
+    todo = points(plan.config.bench)
+    with console.progress("hopb", len(todo)) as advance:
+        for done, (batch, length) in enumerate(todo, 1):
+            try:
+                rows += _ttl(plan, comm, model, batch, length)
+            except ValueError as error:  # it does not fit; alike on every rank
+                rows.append({"kind": "failed", "batch": batch, "length": length, "failed": str(error)})
+            if comm.device.type == "cuda":
+                gc.collect()  # an engine and its graphs refer to each other
+                torch.cuda.empty_cache()
+            advance(done)
+    rows += [row for batch in (MLA_BATCHES if comm.capturable else (2,)) for row in _mla(comm, batch)]
+    for row in rows:
+        row["backend"] = backend
+    return rows + delays(comm.device)
+
+
+def _ttl(plan: Plan, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
+    config, reserved, steps = plan.config, length + 2, plan.config.bench.steps
+    sized = replace(config, kv=replace(config.kv, tokens=batch * reserved), hopb=replace(config.hopb, chunks="auto"))
+    engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved)
+    fill(engine, batch, length, reserved, config.seed + comm.rank)
+
+    def microseconds(chunks: int) -> float:
+        return 1e6 * engine.step_seconds(batch, chunks, steps)
+
+    on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
+    off = microseconds(1)
+    without = _without_exchange(engine, comm, lambda: microseconds(1))
+    engine.choose_chunks(batch)
+    auto = engine.chunks(batch)
+    auto_us = microseconds(auto)
+    engine.close()
+    return [
+        {
+            "kind": "ttl", "batch": batch, "length": length, "chunks": chunks,
+            "off_us": off, "on_us": on_us, "without_us": without,
+            "hidden": _hidden(off, on_us, without), "auto_us": auto_us, "auto_chunks": auto,
+        }
+        for chunks, on_us in (on or {1: off}).items()
+    ]  # fmt: skip
+
+
+def _hidden(off: float, on: float, without: float) -> float | None:
+    """The share of the exchange's time that does not show; None where it takes none."""
+    return (off - on) / (off - without) if off > without else None
+
+
+def _without_exchange(engine: Engine, comm: Communicator, measure: Callable[[], float]) -> float:
+    """What `measure` gives while each rank keeps its part of the attention of its own heads."""
+
+    def keep(out: Tensor, lse: Tensor, shares: list[int]) -> Tensor:
+        first = sum(shares[: comm.kvp_rank])
+        return out[:, first : first + shares[comm.kvp_rank]]
+
+    for layer in engine.model.layers:
+        layer.attention.comm = SimpleNamespace(exchange=keep)  # type: ignore[assignment]
+    result = measure()
+    for layer in engine.model.layers:
+        layer.attention.comm = comm
+    return result
+
+
+def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
+    """The exchange of MLA's latent outputs beside a busy kernel, as long as the paper's example has it."""
+    ranks = len(comm.kvp_group)
+    shares = [len(share(MLA_HEADS, ranks, k)) for k in range(ranks)]
+    dtype = torch.bfloat16 if comm.capturable else torch.float32
+    out = torch.randn(batch, MLA_HEADS, MLA_DIM, device=comm.device, dtype=dtype)
+    lse = torch.randn(batch, MLA_HEADS, device=comm.device)
+    pipeline, busy = Pipeline(comm.device if comm.capturable else None), _busy(comm.device)
+
+    def exchange(out: Tensor, lse: Tensor) -> Tensor:
+        return comm.exchange(out, lse, shares)
+
+    def measured(chunks: int, attention_s: float, exchange: Callable[[Tensor, Tensor], Tensor]) -> float:
+        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+            busy(attention_s * len(out[rows]) / batch)
+            return out[rows], lse[rows]
+
+        comm.barrier()
+        chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
+        seconds = _captured(chain, comm.device, comm.barrier)
+        return median(max(of_ranks) for of_ranks in zip(*comm.all_gather_object(seconds), strict=True))
+
+    alone = measured(1, 0.0, exchange)
+    attention = alone * ATTENTION_UNITS / EXCHANGE_UNITS
+    off = measured(1, attention, exchange)
+    without = measured(1, attention, lambda out, lse: out[:, : shares[comm.kvp_rank]])
+    rows = []
+    for chunks in [n for n in CHUNKS if n <= batch]:
+        on = measured(chunks, attention, exchange)
+        rows.append(
+            {
+                "kind": "mla", "heads": MLA_HEADS, "dim": MLA_DIM, "batch": batch, "chunks": chunks,
+                "exchange_us": 1e6 * alone, "off_us": 1e6 * off, "on_us": 1e6 * on, "without_us": 1e6 * without,
+                "hidden": _hidden(off, on, without),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def delays(device: torch.device) -> list[dict[str, Any]]:
+    """The paper's example: eight requests, 2 units of attention and 1.2 of exchange each, one by one or pipelined."""
+    pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
+    out, lse = torch.zeros(REQUESTS, 1, 1, device=device), torch.zeros(REQUESTS, 1, device=device)
+
+    def run(chunks: int, spans: list[tuple[str, int, Any, Any]] | None = None) -> Tensor:
+        exchanged = count()
+
+        def wait(stream: str, request: int, units: float) -> None:
+            if spans is None:
+                busy(units * UNIT_S)
+                return
+            begin = _mark(device)
+            busy(units * UNIT_S)
+            spans.append((stream, request, begin, _mark(device)))
+
+        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+            for request in range(rows.start, rows.stop):
+                wait("attention", request, ATTENTION_UNITS)
+            return out[rows], lse[rows]
+
+        def exchange(out: Tensor, lse: Tensor) -> Tensor:
+            for _ in range(len(out)):
+                wait("exchange", next(exchanged), EXCHANGE_UNITS)
+            return out
+
+        return pipeline.run(_cut(REQUESTS, chunks), attend, exchange)
+
+    rows: list[dict[str, Any]] = []
+    units: dict[str, float] = {}
+    for regime, chunks in (("off", 1), ("on", REQUESTS)):
+        units[regime] = median(_captured(partial(run, chunks), device)) / UNIT_S
+        spans: list[tuple[str, int, Any, Any]] = []
+        origin = _mark(device)
+        run(chunks, spans)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found = [
+            {"stream": stream, "chunk": chunk, "start_us": _us(origin, begin), "end_us": _us(origin, end)}
+            for stream, chunk, begin, end in spans
+        ]
+        rows.append({"kind": "timeline", "regime": regime, "spans": found})
+    result = {
+        "kind": "delay", "chunks": REQUESTS, "unit_us": 1e6 * UNIT_S,
+        **{f"{regime}_units": value for regime, value in units.items()},
+        **{f"expected_{regime}_units": value for regime, value in EXPECTED_UNITS.items()},
+    }  # fmt: skip
+    return [result, *rows]
+
+
+def _cut(rows: int, chunks: int) -> list[slice]:
+    return [slice(part.start, part.stop) for part in (share(rows, chunks, i) for i in range(chunks))]
+
+
+def _mark(device: torch.device) -> Any:
+    """This moment on the current stream of a GPU, or on the host."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us(begin: Any, end: Any) -> float:
+    return 1e6 * (end - begin) if isinstance(begin, float) else 1e3 * float(begin.elapsed_time(end))
+
+
+def _busy(device: torch.device) -> Callable[[float], None]:
+    """Takes a number of seconds on the current stream of a GPU, by one block that counts cycles; or on the host."""
+    if device.type != "cuda":
+        return time.sleep
+    cycles = 20_000_000
+    rate = cycles / median(seconds_of_each(lambda: torch.cuda._sleep(cycles), 5, device))
+    return lambda seconds: torch.cuda._sleep(max(1, int(seconds * rate)))
+
+
+def _captured(
+    run: Callable[[], Tensor], device: torch.device, barrier: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Seconds of each replay of `run` (on a CPU, of each call), after three for warm-up."""
+    if device.type != "cuda":
+        return seconds_of_each(run, 3, device)
+    graphs = StepGraphs(run)
+    for _ in range(3):
+        graphs.run()
+    torch.cuda.synchronize(device)
+    barrier()
+    seconds = seconds_of_each(graphs.run, STEPS, device)
+    graphs.close()
+    return seconds
+
+
+def run(ranks: int, models: list[str] | None = None) -> list[dict[str, Any]]:
+    """A job for each backend and model (on a CPU a tiny one), and tables."""
+    gpus = torch.cuda.is_available()
+    if ranks < 2:
+        raise SystemExit("error: one GPU has nobody to exchange with: use two or more")
+    rows: list[dict[str, Any]] = []
+    for model in (models or ["qwen2.5-7b"]) if gpus else ["demo"]:
+        for backend in ("symm_mem", "nccl") if gpus else ("gloo",):
+            found = _job(model, backend, ranks, POINTS if gpus else ON_CPU)
+            # What does not depend on a model or a backend counts once.
+            rows += [row | {"model": model} for row in found if row["kind"] in ("ttl", "failed")]
+            seen = {(row["kind"], row.get("backend")) for row in rows}
+            rows += [row for row in found if row["kind"] == "mla" and ("mla", backend) not in seen]
+            rows += [row for row in found if row["kind"] in ("delay", "timeline") and (row["kind"], None) not in seen]
+    _show(rows)
+    return rows
+
+
+def _job(model: str, backend: str, ranks: int, points: list[str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory) / "record.json"
+        code = local.launch(
+            ranks,
+            [
+                f"model={model}", "bench=hopb", f"comm.backend={backend}", f"layout.kvp={ranks}",
+                f"bench.points=[{','.join(points)}]", f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
+                f"record={record}",
+            ],
+        )  # fmt: skip
+        if code:
+            raise SystemExit(f"error: the job over {backend} ended with {code}")
+        rows: list[dict[str, Any]] = json.loads(record.read_text())["hopb"]
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    heads = "what", "backend", "batch", "length", "chunks", "off us", "on us", "no exchange us", "hidden", "auto us"
+    table = Table(*heads)
+    for r in rows:
+        if r["kind"] in ("ttl", "mla"):
+            auto = f"{r['auto_us']:.0f} ({r['auto_chunks']})" if r["kind"] == "ttl" else "-"
+            table.add_row(
+                r.get("model", "MLA messages, busy kernel"), r["backend"], str(r["batch"]), f"{r.get('length', 0):,}",
+                str(r["chunks"]), f"{r['off_us']:.0f}", f"{r['on_us']:.0f}", f"{r['without_us']:.0f}",
+                "-" if r["hidden"] is None else f"{r['hidden']:.0%}", auto,
+            )  # fmt: skip
+        elif r["kind"] == "failed":
+            table.add_row(r["model"], r["backend"], str(r["batch"]), f"{r['length']:,}", "does not fit")
+    terminal = Terminal(width=130)
+    terminal.print(table)
+    for r in rows:
+        if r["kind"] == "delay":
+            of = ", ".join(f"{k} {r[f'{k}_units']:.2f} units of {r[f'expected_{k}_units']}" for k in EXPECTED_UNITS)
+            terminal.print(f"the paper's example (figure 3) with delays: {of}")

@@ -1,0 +1,162 @@
+"""Times prefill: the kernel beside torch's attention on one GPU, and whole prompts over all GPUs.
+
+`python -m launch.bench prefill`; a prompt is a job of its own (`bench=prefill`) with random weights of the real shape.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console as Terminal
+from rich.table import Table
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from comm.base import Communicator
+from helix.models import Decoder
+from helix.request import Request
+from kernels.flash_prefill import flash_prefill
+from launch import local
+from launch.bench_kernels import DIM, PAGE, PEERS
+from launch.decode import build_engine
+from launch.plan import Plan
+from launch.report import Console
+from launch.timing import points
+
+K = 1024
+KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
+PROMPTS = ["1x32768", "1x131072", "1x262144"]
+
+
+def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, device: torch.device) -> dict[str, Any]:
+    """The last `queries` tokens of a prompt of `length`: ours with causal bounds, the peers over all keys."""
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    pages = length // PAGE
+    shape = (pages, PAGE, kv_heads, DIM)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    table = torch.randperm(pages, device=device).int()[None]
+    q = torch.randn(queries, q_heads, DIM, device=device, dtype=dtype)
+    hi = (torch.arange(queries, device=device) + length - queries + 1).int()
+    cu_q = torch.tensor([0, queries], dtype=torch.int32, device=device)
+
+    def ours() -> torch.Tensor:
+        return flash_prefill(
+            q, k_cache, v_cache, table, cu_q, queries, torch.zeros_like(hi), hi, DIM**-0.5
+        )[0]  # fmt: skip
+
+    k, v = (c[table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in (k_cache, v_cache))
+    last = scaled_dot_product_attention(q[-1, None, :, None].float(), k.float(), v.float(), enable_gqa=True)[0, :, 0]
+    error = (ours()[-1].float() - last).norm() / last.norm()
+    # bf16 weights and outputs: two roundings of 2^-9 each.
+    assert error < 1e-2, f"flash_prefill is off by {float(error):.1e} of its norm"
+    work = 4 * q_heads * DIM
+    row: dict[str, Any] = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
+    row["tflops"] = work * float(hi.double().sum()) / _seconds(ours, gpu) / 1e12
+    peer = partial(scaled_dot_product_attention, q.transpose(0, 1)[None], k, v, enable_gqa=True)
+    for name, backend in PEERS.items():
+        row[f"{name}_tflops"] = None
+        if gpu:
+            with sdpa_kernel(backend):
+                seconds = _seconds(peer, gpu)
+            row[f"{name}_tflops"] = work * queries * length / seconds / 1e12
+    return row
+
+
+def matrix_tflops(device: torch.device) -> float:
+    """The library's rate on a large bf16 product of random values."""
+    gpu = device.type == "cuda"
+    n = 8192 if gpu else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16 if gpu else torch.float32) for _ in range(2))
+    return 2 * n**3 / _seconds(lambda: a @ b, gpu) / 1e12
+
+
+def _seconds(run: Callable[[], Any], gpu: bool) -> float:
+    """Median of a few runs."""
+    run()
+    times = []
+    for _ in range(5):
+        if gpu:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            run()
+            last.record()
+            last.synchronize()
+            times.append(first.elapsed_time(last) / 1e3)
+        else:
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+    return sorted(times)[2]
+
+
+def time_prompts(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
+    """Seconds from a prompt to its first token at each of `bench.points`, on rank 0."""
+    found = []
+    generator = torch.Generator().manual_seed(plan.config.seed)
+    for batch, length in points(plan.config.bench):
+        sized = replace(plan.config, kv=replace(plan.config.kv, tokens=batch * (length + 1)))
+        engine = build_engine(plan.layout, comm, model, sized, batch, batch * (length + 1))
+        ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
+        short = [Request("warm-up", tuple(ids[0, : min(length, 2 * plan.config.decode.prefill_chunk)].tolist()), 1)]
+        for _ in engine.generate(short):  # compiles kernels, opens connections
+            pass
+        requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
+        with console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
+            engine.on_prefill = lambda done, _: advance(done)
+            comm.barrier()
+            begin = time.perf_counter()
+            for _ in engine.generate(requests):
+                pass
+            seconds = time.perf_counter() - begin
+        engine.close()
+        found.append({"batch": batch, "length": length, "prefill_s": seconds, "tokens_per_s": batch * length / seconds})
+        del engine
+        if comm.device.type == "cuda":
+            gc.collect()  # an engine and its graphs refer to each other
+            torch.cuda.empty_cache()
+    return {"points": found}
+
+
+def run(ranks: int, device: torch.device) -> list[dict[str, Any]]:
+    """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case."""
+    gpu = device.type == "cuda"
+    rate = matrix_tflops(device)
+    shapes = KERNELS if gpu else [(4, 2, 128, 512)]
+    rows = [{**measure_kernel(*shape, device), "matrix_tflops": rate} for shape in shapes]
+    table = Table("heads", "queries", "keys", "ours TFLOP/s", "of the matrix rate", "cuDNN", "flash")
+    for r in rows:
+        peers = [f"{r[f'{p}_tflops']:.0f}" if r[f"{p}_tflops"] else "-" for p in PEERS]
+        share = r["tflops"] / rate
+        table.add_row(r["heads"], str(r["q_tokens"]), str(r["length"]), f"{r['tflops']:.0f}", f"{share:.0%}", *peers)
+    Terminal(width=110).print(table)
+    torch.cuda.empty_cache() if gpu else None
+    prompts = ",".join(PROMPTS if gpu else ["1x600"])
+    model = "qwen2.5-7b" if gpu else "demo"
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory) / "record.json"
+        code = local.launch(
+            ranks,
+            [
+                f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{prompts}]",
+                "decode.prefill_chunk=8192", f"record={record}",
+            ],
+        )  # fmt: skip
+        if code:
+            raise SystemExit(f"error: the prefill job ended with {code}")
+        done = json.loads(record.read_text())
+    jobs = [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
+    for job in jobs:
+        print(
+            f"{job['batch']} x {job['length']:,} tokens: {job['prefill_s']:.2f} s, {job['tokens_per_s']:,.0f} tokens/s"
+        )
+    return [*rows, *jobs]

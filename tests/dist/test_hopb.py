@@ -1,0 +1,177 @@
+"""HOP-B changes when things run, not what comes out: chunked decode steps beside whole ones, and the order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from comm.base import Communicator
+from comm.hopb import Pipeline
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.attention.base import rows_of
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.request import Request
+from launch.bench_hopb import EXPECTED_UNITS, delays
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
+from tests.pool import Pool, pool
+
+CHUNKS = ("2", "4", "8")
+# Six prompts in five slots: steps of five rows, no multiple of any number of chunks, some of them idle at the end.
+LENGTHS = (7, 1, 15, 16, 17, 60)
+NEW_TOKENS = 8
+
+
+def same(results: Sequence[Result], others: Sequence[Result]) -> bool:
+    """Whether all tokens and all logits are bitwise equal."""
+    for ours, theirs in zip(results, others, strict=True):
+        assert ours.logits and ours.logits.keys() == theirs.logits.keys()
+        if ours.tokens != theirs.tokens or not all(torch.equal(v, theirs.logits[k]) for k, v in ours.logits.items()):
+            return False
+    return True
+
+
+def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], set[int]]:
+    """Results of loopback ranks, and into how many chunks rank 0's attention phases were cut."""
+    seen: set[int] = set()
+
+    def tamper(engine: Engine) -> None:
+        engine.hopb = hopb
+        run = engine.pipeline.run
+
+        def spy(chunks: Sequence[slice], attend: object, exchange: object) -> torch.Tensor:
+            assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
+            assert {c.stop - c.start for c in chunks} <= {size := chunks[-1].stop // len(chunks), size + 1}
+            if engine.comm.rank == 0:
+                seen.add(len(chunks))
+            return run(chunks, attend, exchange)  # type: ignore[arg-type]
+
+        engine.pipeline.run = spy  # type: ignore[method-assign]
+
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    results = loopback(checkpoint(family), layout, 16, wanted, tamper)
+    check(results, wanted)
+    return results, seen
+
+
+@pytest.mark.parametrize("mode, kvp, tpa", [("helix", 3, 1), ("helix", 2, 2), ("medha", 2, 1)])
+def test_chunked_steps_are_bitwise_those_of_one_exchange(mode: str, kvp: int, tpa: int) -> None:
+    layout = HelixLayout.create(mode, kvp, tpa)
+    whole, seen = chunked("qwen2", layout, "none")
+    assert not seen
+    for hopb, expected in zip(CHUNKS, ({2}, {4}, {5}), strict=True):
+        results, seen = chunked("qwen2", layout, hopb)
+        assert same(results, whole) and seen == expected
+
+
+def test_windows_and_groups_of_one() -> None:
+    family = "mistral-windowed"
+    whole, _ = chunked(family, HelixLayout.create("helix", 2, 1), "none")
+    assert same(chunked(family, HelixLayout.create("helix", 2, 1), "4")[0], whole)
+    assert chunked(family, HelixLayout.create("helix", 1, 2), "4")[1] == set()  # nobody to exchange with
+    assert chunked(family, HelixLayout.create("helix", 2, 1), "auto")[1] == set()  # a CPU has nothing to overlap
+
+
+def test_a_chunk_with_its_neighbours_bounds_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted error: every chunk reads as far as the first one may."""
+    import helix.layers.attention as attention
+
+    layout = HelixLayout.create("helix", 2, 1)
+
+    def wrong(step: attention.Step, rows: slice) -> attention.Step:
+        part = rows_of(step, rows)
+        part._bounds = {w: (lo[: len(part.tokens)], hi[: len(part.tokens)]) for w, (lo, hi) in step._bounds.items()}
+        return part
+
+    monkeypatch.setattr(attention, "rows_of", wrong)
+    with pytest.raises((AssertionError, RuntimeError), match=r"prompt|NaN"):  # memory that nobody wrote is NaN
+        chunked("qwen2", layout, "4")
+
+
+def rank(
+    index: int,
+    world_size: int,
+    kind: type[TorchDistCommunicator],
+    device: str,
+    path: Path,
+    wanted: list[Continuation],
+    hopbs: Sequence[str],
+) -> list[Result]:
+    """One rank's results for each number of chunks; on a GPU, captured steps have to draw the same tokens."""
+    layout = HelixLayout.create("helix", world_size, 1)
+    comm: Communicator = kind(
+        layout.kvp_groups(), torch.device(device, index if device == "cuda" else None), timedelta(seconds=60)
+    )
+    results = []
+    for hopb in hopbs:
+        engine = build_engine(path, layout, comm, 16)
+        engine.hopb = hopb
+        results.append(generate(engine, wanted))
+        if comm.capturable:
+            engine.observer = None
+            if hopb == "auto":  # what it reads while it chooses; the tests' memory is NaN
+                engine.cache.keys.zero_()
+                engine.cache.values.zero_()
+                engine.warm_up([(False, False)])
+                assert set(engine.chosen) == {2, 4, 5}
+            for _ in range(2):
+                requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
+                assert {o.id: o.output_ids for o in engine.generate(requests)} == results[-1].tokens
+        engine.close()
+    comm.close()
+    return results
+
+
+def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+    task = (TorchDistCommunicator, "cpu", checkpoint("qwen2"), wanted, ("none", "4"))
+    whole, cut = zip(*gloo_pool(2).run(rank, *task, timeout_s=120.0), strict=True)
+    check(whole, wanted)
+    assert same(cut, whole)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
+def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator]) -> None:
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+    hopbs = ("none", *CHUNKS, "auto")
+    found = pool(2, "nccl").run(rank, kind, "cuda", checkpoint("qwen2"), wanted, hopbs, timeout_s=240.0)
+    for results in zip(*found, strict=True):
+        check(results, wanted)
+
+
+def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> None:
+    calls: list[str] = []
+    x = torch.arange(12.0).view(6, 2)
+
+    def attend(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(f"attend {rows.start}")
+        return x[rows], x[rows]
+
+    def exchange(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        calls.append(f"exchange {int(out[0, 0]) // 2}")
+        return -out
+
+    result = Pipeline(None).run([slice(0, 3), slice(3, 5), slice(5, 6)], attend, exchange)
+    assert torch.equal(result, -x)
+    assert calls == ["attend 0", "exchange 0", "attend 3", "exchange 3", "attend 5", "exchange 5"]
+
+
+@pytest.mark.gpu
+def test_delays_overlap_as_in_the_paper() -> None:
+    measured = delays(torch.device("cuda"))[0]
+    for regime, units in EXPECTED_UNITS.items():  # launches and clocks: a twentieth
+        assert measured[f"{regime}_units"] == pytest.approx(units, rel=0.05)
+
+
+def test_the_timeline_of_the_benchmark_has_every_chunk_once() -> None:
+    for row in delays(torch.device("cpu"))[1:]:
+        spans = [(span["stream"], span["chunk"]) for span in row["spans"]]
+        assert sorted(spans) == sorted((stream, i) for stream in ("attention", "exchange") for i in range(8))
+        assert all(0 <= span["start_us"] < span["end_us"] for span in row["spans"])
