@@ -14,7 +14,7 @@ from typing import Any
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/kernels.md", "docs/measurements.md"]
+PAGES = ["README.md", "docs/measurements.md"]
 Row = dict[str, Any]
 
 
@@ -105,7 +105,7 @@ def _point(r: Row) -> str:
 def steps() -> list[str]:
     """Whole decode steps: every layout of every workload."""
     rows = [
-        "| shape | KV | layout | TTL | floor | x floor | bar on 8 | vLLM on 8 | launches a layer |",
+        "| shape | KV | layout | TTL | floor | x floor | bar on 8 | vLLM, TP=8 (Qwen2.5-7B: 4) | launches a layer |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results("step", "model", "batch", "length", "layout"):
@@ -131,7 +131,7 @@ def best_steps() -> list[str]:
     ranks = next(iter(found.values()))["layout"]
     width = int(re.findall(r"tpf=(\d+)", ranks)[0])
     rows = [
-        f"| shape | KV | best layout of {width} GPUs | time per token | all bytes once | x | vLLM 0.25.1, 8 GPUs |",
+        f"| shape | KV | best layout of {width} GPUs | time per token | all bytes once | x | vLLM 0.25.1, TP=8 (Qwen2.5-7B: 4) |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in found.values():

@@ -16,7 +16,7 @@ from kernels import routing
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.linear import linear as reference
 
-PREFETCHED = 16 << 20  # bytes of a weight, a third of the L2: what is asked for must still be there when it is read
+PREFETCHED = 4 << 20  # bytes of a weight: the most that a kernel asks for before it may begin
 MAX_ROWS = 4  # of x; beyond, a library's kernels are as fast
 
 

@@ -295,7 +295,7 @@ DRAWINGS = {
     "baselines": Drawing(baselines, "baselines", WORKLOAD),
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
-    "prefill": Drawing(prefill, "prefill", ("heads", "q_tokens", "length")),
+    "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
 }
 
 

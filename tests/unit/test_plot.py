@@ -51,7 +51,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for regime, spans in SPANS.items()
     ],
     "prefill": [
-        {"heads": heads, "q_tokens": 8 * K, "length": n * K, "tflops": 500.0, "cudnn_tflops": 600.0,
+        {"kind": "kernel", "heads": heads, "q_tokens": 8 * K, "length": n * K, "tflops": 500.0, "cudnn_tflops": 600.0,
          "matrix_tflops": 800.0}
         for heads in ("8/1", "32/8") for n in (8, 128)
     ],
