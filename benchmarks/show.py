@@ -131,7 +131,8 @@ def best_steps() -> list[str]:
     ranks = next(iter(found.values()))["layout"]
     width = int(re.findall(r"tpf=(\d+)", ranks)[0])
     rows = [
-        f"| shape | KV | best layout of {width} GPUs | time per token | all bytes once | x | vLLM 0.25.1, TP=8 (Qwen2.5-7B: 4) |",
+        f"| shape | KV | best layout of {width} GPUs | time per token | all bytes once | x "
+        "| vLLM 0.25.1, TP=8 (Qwen2.5-7B: 4) |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in found.values():
