@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.hopb import Pipeline
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
@@ -114,9 +113,6 @@ class Engine:
         self._slots = torch.arange(max_batch, device=self.device)
         self._graphs = StepGraphs(self._decode) if comm.capturable else None
         self.chosen: dict[int, int] = {}
-        self.pipeline = Pipeline(self.device if comm.capturable else None)
-        for layer in model.layers:
-            layer.attention.pipeline = self.pipeline
         # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
         self._kvp_free_pages = self._free_pages_by_kvp_rank()
 
@@ -387,7 +383,7 @@ class Engine:
         return self._graphs.run(rows, stochastic, filtered, self.chunks(rows))
 
     def _decode(self, rows: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
-        self.pipeline.chunks = chunks
+        self.model.pipeline.chunks = chunks
         step = self.state.decode_step(rows)
         hidden = self.model.hidden(self.cache, step)
         tokens = self._draw(hidden, slice(0, rows), step.positions + 1, step.live, stochastic, filtered)

@@ -43,7 +43,7 @@ class Attention:
     columns of the output projection it holds.
 
     Attributes:
-        pipeline: into how many chunks decode steps are cut, and what runs them; None: not at all.
+        pipeline: into how many chunks decode steps are cut, and what runs them.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class Attention:
         spec: AttentionSpec,
         name: str,
         index: int,
+        pipeline: Pipeline,
     ) -> None:
         self.spec = spec
         self.index = index
         self.comm = comm
         self.policy = policy
-        self.pipeline: Pipeline | None = None
+        self.pipeline = pipeline
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
         self.shares = layout.head_shares(*heads)
 
@@ -100,10 +101,9 @@ class Attention:
         """[N, Hq_local, D] -> exact attention of this rank's own heads [N, heads, D]."""
         window, scale = self.spec.window, self.spec.scale
         sequences = len(step.block_tables)
-        chunks = min(self.pipeline.chunks, sequences) if self.pipeline and step.cu_q is None else 1
-        if self.pipeline is None or chunks == 1:
+        chunks = min(self.pipeline.chunks, sequences)
+        if chunks == 1 or step.cu_q is not None:
             return self.exchange(*self.policy.attend(q, keys, values, step, window, scale))
-        step.bounds(window)  # of all rows at once, for the chunks to take their parts of
 
         def attend(rows: slice) -> tuple[Tensor, Tensor]:
             return self.policy.attend(q[rows], keys, values, rows_of(step, rows), window, scale, RESERVED_SMS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from comm.hopb import Pipeline
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import Attention, AttentionSpec
@@ -66,6 +67,7 @@ class DecoderLayer:
         policy: AttentionPolicy,
         spec: DecoderSpec,
         index: int,
+        pipeline: Pipeline,
     ) -> None:
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
@@ -80,7 +82,7 @@ class DecoderLayer:
             spec.norm_eps,
             spec.windows[index],
         )
-        self.attention = Attention(weights, comm, layout, policy, attention, f"{name}.self_attn", index)
+        self.attention = Attention(weights, comm, layout, policy, attention, f"{name}.self_attn", index, pipeline)
         self.ffn_norm = RMSNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
@@ -103,6 +105,9 @@ class Decoder:
         comm: the communicator of this rank.
         policy: which keys a query reads.
         dtype: of weights, activations and the KV cache.
+
+    Attributes:
+        pipeline: all layers'; its `chunks` is what the coming steps are cut into.
     """
 
     def __init__(
@@ -118,7 +123,9 @@ class Decoder:
         self.weights = weights = Weights(dtype, device)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
-        self.layers = [DecoderLayer(weights, comm, layout, policy, spec, i) for i in range(spec.layers)]
+        self.pipeline = Pipeline(device if comm.capturable else None)
+        parts = weights, comm, layout, policy, spec
+        self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(spec.layers)]
         self.norm = RMSNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)

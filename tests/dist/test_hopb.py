@@ -43,7 +43,7 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
 
     def tamper(engine: Engine) -> None:
         engine.hopb = hopb
-        run = engine.pipeline.run
+        run = engine.model.pipeline.run
 
         def spy(chunks: Sequence[slice], attend: object, exchange: object) -> torch.Tensor:
             assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
@@ -52,7 +52,7 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
                 seen.add(len(chunks))
             return run(chunks, attend, exchange)  # type: ignore[arg-type]
 
-        engine.pipeline.run = spy  # type: ignore[method-assign]
+        engine.model.pipeline.run = spy  # type: ignore[method-assign]
 
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
     results = loopback(checkpoint(family), layout, 16, wanted, tamper)
