@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch.bench_steps import BUDGETS_MS, largest_batch  # noqa: E402
+
 PAGES = ["README.md", "docs/measurements.md"]
 Row = dict[str, Any]
 
@@ -144,6 +148,19 @@ def best_steps() -> list[str]:
     return rows
 
 
+def budgets() -> list[str]:
+    """The largest measured batch of each layout within a TTL."""
+    limits = " | ".join(f"<= {ms} ms" for ms in BUDGETS_MS)
+    rows = [f"| shape | length | layout | {limits} |", "|---" * (3 + len(BUDGETS_MS)) + "|"]
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for r in results("baselines", "model", "batch", "length", "layout"):
+        groups.setdefault((r["model"], r["length"], r["layout"].split(" ->")[0]), []).append(r)
+    for (model, length, layout), found in groups.items():
+        fitting = [largest_batch(found, 1e3 * ms) or "-" for ms in BUDGETS_MS]
+        rows.append(f"| {model} | {length >> 10}K | {layout} | {' | '.join(map(str, fitting))} |")
+    return rows
+
+
 def baselines() -> list[str]:
     """Helix beside plain TP and Medha's layout."""
     rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
@@ -199,7 +216,7 @@ def prefill() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, comm, steps, best_steps, baselines, hopb, prefill,
+        foundation, decode_kernel, ragged, linear, comm, steps, best_steps, baselines, budgets, hopb, prefill,
     )
 }  # fmt: skip
 

@@ -59,6 +59,14 @@ WORKLOADS = [
     Workload("llama-3.1-70b", 1, M, 1.25),
     Workload("llama-3.1-70b", 8, 128 * K, 1.25),
 ]
+# Models of 2, 4 and 8 KV heads; batches up to what memory holds, for the curve of users against GPUs.
+BASELINES = [
+    Workload(model, batch, length)
+    for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b")
+    for length, batches in ((128 * K, (1, 8, 32)), (M, (1, 2, 4, 8)))
+    for batch in batches
+]
+BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 ON_CPU = Workload("demo", 1, K)
 
 
@@ -119,9 +127,7 @@ def measure(works: list[Workload], layout: HelixLayout) -> list[dict[str, Any]]:
 
 def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[dict[str, Any]]:
     """All workloads (on a CPU a tiny one), of `models` only if given, over all their layouts, and a table of them."""
-    workloads = WORKLOADS if torch.cuda.is_available() else [ON_CPU]
-    if baselines:
-        workloads = [w for w in workloads if w.model != "llama-3.1-70b"]
+    workloads = (BASELINES if baselines else WORKLOADS) if torch.cuda.is_available() else [ON_CPU]
     rows = []
     for model in dict.fromkeys(w.model for w in workloads if models is None or w.model in models):
         spec = spec_of(model)
@@ -155,4 +161,23 @@ def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[di
             ]  # fmt: skip
         table.add_row(r["model"], str(r["batch"]), f"{r['length'] // K}K", r["layout"], *cells)
     Console(width=130).print(table)
+    if baselines:
+        Console(width=130).print(_within_budgets(rows))
     return rows
+
+
+def largest_batch(rows: list[dict[str, Any]], budget_us: float) -> int | None:
+    """The largest batch among measured `rows` of one layout whose TTL is within the budget; None: not one of them."""
+    return max((r["batch"] for r in rows if "failed" not in r and r["ttl_p50_us"] <= budget_us), default=None)
+
+
+def _within_budgets(rows: list[dict[str, Any]]) -> Table:
+    """The largest measured batch that each layout serves within a TTL."""
+    table = Table(
+        "model", "length", "layout", *(f"<= {ms} ms" for ms in BUDGETS_MS), title="largest batch within a TTL"
+    )
+    for model, length, layout in dict.fromkeys((r["model"], r["length"], r["layout"]) for r in rows):
+        same = [r for r in rows if (r["model"], r["length"], r["layout"]) == (model, length, layout)]
+        found = [largest_batch(same, 1e3 * ms) for ms in BUDGETS_MS]
+        table.add_row(model, f"{length // K}K", layout, *(str(batch or "-") for batch in found))
+    return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.bench_steps import WORKLOADS, floor_s, layouts, spec_of
+from launch.bench_steps import BASELINES, WORKLOADS, floor_s, largest_batch, layouts, spec_of
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_floors(model: str, batch: int, length: int, milliseconds: float) -> Non
 
 
 def test_layouts_fit_and_cover_what_is_compared() -> None:
-    for model in {work.model for work in WORKLOADS}:
+    for model in {work.model for work in [*WORKLOADS, *BASELINES]}:
         spec = spec_of(model)
         for baselines in (False, True):
             found = layouts(spec, 8, baselines)
@@ -30,3 +30,8 @@ def test_layouts_fit_and_cover_what_is_compared() -> None:
                 layout.check_heads(spec.q_heads, spec.kv_heads)
             assert {layout.mode for layout in found} == ({"tp", "medha", "helix"} if baselines else {"helix"})
         assert all(layout.kvp >= 2 for layout in layouts(spec, 8, False))
+
+
+def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
+    rows = [{"batch": 1, "ttl_p50_us": 5.0}, {"batch": 8, "ttl_p50_us": 9.0}, {"batch": 32, "failed": "does not fit"}]
+    assert [largest_batch(rows, budget) for budget in (4.9, 5.0, 8.0, 100.0)] == [None, 1, 1, 8]
