@@ -184,9 +184,13 @@ class Engine:
         """
         if self.hopb != "auto" or self.layout.kvp == 1 or rows < min(CHUNKS) or not self.comm.capturable:
             return
-        seconds = {n: self.step_seconds(rows, n) for n in (1, *CHUNKS) if n <= rows}
-        best = min(seconds, key=lambda n: seconds[n])
-        self.chosen[rows] = self.comm.broadcast_object(best if seconds[best] < (1 - GAIN) * seconds[1] else 1)
+        best, least = 1, (1 - GAIN) * self.step_seconds(rows, 1)
+        for chunks in (n for n in CHUNKS if n <= rows):
+            seconds = self.step_seconds(rows, chunks)
+            if self.comm.broadcast_object(seconds >= least):
+                break  # more chunks cost more launches: where these do not pay, others will not
+            best, least = chunks, seconds
+        self.chosen[rows] = best
 
     @torch.inference_mode()
     def step_seconds(self, rows: int, chunks: int, steps: int = 8) -> float:

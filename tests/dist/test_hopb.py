@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,6 +145,24 @@ def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator])
     found = pool(2, "nccl").run(rank, kind, "cuda", checkpoint("qwen2"), wanted, hopbs, timeout_s=240.0)
     for results in zip(*found, strict=True):
         check(results, wanted)
+
+
+@pytest.mark.parametrize(
+    "seconds, chosen",
+    [
+        ({1: 1.0, 2: 1.01, 4: 0.5, 8: 0.5}, 1),  # not tried: 2 do not pay
+        ({1: 1.0, 2: 0.995, 4: 0.9, 8: 0.8}, 1),  # less than a hundredth
+        ({1: 1.0, 2: 0.9, 4: 0.8, 8: 0.85}, 4),
+        ({1: 1.0, 2: 0.9, 4: 0.8, 8: 0.7}, 8),
+    ],
+)
+def test_auto_takes_more_chunks_as_long_as_they_pay(seconds: dict[int, float], chosen: int) -> None:
+    engine = object.__new__(Engine)
+    engine.hopb, engine.chosen, engine.layout = "auto", {}, HelixLayout.create("helix", 2)
+    engine.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
+    engine.step_seconds = lambda rows, chunks: seconds[chunks]  # type: ignore[method-assign, assignment]
+    engine.choose_chunks(8)
+    assert engine.chunks(8) == chosen
 
 
 def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> None:
