@@ -22,14 +22,13 @@ from kernels.paged import attend_tiles, tile_shape
 from kernels.reference.flash_decode import flash_decode as reference
 
 PROGRAMS_PER_SM = 2
-MIN_RUN = 1  # key tiles: below this, merging a part costs more than it saves
 SLICE = 32  # of the head dim, a program of the merge
 
 
 @triton.jit
 def _schedule(
     lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: tl.constexpr, ITEMS: tl.constexpr, programs,
-    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, MIN_RUN: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Every sequence's first key, one past its last, and how its key tiles lie in the row of all items' tiles.
 
@@ -46,7 +45,7 @@ def _schedule(
     # At least one tile, so that a sequence without keys is written as well.
     tiles = tl.where(seq < B, tl.maximum(tl.cdiv(stops, BLOCK_N) - starts // BLOCK_N, 1), 0)
     ends = tl.cumsum(tiles, 0) * ITEMS
-    run = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), MIN_RUN)
+    run = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), 1)
     return starts, stops, tiles, ends, run
 
 
@@ -68,14 +67,14 @@ def _flash_decode_kernel(
     out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, MIN_RUN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
     M: tl.constexpr = T * GROUP
     tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     starts, stops, tiles, ends, run = _schedule(
-        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N, MIN_RUN
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N
     )
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, tl.max(ends, 0))
@@ -146,13 +145,12 @@ def _merge_parts_kernel(
     lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     B, programs, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, SLICE: tl.constexpr, MIN_RUN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if not EARLY:
-        wait_for_predecessor(PDL)
+    # The bounds are older than the predecessor: the schedule need not wait for it.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     _, _, tiles, ends, run = _schedule(
-        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N, MIN_RUN
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N
     )
     q_head = tl.program_id(0) % (HEADS * GROUP)
     t = tl.program_id(0) // (HEADS * GROUP) % T
@@ -164,8 +162,7 @@ def _merge_parts_kernel(
     item_begin = tl.sum(tl.where(mine, ends, 0), 0) - (HEADS * tiles_m - item) * length
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
-    if EARLY:
-        wait_for_predecessor(PDL)
+    wait_for_predecessor(PDL)
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -264,12 +261,7 @@ def flash_decode(
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = programs or PROGRAMS_PER_SM * sm_count(q.device)
     part, part_lse = _workspace(q.device, programs, rows, D)
-    blocks = dict(
-        BLOCK_B=triton.next_power_of_2(B),
-        ROWS=rows,
-        MIN_RUN=MIN_RUN,
-        **overlapped(q),
-    )
+    blocks = dict(BLOCK_B=triton.next_power_of_2(B), ROWS=rows, **overlapped(q))
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),
@@ -283,6 +275,6 @@ def flash_decode(
         lo, hi, out, lse, part, part_lse,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
         T=T, HEADS=Hkv, GROUP=group, D=D, BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"],
-        PARTS=parts, SLICE=SLICE, EARLY=True, num_warps=max(1, min(8, parts // 32)), **blocks,
+        PARTS=parts, SLICE=SLICE, num_warps=max(1, min(8, parts // 32)), **blocks,
     )  # fmt: skip
     return out, lse

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from kernels.all_gather import _all_gather_kernel
 from kernels.all_reduce_norm import _all_reduce_norm_kernel
 from kernels.exchange import PIECE_WORDS, _exchange_kernel
-from kernels.flash_decode import MIN_RUN, SLICE, _flash_decode_kernel, _merge_parts_kernel
+from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.kv_append import _kv_append_kernel
 from kernels.linear import _linear_kernel
@@ -55,7 +55,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile = tile_shape(tokens * group, 64 if dim <= 128 else 32, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
-        shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows, "MIN_RUN": MIN_RUN}
+        shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"EARLY": True, "PDL": True, **tile}
         yield "decode", dtype, _flash_decode_kernel, shared | {"PAGE": page}, options
         del shared["BLOCK_D"]
