@@ -50,8 +50,14 @@ class SymmMemCommunicator(TorchDistCommunicator):
             "two_shot": 2 * (world + 1) * TWO_SHOT_PIECES * slices,
             "gather": 2 * world * GATHER_PIECES * all_gather.SLICE_WORDS,
         }
-        self._boxes = symm_mem.empty(sum(sizes.values()), dtype=torch.int64, device=self.device)
-        handle = symm_mem.rendezvous(self._boxes, _world())
+        try:
+            self._boxes = symm_mem.empty(sum(sizes.values()), dtype=torch.int64, device=self.device)
+            handle = symm_mem.rendezvous(self._boxes, _world())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the GPUs of this host cannot share {sum(sizes.values()) * 8} bytes of memory ({error}): "
+                "use comm.backend=nccl"
+            ) from error
         self._peers, offset = {}, 0
         for name, size in sizes.items():
             ranks = self.kvp_group if name == "exchange" else range(world)
