@@ -116,21 +116,7 @@ class Job:
             ValueError: a backend of GPUs without one for each rank or, for symm_mem, without peers; alike on all ranks.
         """
         place = self.place
-        gpus = min(f["gpus"] for f in facts)
-        covered = gpus >= place.local_world_size
-        peers = place.world_size > 1 and all(f["peers"] for f in facts)
-        if backend in ("nccl", "symm_mem") and not covered:
-            raise ValueError(
-                f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
-                "ranks; use fewer ranks or comm.backend=gloo"
-            )
-        if backend == "symm_mem" and not peers:
-            raise ValueError(
-                "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
-                "use comm.backend=nccl"
-            )
-        best = "symm_mem" if peers else "nccl"
-        self.backend = (best if covered else "gloo") if backend == "auto" else backend
+        self.backend = choose_backend(backend, place, facts)
         if self.backend != "gloo":
             self.device = torch.device("cuda", place.local_rank)
             torch.cuda.set_device(self.device)
@@ -177,6 +163,30 @@ class Job:
     def _give_up_leaving(self) -> None:
         print(f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:
+    """The backend that `comm.backend` means where ranks found `facts` about their GPUs.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    gpus = min(f["gpus"] for f in facts)
+    covered = gpus >= place.local_world_size
+    peers = covered and place.world_size > 1 and all(f["peers"] for f in facts)
+    if backend == "auto":
+        return "symm_mem" if peers else "nccl" if covered else "gloo"
+    if backend != "gloo" and not covered:
+        raise ValueError(
+            f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
+            "ranks; use fewer ranks or comm.backend=gloo"
+        )
+    if backend == "symm_mem" and not peers:
+        raise ValueError(
+            "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
+            "use comm.backend=nccl"
+        )
+    return backend
 
 
 def gpu_facts(place: Place) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""Which backend a job gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.distributed import Place, choose_backend, gpu_facts
+
+ONE_HOST, TWO_HOSTS = Place(0, 4, 0, 4), Place(0, 8, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "place, gpus, peers, chosen",
+    [
+        (ONE_HOST, 4, True, "symm_mem"),
+        (ONE_HOST, 4, False, "nccl"),
+        (ONE_HOST, 3, False, "gloo"),
+        (TWO_HOSTS, 4, False, "nccl"),
+        (Place(0, 1, 0, 1), 1, True, "nccl"),  # nobody to reach
+        (Place(0, 1, 0, 1), 0, False, "gloo"),
+    ],
+)
+def test_auto_is_the_first_that_can_be(place: Place, gpus: int, peers: bool, chosen: str) -> None:
+    facts = [{"gpus": gpus, "peers": peers}] * place.world_size
+    assert choose_backend("auto", place, facts) == chosen
+    assert choose_backend(chosen, place, facts) == chosen
+    assert choose_backend("gloo", place, facts) == "gloo"
+
+
+def test_one_rank_without_a_way_to_its_peers_decides_for_all() -> None:
+    facts = [{"gpus": 4, "peers": True}] * 3 + [{"gpus": 4, "peers": False}]
+    assert choose_backend("auto", ONE_HOST, facts) == "nccl"
+    with pytest.raises(ValueError, match="whose GPUs reach each other's memory: use comm.backend=nccl"):
+        choose_backend("symm_mem", ONE_HOST, facts)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "symm_mem"])
+def test_a_gpu_too_few_is_refused(backend: str) -> None:
+    facts = [{"gpus": 4, "peers": False}] * 3 + [{"gpus": 3, "peers": False}]
+    with pytest.raises(ValueError, match=f"comm.backend={backend} needs a GPU for each rank: a host has 3 for 4 ranks"):
+        choose_backend(backend, ONE_HOST, facts)
+
+
+def test_ranks_of_two_hosts_are_no_peers() -> None:
+    assert gpu_facts(TWO_HOSTS)["peers"] is False
