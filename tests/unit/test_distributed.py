@@ -30,7 +30,7 @@ def test_auto_is_the_first_that_can_be(place: Place, gpus: int, peers: bool, cho
 def test_one_rank_without_a_way_to_its_peers_decides_for_all() -> None:
     facts = [{"gpus": 4, "peers": True}] * 3 + [{"gpus": 4, "peers": False}]
     assert choose_backend("auto", ONE_HOST, facts) == "nccl"
-    with pytest.raises(ValueError, match="whose GPUs reach each other's memory: use comm.backend=nccl"):
+    with pytest.raises(ValueError, match=r"whose GPUs reach each other's memory: use comm\.backend=nccl"):
         choose_backend("symm_mem", ONE_HOST, facts)
 
 
