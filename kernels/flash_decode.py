@@ -21,7 +21,6 @@ from kernels.launching import overlapped, sm_count, start_successor, wait_for_pr
 from kernels.paged import attend_tiles, tile_shape
 from kernels.reference.flash_decode import flash_decode as reference
 
-PROGRAMS_PER_SM = 2
 SLICE = 32  # of the head dim, a program of the merge
 
 
@@ -201,6 +200,15 @@ def _workspace(device: torch.device, programs: int, rows: int, D: int) -> tuple[
     )
 
 
+def grid_of(kv_heads: int, device: torch.device, reserved_sms: int = 0) -> int:
+    """Programs that fill the GPU, as measured on an H200: three on an SM where one head's keys lie in a row, else two.
+
+    Args:
+        reserved_sms: SMs to leave to kernels that run beside this one.
+    """
+    return (3 if kv_heads == 1 else 2) * max(1, sm_count(device) - reserved_sms)
+
+
 def flash_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -233,7 +241,7 @@ def flash_decode(
         scale: factor on the scores.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        programs: the grid; two on every SM if None.
+        programs: the grid; `grid_of` the KV heads if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
@@ -259,7 +267,7 @@ def flash_decode(
 
     tile = tile_shape(T * group, 64 if D <= 128 else 32, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
-    programs = programs or PROGRAMS_PER_SM * sm_count(q.device)
+    programs = programs or grid_of(Hkv, q.device)
     part, part_lse = _workspace(q.device, programs, rows, D)
     blocks = dict(BLOCK_B=triton.next_power_of_2(B), ROWS=rows, **overlapped(q))
     _flash_decode_kernel[(programs,)](

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import routing
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
 
 
@@ -15,8 +16,10 @@ def _kv_append_kernel(
     qkv, cos, sin, q_norm, k_norm, k_cache, v_cache, slots, q,
     x_n, x_h, k_page, v_page, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, NORMS: tl.constexpr,
+    BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + n)
@@ -98,6 +101,6 @@ def kv_append(
         qkv, cos, sin, q_norm, k_norm, k_cache, v_cache, slots, q,
         qkv.stride(0), qkv.stride(1), k_cache.stride(0), v_cache.stride(0), eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size,
-        BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=1,
+        BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=1, **overlapped(qkv),
     )  # fmt: skip
     return q

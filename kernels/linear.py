@@ -2,8 +2,7 @@
 
 A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
 streams some rows of the weight through registers, past all rows of x: with so few of these the multiplications are
-free, and tensor cores, fed through shared memory, are slower (benchmarks/LOG.md). While the kernel before still runs,
-the programs already fetch their weights into the L2.
+free, and tensor cores are slower, fed through shared memory or not (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -18,48 +17,37 @@ from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.linear import linear as reference
 from kernels.silu_mul import silu_mul
 
-PREFETCHED = 4 << 20  # bytes of a weight: the most that a kernel asks for before it may begin
 MAX_ROWS = 4  # of x; beyond, a library's kernels are as fast
-
-
-@triton.jit
-def _prefetch(weight, rows, K, columns, LINES: tl.constexpr):
-    """Asks the L2 for the first columns of rows of the weight, a line of 128 bytes at a time."""
-    line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    for begin in range(0, columns, LINES * line):
-        k = begin + tl.arange(0, LINES) * line
-        at = weight + rows[:, None].to(tl.int64) * K + tl.where(k < columns, k, 0)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
+RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
 
 
 @triton.jit
 def _linear_kernel(
-    x, weight, bias, out, x_n, N, R, K, ahead,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, out, x_n, N, R, K,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(PDL)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
-    if PREFETCH:
-        _prefetch(weight, row, K, ahead, 8)
-        if GATED:
-            _prefetch(weight, row + R, K, ahead, 8)
-    wait_for_predecessor(PDL)
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_R, BLOCK_K], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_R, BLOCK_K], tl.float32)
+    runs: tl.constexpr = BLOCK_K // RUN
+    acc = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
     x_at = x + (n * x_n)[:, None] + k[None, :]
     w_at = weight + row[:, None].to(tl.int64) * K + k[None, :]
     up_at = weight + (row + R)[:, None].to(tl.int64) * K + k[None, :]
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = k + begin < K
-        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0).to(tl.float32)[:, None, :]
-        acc += xs * tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)[None, :, :]
+        ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
         if GATED:
-            ups += xs * tl.load(up_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)[None, :, :]
+            us = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
+        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+        xs = tl.reshape(xs.to(tl.float32), [BLOCK_N, 1, runs, RUN])
+        acc += tl.sum(xs * tl.reshape(ws.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+        if GATED:
+            ups += tl.sum(xs * tl.reshape(us.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
     start_successor(PDL)
     y = tl.sum(acc, 2)
     if BIAS:
@@ -99,23 +87,24 @@ def linear(
     out = torch.empty(N, R, dtype=x.dtype, device=x.device)
     tile = _tile(N, R, K, gated)
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
-        x, weight, bias, out, x.stride(0), N, R, K, min(K, PREFETCHED // (len(weight) * weight.itemsize)),
-        BIAS=bias is not None, GATED=gated, PREFETCH=x.is_cuda, **tile, **overlapped(x),
+        x, weight, bias, out, x.stride(0), N, R, K,
+        RUN=RUN, BIAS=bias is not None, GATED=gated, **tile, **overlapped(x),
     )  # fmt: skip
     return out
 
 
 def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
-    """Launch options, as measured on an H200: 16 weights a thread, fewer where more rows of x share the registers."""
-    if K <= 1024:
-        rows, block_k, stages, warps = 8, 512, 2, 4
-    elif R <= 2048 and not gated:
-        rows, block_k, stages, warps = 2, 1024, 1, 4
+    """Launch options, as measured on an H200: few weights a thread, or more of a matrix that has many rows."""
+    short = R <= 2048
+    if N > 2:  # the products of more rows of x want the registers: weights wait in shared memory
+        rows, warps, stages = (4, 1, 3) if gated else (4, 4, 3) if short else (8, 1, 3)
     elif gated:
-        rows, block_k, stages, warps = 4, 256, 4, 2
+        rows, warps, stages = 2, 4 if short else 2, 1
+    elif short:
+        rows, warps, stages = 2, 8, 1
     else:
-        rows, block_k, stages, warps = 8, 256, 4, 4
-    rows = max(1, rows // 2) if N > 1 else rows
+        rows, warps, stages = (8, 2, 1) if N == 2 and K <= 1024 else (4, 4, 1)
+    # The warps lie side by side along K, so that x and the weights are cut into the same threads' runs.
     return dict(
-        BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=block_k, STAGES=stages, num_warps=warps
+        BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=stages, num_warps=warps
     )  # fmt: skip

@@ -1,11 +1,14 @@
 """Times `flash_decode` beside torch's own attention: `python -m launch.bench kernels`.
 
 Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2, ours over
-pages in random order, the peers over contiguous memory (which is easier for them).
+pages in random order, torch's over contiguous memory (which is easier), FlashInfer's, where it is installed, over the
+same pages as ours.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +25,10 @@ from kernels.flash_decode import flash_decode
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 PAGE, DIM = 64, 128
 ROTATED = 256 << 20  # bytes of KV that pass before the first one is read again: four times the L2
-PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+PEERS = (*TORCH, "flashinfer")
 K = 1024
+WARM_UP_S = 0.05  # a GPU that was idle takes its time to come up to speed: up to 10% at the first few launches
 Shape = tuple[int, int, int, int, int]
 ROWS: list[
     Shape
@@ -75,6 +80,27 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, 
     return Setting(q, caches, table, torch.zeros_like(hi), hi)
 
 
+def flashinfer(s: Setting) -> Callable[[int], torch.Tensor]:
+    """FlashInfer's paged attention of the same caches, tensor cores on; the copy's number -> the output."""
+    module = importlib.import_module("flashinfer")  # a peer, no part of the project
+    batch, queries, q_heads, dim = s.q.shape
+    pages, page_size, kv_heads, _ = s.caches[0][0].shape
+    device = s.q.device
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * (pages // batch)
+    last = torch.full((batch,), page_size, dtype=torch.int32, device=device)
+    kinds = {"q_data_type": s.q.dtype, "kv_data_type": s.q.dtype}
+    if queries == 1:
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(indptr, s.table.flatten(), last, q_heads, kv_heads, dim, page_size, **kinds)
+    else:
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
+        wrapper.plan(rows, indptr, s.table.flatten(), last, q_heads, kv_heads, dim, page_size, causal=False, **kinds)
+    q = s.q.flatten(0, 1)
+    return lambda i: wrapper.run(q, s.caches[i])
+
+
 def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:
     """Median time of one run, over rotated copies."""
     if device.type != "cuda":
@@ -82,6 +108,7 @@ def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> flo
         run(0)
         return time.perf_counter() - begin
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what the run reads may still be on its way
     with torch.cuda.stream(stream):
         run(0)
         graph = torch.cuda.CUDAGraph()
@@ -89,8 +116,12 @@ def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> flo
         with torch.cuda.graph(graph, stream=stream):
             for i in range(launches):
                 run(i % copies)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < WARM_UP_S:
+            graph.replay()
+            stream.synchronize()
         times = []
-        for _ in range(12):
+        for _ in range(15):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
             graph.replay()
@@ -98,7 +129,7 @@ def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> flo
             last.synchronize()
             times.append(first.elapsed_time(last) / 1e3 / launches)
     graph.reset()
-    return sorted(times[2:])[5]
+    return sorted(times)[7]
 
 
 def measure(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> dict[str, Any]:
@@ -118,13 +149,19 @@ def measure(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, 
     row["us"] = seconds(s.ours, copies, device) * 1e6
     # As few contiguous copies as rotation needs: memory is also ours.
     peers = [(k, v), *(s.contiguous(i) for i in range(1, copies))]
-    for name, backend in PEERS.items():
-        row[f"{name}_us"] = None
-        if device.type == "cuda":
+    row |= {f"{name}_us": None for name in PEERS}
+    if device.type == "cuda":
+        for name, backend in TORCH.items():
             with sdpa_kernel(backend):
                 row[f"{name}_us"] = 1e6 * seconds(
                     lambda i: scaled_dot_product_attention(q, *peers[i], enable_gqa=True), copies, device
                 )
+        del peers
+        if importlib.util.find_spec("flashinfer"):
+            theirs = flashinfer(s)
+            error = (theirs(0).view_as(s.q).float() - s.ours(0).float()).norm() / s.ours(0).float().norm()
+            assert error < 1e-2, f"FlashInfer and flash_decode differ by {error:.1e} of their norm at {row}"
+            row["flashinfer_us"] = 1e6 * seconds(theirs, copies, device)
     row["tb_per_s"] = size / row["us"] / 1e6
     row["of_ceiling"] = row["tb_per_s"] * 1e12 / READ_CEILING
     best = min((row[f"{p}_us"] for p in PEERS if row[f"{p}_us"]), default=None)
@@ -163,9 +200,8 @@ def run(device: torch.device) -> list[dict[str, Any]]:
         rows.append(measure(*shape, device))
         print(".", end="", flush=True)
     ragged = measure_ragged(device)
-    table = Table(
-        "heads", "batch", "length", "queries", "ours us", "TB/s", "of ceiling", "cuDNN us", "flash us", "x", "bar us"
-    )
+    names = "heads", "batch", "length", "queries", "ours us", "TB/s", "of ceiling", *(f"{p} us" for p in PEERS)
+    table = Table(*names, "x", "bar us")
     for r in rows:
         peers = [f"{r[f'{p}_us']:.1f}" if r[f"{p}_us"] else "-" for p in PEERS]
         ratio = f"{r['best_peer_over_ours']:.2f}" if r["best_peer_over_ours"] else "-"

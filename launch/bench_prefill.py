@@ -26,7 +26,7 @@ from helix.models import Decoder
 from helix.request import Request
 from kernels.flash_prefill import flash_prefill
 from launch import local
-from launch.bench_kernels import DIM, PAGE, PEERS
+from launch.bench_kernels import DIM, PAGE, TORCH
 from launch.decode import build_engine
 from launch.plan import Plan
 from launch.report import Console
@@ -63,7 +63,7 @@ def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, devic
     row: dict[str, Any] = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
     row["tflops"] = work * float(hi.double().sum()) / _seconds(ours, gpu) / 1e12
     peer = partial(scaled_dot_product_attention, q.transpose(0, 1)[None], k, v, enable_gqa=True)
-    for name, backend in PEERS.items():
+    for name, backend in TORCH.items():
         row[f"{name}_tflops"] = None
         if gpu:
             with sdpa_kernel(backend):

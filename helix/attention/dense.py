@@ -6,9 +6,8 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
 from helix.step import Step
-from kernels.flash_decode import PROGRAMS_PER_SM, flash_decode
+from kernels.flash_decode import flash_decode, grid_of
 from kernels.flash_prefill import flash_prefill
-from kernels.launching import sm_count
 
 
 class DenseAttention(AttentionPolicy):
@@ -30,6 +29,6 @@ class DenseAttention(AttentionPolicy):
         out, lse = flash_decode(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
             lo.view(per_sequence), hi.view(per_sequence), scale,
-            programs=PROGRAMS_PER_SM * max(1, sm_count(q.device) - reserved_sms), early=True,
+            programs=grid_of(keys.shape[2], q.device, reserved_sms), early=True,
         )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -40,7 +40,7 @@ SPECIAL = {
     **dict.fromkeys(("out_lse", "lse", "part", "part_lse"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps"), ("fp32", False)),
-    **dict.fromkeys(("T", "B", "W", "N", "R", "ahead", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
+    **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
@@ -66,11 +66,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "prefill", dtype, _flash_prefill_kernel, {"GROUP": group, "D": dim, "PAGE": page, **tile}, options
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True}, {"num_warps": 16}
-    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True}
+    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True, "PDL": True}
     yield "append", bf16, _kv_append_kernel, heads, {"num_warps": 1}
     for gated, rows, warps in ((True, 1, 2), (False, 4, 4)):
-        tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256, "BIAS": True, "GATED": gated, "STAGES": 4}
-        yield "linear", bf16, _linear_kernel, tile | {"PREFETCH": True, "PDL": True}, {"num_warps": warps}
+        tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
+        tile |= {"BIAS": True, "GATED": gated, "PDL": True}
+        yield "linear", bf16, _linear_kernel, tile, {"num_warps": warps}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
