@@ -135,7 +135,7 @@ def run(ranks: int, device: torch.device) -> list[dict[str, Any]]:
     rows = [{**measure_kernel(*shape, device), "matrix_tflops": rate} for shape in shapes]
     table = Table("heads", "queries", "keys", "ours TFLOP/s", "of the matrix rate", "cuDNN", "flash")
     for r in rows:
-        peers = [f"{r[f'{p}_tflops']:.0f}" if r[f"{p}_tflops"] else "-" for p in PEERS]
+        peers = [f"{r[f'{p}_tflops']:.0f}" if r[f"{p}_tflops"] else "-" for p in TORCH]
         share = r["tflops"] / rate
         table.add_row(r["heads"], str(r["q_tokens"]), str(r["length"]), f"{r['tflops']:.0f}", f"{share:.0%}", *peers)
     Terminal(width=110).print(table)
