@@ -105,7 +105,7 @@ class Engine:
         self.on_prefill = on_prefill
         self.observer = observer
         self.timings = Timings()
-        self.device = cache.keys.device
+        self.device = cache.device
         max_pages = max(placement.pages(max_length, start) for start in range(layout.kvp))
         self.state = DecodeState(max_batch, max_pages, placement, self.device)
         self.admitted: dict[int, Admission] = {}
@@ -168,7 +168,7 @@ class Engine:
             state.active[:rows] = True
             state.lengths[:rows] = max(1, min(self.max_length, self.token_budget // rows)) - 1
             tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
-            pages = torch.arange(tables.numel(), dtype=torch.int32, device=self.device) % self.cache.keys.shape[1]
+            pages = torch.arange(tables.numel(), dtype=torch.int32, device=self.device) % self.cache.pages
             tables.copy_(pages.view_as(tables))
 
     def chunks(self, rows: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from helix.layout import HelixLayout
 from kernels import placement, routing
-from kernels.kv_append import kv_append
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,17 @@ class Placement:
 
 
 class KVCache:
-    """Paged K and V of this rank's heads, `[page, slot, kv_head, D]` for each layer, and the list of free pages.
+    """What this rank stores of the tokens it owns, paged, for every layer, and the list of free pages.
 
     Pages are taken at admission and returned at retirement; the block table of a sequence does not change between.
     Memory is left uninitialised: whatever reads it masks by length.
+
+    Args:
+        entries: shapes of what one token stores in one layer: `(Hkv, D)` twice for keys and values, `(R + P,)` for a
+            latent.
+
+    Attributes:
+        tensors: one for each entry, [layers, pages, page_size, *entry].
     """
 
     def __init__(
@@ -81,38 +89,19 @@ class KVCache:
         layers: int,
         pages: int,
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
+        entries: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_size = page_size
-        shape = (layers, pages, page_size, kv_heads, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.pages = pages
+        self.device = device
+        self.bytes_per_token = token_bytes(layers, entries, dtype)
+        self.tensors = [torch.empty(layers, pages, page_size, *entry, dtype=dtype, device=device) for entry in entries]
         self._free = list(range(pages - 1, -1, -1))
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [pages, page_size, Hkv, D]."""
-        return self.keys[index], self.values[index]
-
-    def append(
-        self,
-        layer: int,
-        qkv: Tensor,
-        angles: tuple[Tensor, Tensor],
-        slots: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-    ) -> Tensor:
-        """Normalises and rotates, stores keys and values, returns the queries [N, Hq, D].
-
-        Args:
-            qkv: [N, Hq + 2 Hkv, D].
-            angles: cos and sin, each [N, D / 2].
-            slots: flat cache slots [N] int64; -1 stores nothing.
-            norms: weights [D] of the queries' and of the keys' RMSNorm, and eps.
-        """
-        return kv_append(qkv, *angles, self.keys[layer], self.values[layer], slots, norms)
+    def layer(self, index: int) -> list[Tensor]:
+        """One layer's tensors, each [pages, page_size, *entry]."""
+        return [tensor[index] for tensor in self.tensors]
 
     def take(self, count: int) -> list[int]:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: admission let too much in"
@@ -125,10 +114,10 @@ class KVCache:
     def free_pages(self) -> int:
         return len(self._free)
 
-    @property
-    def bytes_per_token(self) -> int:
-        layers, _, _, heads, dim = self.keys.shape
-        return 2 * layers * heads * dim * self.keys.element_size()
+
+def token_bytes(layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Bytes that a token takes in the caches of all layers on the rank that stores it."""
+    return layers * sum(math.prod(entry) for entry in entries) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from comm.base import Communicator
 from helix.config import Config
 from helix.engine import Engine
-from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens
+from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
@@ -75,9 +75,9 @@ def build_engine(
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
-    heads = len(layout.kv_heads(comm.rank, spec.kv_heads))
+    entries = spec.entries(layout, comm.rank)
     dtype, device = model.weights.dtype, comm.device
-    page_bytes = 2 * spec.layers * kv.page_size * heads * spec.head_dim * dtype.itemsize
+    page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
     budget = kv.tokens or wanted_tokens
     needed = pages_for_tokens(layout, budget, kv.append_block, kv.page_size, max_batch)
     fitting = int(free_bytes(device) * kv.memory_fraction) // page_bytes
@@ -90,7 +90,7 @@ def build_engine(
     pages = min(needed, fitting_everywhere)
     if pages < needed:
         budget = min(budget, pages * kv.page_size * layout.kvp)
-    cache = KVCache(spec.layers, pages, kv.page_size, heads, spec.head_dim, dtype, device)
+    cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device)
     return Engine(
         model,
         layout,

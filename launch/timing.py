@@ -107,8 +107,8 @@ def _time_point(
 def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
     """`batch` sequences of `length` tokens, whose keys and values are random."""
     generator = torch.Generator(engine.device).manual_seed(seed)
-    for cache in (engine.cache.keys, engine.cache.values):
-        for layer in cache:
+    for tensor in engine.cache.tensors:
+        for layer in tensor:
             layer.normal_(generator=generator)
     for slot in range(batch):
         engine.admit(Admission(slot, slot, (), slot % engine.layout.kvp, reserved, SamplingParams()))

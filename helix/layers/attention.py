@@ -14,6 +14,7 @@ from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
+from kernels.kv_append import kv_append
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,56 @@ class AttentionSpec:
         return self.head_dim**-0.5
 
 
-class Attention:
+class ShardedAttention:
+    """What lies between the projections: partial attention over this rank's shard, then the exchange.
+
+    Attributes:
+        shares: query heads that each rank of the kvp group keeps.
+        pipeline: into how many chunks decode steps are cut, and what runs them.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        policy: AttentionPolicy,
+        pipeline: Pipeline,
+        shares: list[int],
+        scale: float,
+        window: int | None = None,
+    ) -> None:
+        self.comm = comm
+        self.policy = policy
+        self.pipeline = pipeline
+        self.shares = shares
+        self.scale = scale
+        self.window = window
+
+    def exact(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+        """[N, Hq_local, D] over one layer's cache -> exact attention of this rank's own heads [N, heads, D]."""
+        sequences = len(step.block_tables)
+        chunks = min(self.pipeline.chunks, sequences)
+        if chunks == 1 or step.cu_q is not None:
+            return self.exchange(*self.policy.attend(q, keys, values, step, self.window, self.scale))
+
+        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+            part = rows_of(step, rows)
+            return self.policy.attend(q[rows], keys, values, part, self.window, self.scale, RESERVED_SMS)
+
+        each = len(q) // sequences
+        cuts = [share(sequences, chunks, i) for i in range(chunks)]
+        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
+
+    def exchange(self, out: Tensor, lse: Tensor) -> Tensor:
+        # A kvp group of one has all keys and all heads of its own.
+        return out if len(self.shares) == 1 else self.comm.exchange(out, lse, self.shares)
+
+
+class Attention(ShardedAttention):
     """Replicated QKV in the kvp group, partial attention, one exchange, output projection over all ranks.
 
     Query, key and value rows are cut by TPA alone, so the ranks of a kvp group compute the same QKV for the whole batch
     and no query has to be gathered. The exchange leaves each rank with the exact output of its own query heads, whose
     columns of the output projection it holds.
-
-    Attributes:
-        pipeline: into how many chunks decode steps are cut, and what runs them.
     """
 
     def __init__(
@@ -57,13 +99,10 @@ class Attention:
         index: int,
         pipeline: Pipeline,
     ) -> None:
+        heads = (comm.rank, spec.q_heads, spec.kv_heads)
+        super().__init__(comm, policy, pipeline, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec = spec
         self.index = index
-        self.comm = comm
-        self.policy = policy
-        self.pipeline = pipeline
-        heads = (comm.rank, spec.q_heads, spec.kv_heads)
-        self.shares = layout.head_shares(*heads)
 
         def rows(part: str, total: int, share: range) -> Rows:
             dim = spec.head_dim
@@ -94,24 +133,6 @@ class Attention:
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
-        q = cache.append(self.index, qkv, angles, step.append_slots, self.norms)
-        return self.output(self._exact(q, *cache.layer(self.index), step).flatten(1))
-
-    def _exact(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-        """[N, Hq_local, D] -> exact attention of this rank's own heads [N, heads, D]."""
-        window, scale = self.spec.window, self.spec.scale
-        sequences = len(step.block_tables)
-        chunks = min(self.pipeline.chunks, sequences)
-        if chunks == 1 or step.cu_q is not None:
-            return self.exchange(*self.policy.attend(q, keys, values, step, window, scale))
-
-        def attend(rows: slice) -> tuple[Tensor, Tensor]:
-            return self.policy.attend(q[rows], keys, values, rows_of(step, rows), window, scale, RESERVED_SMS)
-
-        each = len(q) // sequences
-        cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
-
-    def exchange(self, out: Tensor, lse: Tensor) -> Tensor:
-        # A kvp group of one has all keys and all heads of its own.
-        return out if len(self.shares) == 1 else self.comm.exchange(out, lse, self.shares)
+        keys, values = cache.layer(self.index)
+        q = kv_append(qkv, *angles, keys, values, step.append_slots, self.norms)
+        return self.output(self.exact(q, keys, values, step).flatten(1))

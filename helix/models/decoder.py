@@ -55,6 +55,11 @@ class DecoderSpec:
     def layers(self) -> int:
         return len(self.windows)
 
+    def entries(self, layout: HelixLayout, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token stores in one layer's cache on the rank that it lives on."""
+        heads = len(layout.kv_heads(rank, self.kv_heads))
+        return (heads, self.head_dim), (heads, self.head_dim)
+
 
 class DecoderLayer:
     """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks as one TP group."""

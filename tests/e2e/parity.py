@@ -62,10 +62,9 @@ def build_engine(
     Checkpoint(path).load(model.weights)
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages_for_tokens(layout, max_batch * max_length, append_block, page_size, max_batch)
-    heads = len(layout.kv_heads(comm.rank, spec.kv_heads))
-    cache = KVCache(spec.layers, pages, page_size, heads, spec.head_dim, dtype, device)
-    cache.keys.fill_(torch.nan)
-    cache.values.fill_(torch.nan)
+    cache = KVCache(spec.layers, pages, page_size, spec.entries(layout, comm.rank), dtype, device)
+    for tensor in cache.tensors:
+        tensor.fill_(torch.nan)
     return Engine(
         model, layout, comm, cache, placement,
         max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk,

@@ -87,7 +87,7 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     outputs = last(list(e.generate([Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])))
     assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
     assert outputs[1].output_ids == wanted[2].tokens[:2]
-    assert e.cache.free_pages == e.cache.keys.shape[1] and not e.admitted
+    assert e.cache.free_pages == e.cache.pages and not e.admitted
 
 
 def test_stop_texts_end_one_request_while_others_go_on() -> None:

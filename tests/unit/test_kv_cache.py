@@ -80,7 +80,7 @@ def test_planned_pages_hold_any_split_of_the_tokens(
 
 
 def test_pages_are_taken_and_given_back() -> None:
-    cache = KVCache(2, 5, 4, 1, 8, torch.float32, torch.device("cpu"))
+    cache = KVCache(2, 5, 4, [(1, 8), (1, 8)], torch.float32, torch.device("cpu"))
     first, second = cache.take(2), cache.take(3)
     assert sorted(first + second) == list(range(5)) and cache.free_pages == 0
     with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
