@@ -1,0 +1,189 @@
+"""moe: kernel and reference against float64, and against transformers' own experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from kernels.moe import moe
+
+
+@dataclass
+class Case:
+    """Arguments of `moe`; what nobody may read is NaN."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    first: int = 0
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float | None = None
+
+    def result(self) -> Tensor:
+        biases = dict(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit)
+        return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **biases)
+
+    def expected(self) -> Tensor:
+        """[N, H] float64, one pair of a token and an expert at a time."""
+        gate_up, down = self.gate_up.double().cpu(), self.down.double().cpu()
+        x, weights, local = self.x.double().cpu(), self.weights.double().cpu(), self.ids.cpu() - self.first
+        out = torch.zeros_like(x)
+        for n, slot in ((local >= 0) & (local < len(gate_up))).nonzero().tolist():
+            e = int(local[n, slot])
+            gate, up = (gate_up[e] @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e].cpu())).chunk(2)
+            if self.limit is None:
+                h = gate / (1 + (-gate).exp()) * up
+            else:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+                h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+            out[n] += weights[n, slot] * (down[e] @ h + (0 if self.down_bias is None else self.down_bias[e].cpu()))
+        return out
+
+
+def make_case(
+    N: int, k: int, E: int, H: int, F: int, *,
+    experts: int | None = None, first: int = 0, clamped: bool = False, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", seed: int = 0,
+) -> Case:  # fmt: skip
+    """Random tokens that choose k different ones of `experts` (all local if None), of which E from `first` are here."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, behind: int = 0, scale: float = 1.0) -> Tensor:
+        wide = torch.full((shape[0] + behind, *shape[1:]), torch.nan)
+        wide[: shape[0]] = torch.randn(shape, generator=gen) * scale
+        return wide.to(device, dtype)[: shape[0]]
+
+    x = torch.full((N, H + 3), torch.nan)
+    x[:, :H] = torch.randn(N, H, generator=gen)
+    ids = torch.stack([torch.randperm(experts or E, generator=gen)[:k] for _ in range(N)]) if N else torch.zeros(0, k)
+    return Case(
+        x.to(device, dtype)[:, :H],
+        ids.int().to(device),
+        torch.rand(N, k, generator=gen).to(device),
+        normal(E, 2 * F, H, behind=1, scale=max(H, 1) ** -0.5),
+        normal(E, H, F, behind=1, scale=max(F, 1) ** -0.5),
+        first,
+        *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else ()),
+    )
+
+
+def check(out: Tensor, case: Case) -> None:
+    """Compares with float64.
+
+    Tolerances: fp32 sums of up to a few hundred terms of size 1/sqrt(terms), twice in a row, and over experts: a few
+    units of 2^-24 of values up to 10. In bf16 the two halves, the activations and an expert's output may each be
+    rounded, and the result is: five times half a unit, 2^-9, of values up to 6.
+    """
+    wanted = case.expected()
+    assert out.dtype == case.x.dtype and out.shape == wanted.shape
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 30 * 2**-9, torch.float16: 30 * 2**-12}[out.dtype]
+    torch.testing.assert_close(out.double().cpu(), wanted, atol=tolerance, rtol=0)
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def where(request: pytest.FixtureRequest) -> torch.device:
+    return request.getfixturevalue("device") if request.param == "kernel" else torch.device("cpu")
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 64, 48), (7, 3, 5, 100, 33), (40, 2, 3, 33, 70), (3, 1, 1, 17, 1)])
+def test_moe(N: int, k: int, E: int, H: int, F: int, clamped: bool, where: torch.device) -> None:
+    case = make_case(N, k, E, H, F, clamped=clamped, device=where)
+    check(case.result(), case)
+
+
+@given(
+    N=st.integers(1, 70), k=st.integers(1, 4), E=st.integers(1, 7), H=st.integers(1, 80), F=st.integers(1, 50),
+    elsewhere=st.integers(0, 6), first=st.integers(0, 6), clamped=st.booleans(), crowded=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+def test_any_shape(
+    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, crowded: bool, seed: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Experts without tokens, tokens without experts, and all tokens on one expert."""
+    experts = E + elsewhere
+    case = make_case(
+        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, device=device,
+        seed=seed,
+    )  # fmt: skip
+    if crowded:
+        case.ids[:] = case.first + E - 1
+    check(case.result(), case)
+
+
+def test_ranks_add_up(device: torch.device) -> None:
+    """Experts over ranks and columns over ranks: the parts' sum is the whole; the down bias enters once."""
+    whole = make_case(6, 4, 7, 40, 30, clamped=True, device=device)
+    total = torch.zeros_like(whole.expected())
+    for experts in (slice(0, 3), slice(3, 7)):
+        for columns in (slice(0, 17), slice(17, 30)):
+            rows = [*range(30)[columns], *range(30, 60)[columns]]
+            part = replace(
+                whole,
+                gate_up=whole.gate_up[experts, rows].contiguous(),
+                down=whole.down[experts, :, columns].contiguous(),
+                gate_up_bias=whole.gate_up_bias[experts, rows].contiguous(),
+                down_bias=whole.down_bias[experts].contiguous() * (columns.start == 0),
+                first=experts.start,
+            )
+            total += part.result().double().cpu()
+    torch.testing.assert_close(total, whole.expected(), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("N, E, F", [(3, 0, 8), (3, 4, 0), (0, 4, 8)])
+def test_nothing_to_do(N: int, E: int, F: int, where: torch.device) -> None:
+    case = make_case(N, 2, E, 16, F, experts=4, device=where)
+    assert case.result().tolist() == [[0.0] * 16] * N
+
+
+def test_no_columns_but_a_bias(where: torch.device) -> None:
+    case = make_case(5, 2, 4, 16, 0, clamped=True, device=where)
+    check(case.result(), case)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_moe_is_transformers(clamped: bool, where: torch.device) -> None:
+    case = make_case(9, 3, 6, 32, 24, clamped=clamped, device=where)
+    if clamped:
+        case.limit = 7.0
+        case.x *= 4  # so that some gates reach it
+        experts: Any = GptOssExperts(GptOssConfig(num_local_experts=6, hidden_size=32, intermediate_size=24))
+        gate, up = case.gate_up.chunk(2, 1)
+        experts.gate_up_proj.data = torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
+        experts.gate_up_proj_bias.data = torch.stack(case.gate_up_bias.chunk(2, 1), 2).flatten(1)
+        experts.down_proj.data, experts.down_proj_bias.data = case.down.transpose(1, 2), case.down_bias
+    else:
+        experts = Qwen3MoeExperts(Qwen3MoeConfig(num_experts=6, hidden_size=32, moe_intermediate_size=24))
+        experts.gate_up_proj.data, experts.down_proj.data = case.gate_up, case.down
+    with torch.no_grad():
+        wanted = experts(case.x, case.ids.long(), case.weights)
+    # Sums of 32 and 24 terms in another order: a few units of 2^-24 of terms up to 30.
+    torch.testing.assert_close(case.result(), wanted, atol=5e-5, rtol=0)
+
+
+def test_nan_of_a_token_stays_with_it(where: torch.device) -> None:
+    case = make_case(8, 2, 4, 32, 16, device=where)
+    case.x[3] = torch.nan
+    out = case.result()
+    assert out[3].isnan().all() and not out[torch.arange(8) != 3].isnan().any()
+
+
+def test_a_slot_left_out_is_caught(device: torch.device) -> None:
+    case = make_case(5, 3, 4, 32, 16, device=device)
+    out = replace(case, ids=case.ids.masked_fill(torch.eye(5, 3, device=device).bool(), -1)).result()
+    with pytest.raises(AssertionError, match="not close"):
+        check(out, case)
