@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels import routing
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.paged import attend_tiles, tile_shape
+from kernels.paged import attend_tiles, tile_shape, with_sink
 from kernels.reference.flash_decode import flash_decode as reference
 
 SLICE = 32  # of the head dim, a program of the merge
@@ -61,12 +61,12 @@ def _first_slot(item_begin, run):
 
 @triton.jit
 def _flash_decode_kernel(
-    q, k_cache, v_cache, block_table, lo, hi, out, lse, part, part_lse,
+    q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
     q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, lo_b, lo_t, hi_b, hi_t,
     out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -125,9 +125,13 @@ def _flash_decode_kernel(
 
         at = tl.minimum(end, item_end)
         if (item_begin >= begin) & (item_end <= end):
+            result, result_log2 = acc, log2
+            if SINKS:
+                result_log2, factor = with_sink(log2, tl.load(sinks + q_head, mask=t < T, other=0.0))
+                result = acc * factor[:, None]
             out_of_b = out + b * out_b
-            tl.store(out_of_b + (t * out_t + q_head * out_h)[:, None] + d[None, :], acc, mask=inside)
-            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, log2 * 0.6931471805599453, mask=t < T)
+            tl.store(out_of_b + (t * out_t + q_head * out_h)[:, None] + d[None, :], result, mask=inside)
+            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, result_log2 * 0.6931471805599453, mask=t < T)
         else:
             program = tl.program_id(0)
             slot = tl.where(item_begin >= begin, _first_slot(item_begin, run), 2 * program)
@@ -140,11 +144,11 @@ def _flash_decode_kernel(
 
 @triton.jit
 def _merge_parts_kernel(
-    lo, hi, out, lse, part, part_lse,
+    lo, hi, sinks, out, lse, part, part_lse,
     lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     B, programs, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The bounds are older than the predecessor: the schedule need not wait for it.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
@@ -183,11 +187,14 @@ def _merge_parts_kernel(
             peak = new_peak
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)
+        log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
+        if SINKS:
+            log2, factor = with_sink(log2, tl.load(sinks + q_head))
+            acc *= factor
         b = i.to(tl.int64)
         tl.store(out + b * out_b + t * out_t + q_head * out_h + d, acc, mask=d < D)
         if tl.program_id(1) == 0:
-            natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
-            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, natural)
+            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, log2 * 0.6931471805599453)
 
 
 @cache
@@ -218,6 +225,7 @@ def flash_decode(
     hi: torch.Tensor,
     scale: float,
     *,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     programs: int | None = None,
@@ -239,21 +247,22 @@ def flash_decode(
         lo: [B, T] int32, first local key of each query, at least 0.
         hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
         scale: factor on the scores.
+        sinks: [Hq] fp32, contiguous, or None: each head's score of one more key, of value 0, that all its queries read.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
         programs: the grid; `grid_of` the KV heads if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
-        Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
-        query reads no key.
+        Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
+        the sink) where a query reads no key.
 
     Source:
         FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
         section 2.1.
     """
     if not routing.on_gpu(q):
-        return reference(q, k_cache, v_cache, block_table, lo, hi, scale, out=out, lse=lse)
+        return reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse)
     B, T, Hq, D = q.shape
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
@@ -261,7 +270,7 @@ def flash_decode(
     assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
-    assert out.stride(3) == 1
+    assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return out, lse
 
@@ -269,9 +278,9 @@ def flash_decode(
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = programs or grid_of(Hkv, q.device)
     part, part_lse = _workspace(q.device, programs, rows, D)
-    blocks = dict(BLOCK_B=triton.next_power_of_2(B), ROWS=rows, **overlapped(q))
+    blocks = dict(BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, **overlapped(q))
     _flash_decode_kernel[(programs,)](
-        q, k_cache, v_cache, block_table, lo, hi, out, lse, part, part_lse,
+        q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
         *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size, EARLY=early, **blocks, **tile,
@@ -280,7 +289,7 @@ def flash_decode(
     items = B * Hkv * triton.cdiv(T * group, tile["BLOCK_M"])
     parts = min(512, max(16, triton.next_power_of_2(triton.cdiv(programs, items) + 1)))
     _merge_parts_kernel[B * T * Hq, triton.cdiv(D, SLICE)](
-        lo, hi, out, lse, part, part_lse,
+        lo, hi, sinks, out, lse, part, part_lse,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
         T=T, HEADS=Hkv, GROUP=group, D=D, BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"],
         PARTS=parts, SLICE=SLICE, num_warps=max(1, min(8, parts // 32)), **blocks,

@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 
 from kernels import routing
-from kernels.paged import attend_tiles, tile_shape
+from kernels.paged import attend_tiles, tile_shape, with_sink
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
 @triton.jit
 def _flash_prefill_kernel(
-    q, k_cache, v_cache, block_table, cu_q, lo, hi, out, lse,
+    q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_n, out_h, lse_n, lse_h,
     scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -69,9 +69,12 @@ def _flash_prefill_kernel(
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
-        natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
+        if SINKS:
+            log2, factor = with_sink(log2, tl.load(sinks + q_head))
+            acc *= factor[:, None]
         tl.store(out + (n * out_n + q_head * out_h)[:, None] + d[None, :], acc, mask=inside)
-        tl.store(lse + n * lse_n + q_head * lse_h, natural, mask=live)
+        tl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
 
 
 def flash_prefill(
@@ -85,6 +88,7 @@ def flash_prefill(
     hi: torch.Tensor,
     scale: float,
     *,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,18 +106,19 @@ def flash_prefill(
         lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
         hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
         scale: factor on the scores.
+        sinks: as in `flash_decode`.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
     Returns:
-        Output [N, Hq, D] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf where a query
-        reads no key.
+        Output [N, Hq, D] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf (with sinks:
+        the sink) where a query reads no key.
 
     Source:
         FlashAttention-2, with the queries of a KV head's group packed into one tile.
     """
     if not routing.on_gpu(q):
-        return reference(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, out=out, lse=lse)
+        return reference(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, sinks=sinks, out=out, lse=lse)
     Hq, D = q.shape[1:]
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
@@ -122,14 +127,14 @@ def flash_prefill(
     assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
-    assert out.stride(2) == 1
+    assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
     tile = tile_shape(max_q * group, 64, D, q.dtype)
     grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
     _flash_prefill_kernel[grid](
-        q, k_cache, v_cache, block_table, cu_q, lo, hi, out, lse,
+        q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
         *q.stride()[:2], *k_cache.stride()[:3], block_table.stride(0),
         *out.stride()[:2], *lse.stride(),
-        scale * math.log2(math.e), GROUP=group, D=D, PAGE=page_size, **tile,
+        scale * math.log2(math.e), GROUP=group, D=D, PAGE=page_size, SINKS=sinks is not None, **tile,
     )  # fmt: skip
     return out, lse

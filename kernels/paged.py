@@ -1,4 +1,4 @@
-"""What flash_decode and flash_prefill share: the inner loop over paged keys, and the shape of its tiles."""
+"""What flash_decode and flash_prefill share: the inner loop over paged keys, its tiles, and the learned sink."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ def attend_tiles(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
     return acc, total, peak
+
+
+@triton.jit
+def with_sink(log2, sink):
+    """One more key, of value zero: its score `sink` in natural units, `log2` the LSE without it in base 2.
+
+    Returns the LSE with it in base 2, and the factor that the output shrinks by.
+    """
+    sink = sink.to(tl.float32) * 1.4426950408889634
+    peak = tl.maximum(log2, sink)
+    both = peak + tl.log2(tl.exp2(log2 - peak) + tl.exp2(sink - peak))
+    return both, tl.exp2(log2 - both)

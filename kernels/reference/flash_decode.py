@@ -16,6 +16,7 @@ def flash_decode(
     hi: torch.Tensor,
     scale: float,
     *,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +24,7 @@ def flash_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     for b in range(q.shape[0]):
-        row_out, row_lse = attend(q[b], k_cache, v_cache, block_table[b], lo[b], hi[b], scale)
+        row_out, row_lse = attend(q[b], k_cache, v_cache, block_table[b], lo[b], hi[b], scale, sinks)
         out[b].copy_(row_out)
         lse[b].copy_(row_lse)
     return out, lse

@@ -22,6 +22,7 @@ def flash_prefill(
     hi: torch.Tensor,
     scale: float,
     *,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +32,7 @@ def flash_prefill(
     for pages, (first, last) in zip(block_table, pairwise(cu_q.tolist()), strict=True):
         for begin in range(first, last, QUERIES):
             block = slice(begin, min(begin + QUERIES, last))
-            block_out, block_lse = attend(q[block], k_cache, v_cache, pages, lo[block], hi[block], scale)
+            block_out, block_lse = attend(q[block], k_cache, v_cache, pages, lo[block], hi[block], scale, sinks)
             out[block].copy_(block_out)
             lse[block].copy_(block_lse)
     return out, lse

@@ -16,6 +16,7 @@ def attend(
     lo: torch.Tensor,
     hi: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one sequence's queries over its own keys, an online softmax over blocks of keys in fp32.
 
@@ -27,9 +28,11 @@ def attend(
         lo: [T] int, first key of each query.
         hi: [T] int, one past the last key of each query.
         scale: factor on the scores.
+        sinks: [Hq], each head's score of one more key of value 0, or None.
 
     Returns:
-        Output [T, Hq, D] fp32 and natural-log LSE [T, Hq] fp32; 0 and -inf where a query reads no key.
+        Output [T, Hq, D] fp32 and natural-log LSE [T, Hq] fp32; 0 and -inf (with sinks: the sink) where a query reads
+        no key.
     """
     T, Hq, D = q.shape
     page_size, Hkv = k_cache.shape[1:3]
@@ -59,7 +62,9 @@ def attend(
 
     out /= total.masked_fill(total == 0, 1)
     lse = peak + total.log()  # log 0 = -inf
-    return (
-        out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq, D),
-        lse.view(Hkv, T, group).transpose(0, 1).reshape(T, Hq),
-    )
+    out = out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq, D)
+    lse = lse.view(Hkv, T, group).transpose(0, 1).reshape(T, Hq)
+    if sinks is None:
+        return out, lse
+    both = torch.logaddexp(lse, sinks)
+    return out * (lse - both).exp()[..., None], both

@@ -37,7 +37,7 @@ SPECIAL = {
     **dict.fromkeys(
         ("block_table", "lo", "hi", "cu_q", "starts", "sent", "received", "counts", "status"), ("*i32", True)
     ),
-    **dict.fromkeys(("out_lse", "lse", "part", "part_lse"), ("*fp32", True)),
+    **dict.fromkeys(("out_lse", "lse", "part", "part_lse", "sinks"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
@@ -56,14 +56,15 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
-        shared |= {"EARLY": True, "PDL": True, **tile}
+        shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **tile}
         yield "decode", dtype, _flash_decode_kernel, shared | {"PAGE": page}, options
         del shared["BLOCK_D"]
         yield "merge", dtype, _merge_parts_kernel, shared | {"PARTS": 64, "SLICE": SLICE}, {"num_warps": 2}
-    for dtype, dim, group, page in ((bf16, 128, 8, 64), (fp32, 64, 4, 16)):
+    for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-        yield "prefill", dtype, _flash_prefill_kernel, {"GROUP": group, "D": dim, "PAGE": page, **tile}, options
+        constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
+        yield "prefill", dtype, _flash_prefill_kernel, constants, options
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True, "PDL": True}

@@ -16,6 +16,7 @@ class Case:
         q: [N, Hq, D], sequence after sequence, counts[i] queries of sequence i.
         keys, values: the plain [S_i, Hkv, D] of each sequence, as the oracle reads them.
         lo, hi: [N] int32.
+        sinks: [Hq] fp32, or None.
     """
 
     q: Tensor
@@ -27,13 +28,17 @@ class Case:
     hi: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    sinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
         return self.q.shape[-1] ** -0.5
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Output [N, Hq, D] and natural-log LSE [N, Hq], float64; 0 and -inf where a query reads nothing."""
+        """Output [N, Hq, D] and natural-log LSE [N, Hq], float64; 0 and -inf where a query reads nothing.
+
+        A sink is a column of scores beside those of the keys, whose weight goes nowhere.
+        """
         out = torch.zeros(self.q.shape, dtype=torch.float64)
         lse = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64)
         n = 0
@@ -42,11 +47,14 @@ class Case:
             k = keys.double().cpu().repeat_interleave(group, 1)  # [S, Hq, D]
             v = values.double().cpu().repeat_interleave(group, 1)
             for _ in range(count):
-                lo, hi = int(self.lo[n]), int(self.hi[n])
-                if lo < hi:
-                    scores = torch.einsum("hd,shd->hs", self.q[n].double().cpu(), k[lo:hi]) * self.scale
+                lo = int(self.lo[n])
+                hi = max(lo, int(self.hi[n]))
+                scores = torch.einsum("hd,shd->hs", self.q[n].double().cpu(), k[lo:hi]) * self.scale
+                if self.sinks is not None:
+                    scores = torch.cat([scores, self.sinks.double().cpu()[:, None]], 1)
+                if scores.shape[1]:
                     lse[n] = scores.logsumexp(-1)
-                    out[n] = torch.einsum("hs,shd->hd", scores.softmax(-1), v[lo:hi])
+                    out[n] = torch.einsum("hs,shd->hd", scores.softmax(-1)[:, : hi - lo], v[lo:hi])
                 n += 1
         return out, lse
 
@@ -60,6 +68,7 @@ def make_case(
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    sinks: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
@@ -90,10 +99,13 @@ def make_case(
         los.append((hi - window).clamp(min=0) if window else torch.zeros_like(hi))
     total = sum(counts)
     q = torch.randn(total, q_heads, 2 * dim, generator=gen).to(dtype)[..., :dim]  # strided
+    # Some far below every score, some far above, most among them.
+    sink = torch.randn(q_heads, generator=gen) * 4 if sinks else None
     wide, table = wide.to(device), table.to(device)
     return Case(
         q.to(device), wide[0, :, 1], wide[1, :, 1], table, counts,
         torch.cat(los).int().to(device), torch.cat(his).int().to(device), keys, values,
+        None if sink is None else sink.to(device),
     )  # fmt: skip
 
 

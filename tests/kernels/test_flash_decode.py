@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ SHAPES = {
     "dim-8": dict(counts=[1], lengths=[20], heads=(5, 1), dim=8),
     "window": dict(counts=[1, 1, 1], lengths=[90, 20, 7], window=19),
     "window-verify": dict(counts=[4, 4], lengths=[90, 21], window=10, page_size=48),
+    "sinks": dict(counts=[1, 1, 1], lengths=[130, 0, 17], heads=(14, 2), sinks=True),
+    "sinks-window-verify": dict(counts=[4, 4], lengths=[90, 2], heads=(6, 2), window=10, page_size=48, sinks=True),
     "fewer-keys-than-queries": dict(counts=[4, 4], lengths=[2, 40]),
 }
 
@@ -32,7 +35,7 @@ def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor
     B = len(case.counts)
     out, lse = op(
         case.q.unflatten(0, (B, -1)), case.k_cache, case.v_cache, case.block_table,
-        case.lo.view(B, -1), case.hi.view(B, -1), case.scale, **options,
+        case.lo.view(B, -1), case.hi.view(B, -1), case.scale, sinks=case.sinks, **options,
     )  # fmt: skip
     return out.flatten(0, 1), lse.flatten(0, 1)
 
@@ -50,7 +53,7 @@ def test_kernel(shape: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 50])
-@pytest.mark.parametrize("shape", ["plain", "group-16-verify-5", "window-verify", "empty-shards"])
+@pytest.mark.parametrize("shape", ["plain", "group-16-verify-5", "window-verify", "empty-shards", "sinks"])
 def test_programs(shape: str, programs: int, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
     check(*run(flash_decode, case, programs=programs), case)
@@ -73,9 +76,10 @@ LOW = [
 ]
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("op, dtype", LOW)
-def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
-    case = make_case([2, 2], [75, 9], heads=(8, 2), dim=128, dtype=dtype, device=device)
+def test_low_precision(dtype: torch.dtype, op: Any, sinks: bool, device: torch.device) -> None:
+    case = make_case([2, 2], [75, 9], heads=(8, 2), dim=128, dtype=dtype, sinks=sinks, device=device)
     check(*run(op, case), case)
 
 
@@ -102,15 +106,17 @@ def test_repeats_bitwise(device: torch.device) -> None:
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
-@pytest.mark.parametrize("planted", ["one key left out", "one key too many", "scale", "lse"])
+@pytest.mark.parametrize("planted", ["one key left out", "one key too many", "scale", "lse", "sink"])
 def test_planted_errors_are_caught(planted: str) -> None:
-    case = make_case([1, 1], [40, 23])
+    case = make_case([1, 1], [40, 23], sinks=planted == "sink")
     expected = case.expected()
     if planted == "one key left out":
         case.hi[0] -= 1
     if planted == "one key too many":
         case.lo[1] = 0
         case.hi[1] -= 1
+    if planted == "sink":  # once more
+        case.sinks += math.log(2)
     out, lse = run(reference, case)
     if planted == "scale":
         out, lse = reference(
@@ -146,8 +152,10 @@ def test_one_graph_serves_every_length() -> None:
 @pytest.mark.parametrize(
     "heads, dim, count", [((32, 8), 128, 1), ((28, 4), 128, 8), ((8, 1), 64, 32), ((16, 2), 256, 4)]
 )
-def test_long(dtype: torch.dtype, heads: tuple[int, int], dim: int, count: int) -> None:
-    case = make_case([count] * 3, [5000, 0, 333], heads=heads, dim=dim, page_size=64, dtype=dtype, device="cuda")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_long(dtype: torch.dtype, heads: tuple[int, int], dim: int, count: int, sinks: bool) -> None:
+    shape: dict[str, Any] = dict(heads=heads, dim=dim, page_size=64, dtype=dtype, sinks=sinks, device="cuda")
+    case = make_case([count] * 3, [5000, 0, 333], **shape)
     check(*run(flash_decode, case), case)
 
 

@@ -20,6 +20,8 @@ SHAPES = {
     "group-7": dict(counts=[19, 40], lengths=[64, 40], heads=(14, 2), dim=80, page_size=1),
     "group-16": dict(counts=[20], lengths=[31], heads=(16, 1), dim=128),
     "window": dict(counts=[70, 9], lengths=[150, 9], window=23, page_size=100),
+    "sinks": dict(counts=[20, 3, 5], lengths=[150, 0, 5], heads=(6, 2), sinks=True),
+    "sinks-window": dict(counts=[70, 9], lengths=[150, 4], window=23, page_size=100, sinks=True),
     "dim-256": dict(counts=[17], lengths=[70], heads=(2, 2), dim=256),
     "dim-8": dict(counts=[20], lengths=[20], heads=(5, 1), dim=8),
 }
@@ -29,7 +31,7 @@ def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
     return op(
         case.q, case.k_cache, case.v_cache, case.block_table, cu_q, max(case.counts),
-        case.lo, case.hi, case.scale, **options,
+        case.lo, case.hi, case.scale, sinks=case.sinks, **options,
     )  # fmt: skip
 
 
@@ -91,6 +93,8 @@ def test_a_future_key_is_caught() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads, dim", [((32, 8), 128), ((28, 4), 128), ((8, 1), 64), ((4, 2), 256)])
-def test_long(dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
-    case = make_case([300, 129], [3000, 129], heads=heads, dim=dim, page_size=64, dtype=dtype, device="cuda")
+@pytest.mark.parametrize("sinks", [False, True])
+def test_long(dtype: torch.dtype, heads: tuple[int, int], dim: int, sinks: bool) -> None:
+    shape: dict[str, Any] = dict(heads=heads, dim=dim, page_size=64, dtype=dtype, sinks=sinks, device="cuda")
+    case = make_case([300, 129], [3000, 129], **shape)
     check(*run(flash_prefill, case), case)
