@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from helix.layers.weights import Slice, Weights
+from helix.layers.weights import MXFP4_BLOCK, Slice, Weights
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LISTED = 8  # names shown of each kind of problem
 
 # Left over in some checkpoints: a buffer that is computed, and a head that tied models do not use.
 IGNORED = ("rotary_emb.inv_freq",)
+
+# The values of 4-bit floats (sign, two bits of exponent, one of mantissa).
+FP4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -94,7 +98,7 @@ class Checkpoint:
         Raises:
             ValueError: naming every missing, unexpected and misshaped tensor.
         """
-        wanted = {s.name: s.shape for s in slices}
+        wanted = {name: shape for s in slices for name, shape in s.stored.items()}
         ignored = (*IGNORED, "lm_head.weight") if tied else IGNORED
         missing = sorted(set(wanted) - set(self.shapes))
         unexpected = sorted(n for n in set(self.shapes) - set(wanted) if not n.endswith(ignored))
@@ -117,23 +121,55 @@ class Checkpoint:
         Args:
             progress: called with the number of slices done.
         """
-        by_file: dict[str, list[Slice]] = defaultdict(list)
-        for s in weights.slices:
-            by_file[self.files[s.name]].append(s)
-        done = 0
-        for name, slices in sorted(by_file.items()):
-            with self._open(name) as shard:
-                for s in slices:
-                    if s.target.numel():
-                        part = shard.get_slice(s.name)[tuple(slice(r.start, r.stop) for r in s.ranges)]
-                        s.target.copy_(part)
-                    done += 1
-                    progress(done)
+        with ExitStack() as stack:
+            shards: dict[str, Any] = {}
+
+            def stored(name: str) -> Any:
+                file = self.files[name]
+                if file not in shards:
+                    shards[file] = stack.enter_context(self._open(file))
+                return shards[file].get_slice(name)
+
+            # File after file, as they lie on the disk.
+            for done, s in enumerate(sorted(weights.slices, key=lambda s: self.files[next(iter(s.stored))]), 1):
+                if s.target.numel():
+                    part, *scales = (stored(name) for name in s.stored)
+                    s.target.copy_(_mxfp4_part(part, scales[0], s) if s.mxfp4 else _part(part, s.ranges))
+                progress(done)
+
+
+def _part(stored: Any, ranges: Sequence[range]) -> Tensor:
+    """Ranges, none of them empty, of a tensor in a file; what a step leaves out is read and dropped."""
+    between = stored[tuple(slice(r.start, r[-1] + 1) for r in ranges)]
+    return between[tuple(slice(None, None, r.step) for r in ranges)]
+
+
+def _mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
+    """The same of a tensor in MXFP4, as fp32 on the target's device; its columns may begin inside a block."""
+    *rows, columns = s.ranges
+    covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
+    packed = _part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).to(s.target.device)
+    values = from_mxfp4(packed, _part(scales, (*rows, covering)).to(s.target.device))
+    begin = columns.start - covering.start * MXFP4_BLOCK
+    return values[..., begin : begin + len(columns)]
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Blocks [..., n, 16] uint8, two values a byte, lower bits first, and scales [..., n] uint8 -> [..., 32 n] fp32.
+
+    Source:
+        OCP Microscaling Formats (MX) v1.0, section 5: E2M1 values, a power of two with bias 127 for each 32 of them.
+    """
+    pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., n, 16, 2]
+    values = torch.tensor(FP4, device=blocks.device)[pairs.int()]
+    return torch.ldexp(values, scales[..., None, None].int() - 127).flatten(-3)
 
 
 def randomize(weights: Weights, seed: int) -> None:
     """Random weights in place: the ranks of a kvp group get the same QKV, as they would from a checkpoint."""
     for s in weights.slices:
+        if not s.target.numel():
+            continue
         if s.name.endswith("norm.weight"):
             s.target.fill_(1.0)
             continue

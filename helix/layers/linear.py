@@ -65,6 +65,8 @@ class ColumnShard:
         if bias and comm.rank == 0:
             self.bias = weights.parameter(out_features)
             weights.read(self.bias, f"{name}.bias", (out_features,))
+        elif bias:
+            weights.leave(f"{name}.bias", (out_features,))
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MXFP4_BLOCK = 32  # values of the last dimension that share one scale
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -16,14 +18,24 @@ class Slice:
     Attributes:
         name: the tensor's name in the checkpoint.
         shape: the whole tensor's shape there.
-        ranges: the part this rank holds, a range for each dimension.
+        ranges: the part this rank holds, a range for each dimension; steps are for rows that lie interleaved.
         target: a view into a parameter, of that part's shape.
+        mxfp4: the tensor is stored as `{name}_blocks`, two 4-bit values a byte, and `{name}_scales`.
     """
 
     name: str
     shape: tuple[int, ...]
     ranges: tuple[range, ...]
     target: Tensor
+    mxfp4: bool = False
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the file that it is read from, and their shapes."""
+        if not self.mxfp4:
+            return {self.name: self.shape}
+        scales = (*self.shape[:-1], self.shape[-1] // MXFP4_BLOCK)
+        return {f"{self.name}_blocks": (*scales, MXFP4_BLOCK // 2), f"{self.name}_scales": scales}
 
 
 class Weights:
@@ -35,16 +47,21 @@ class Weights:
         self.slices: list[Slice] = []
         self.parameters: list[Tensor] = []
 
-    def parameter(self, *shape: int) -> Tensor:
-        parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor of the model's dtype, where no other is given."""
+        parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.parameters.append(parameter)
         return parameter
 
-    def read(self, target: Tensor, name: str, shape: Sequence[int], *ranges: range) -> None:
+    def read(self, target: Tensor, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name` (dimensions left out are whole)."""
         whole = tuple(range(size) for size in shape[len(ranges) :])
-        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target))
+        self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4))
         assert target.shape == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
+
+    def leave(self, name: str, shape: Sequence[int]) -> None:
+        """Declares a checkpoint tensor that other ranks alone hold: every rank knows all that has to be there."""
+        self.read(torch.empty(0, *shape[1:], device=self.device), name, shape, range(0))
 
     @property
     def bytes(self) -> int:
