@@ -130,7 +130,8 @@ class HelixLayout:
         rule = (
             "tp needs N to divide the KV heads, or the KV heads to divide N with N at most the query heads"
             if self.mode == "tp"
-            else "tpa has to divide the KV heads: beyond them it would duplicate the cache, which is what kvp avoids"
+            else "tpa has to divide the KV heads, of which MLA has one: beyond them it would duplicate the cache, "
+            "which is what kvp avoids"
         )
         fitting = ", ".join(feasible_layouts(self.world_size, q_heads, kv_heads))
         raise ValueError(

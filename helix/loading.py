@@ -92,8 +92,11 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.path / name} is truncated or no safetensors file ({error})") from error
 
-    def check(self, slices: list[Slice], tied: bool) -> None:
+    def check(self, slices: list[Slice], tied: bool, unused: tuple[str, ...] = ()) -> None:
         """Compares the checkpoint with what a model wants of it.
+
+        Args:
+            unused: prefixes of tensors that may be there besides.
 
         Raises:
             ValueError: naming every missing, unexpected and misshaped tensor.
@@ -101,7 +104,9 @@ class Checkpoint:
         wanted = {name: shape for s in slices for name, shape in s.stored.items()}
         ignored = (*IGNORED, "lm_head.weight") if tied else IGNORED
         missing = sorted(set(wanted) - set(self.shapes))
-        unexpected = sorted(n for n in set(self.shapes) - set(wanted) if not n.endswith(ignored))
+        unexpected = sorted(
+            n for n in set(self.shapes) - set(wanted) if not n.endswith(ignored) and not n.startswith(unused)
+        )
         misshaped = [
             f"{name} {list(self.shapes[name])}, expected {list(shape)}"
             for name, shape in sorted(wanted.items())

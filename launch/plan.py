@@ -73,7 +73,7 @@ def make_plan(config: Config, rank: int, world_size: int) -> Plan:
         checkpoint = Checkpoint(Path(config.model.path))
         comm = LoopbackWorld(world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
         shape = Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
-        checkpoint.check(shape.weights.slices, spec.tied)
+        checkpoint.check(shape.weights.slices, spec.tied, spec.unused)
     prompts: list[Prompt] = []
     if config.bench.kind == "none":
         if config.decode.prompts is None:

@@ -31,14 +31,15 @@ class AttentionPolicy(ABC):
 
         Args:
             q: [N, Hq_local, D], rotated.
-            keys, values: one layer's cache [pages, page_size, Hkv_local, D].
+            keys, values: one layer's cache [pages, page_size, Hkv_local, D]. MLA's has no head dimension: keys are
+                [pages, page_size, R + P], values their first R, and q is absorbed, [N, Hq_local, R + P].
             step: the tokens' positions, bounds and block tables.
             window: the layer's sliding window in tokens, or None.
             scale: factor on q.k.
             reserved_sms: room on the GPU to leave to kernels that run beside this one.
 
         Returns:
-            Partial output [N, Hq_local, D] in q's dtype and natural-log LSE [N, Hq_local] fp32; for a query
+            Partial output [N, Hq_local, D or R] in q's dtype and natural-log LSE [N, Hq_local] fp32; for a query
             without keys here 0 and -inf.
         """
 

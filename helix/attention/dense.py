@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
+from helix.attention.mla import attend_latents
 from helix.step import Step
 from kernels.flash_decode import flash_decode, grid_of
 from kernels.flash_prefill import flash_prefill
@@ -21,6 +22,8 @@ class DenseAttention(AttentionPolicy):
         scale: float,
         reserved_sms: int = 0,
     ) -> tuple[Tensor, Tensor]:
+        if keys.dim() == 3:
+            return attend_latents(q, keys, values.shape[-1], step, window, scale, reserved_sms)
         lo, hi = step.bounds(window)
         if step.cu_q is not None:
             return flash_prefill(q, keys, values, step.block_tables, step.cu_q, step.max_q, lo, hi, scale)

@@ -87,14 +87,16 @@ class RopeSpec:
         low, high = max(low, 0), min(high, dim - 1)
         ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
 
-        def mscale(weight: float) -> float:
-            return 1.0 if s["factor"] <= 1 else 0.1 * weight * math.log(s["factor"]) + 1.0
-
         factor = s.get("attention_factor")
         if factor is None:
             both = s.get("mscale") and s.get("mscale_all_dim")
-            factor = mscale(s["mscale"]) / mscale(s["mscale_all_dim"]) if both else mscale(1.0)
+            factor = self.mscale(s["mscale"]) / self.mscale(s["mscale_all_dim"]) if both else self.mscale(1.0)
         return plain / s["factor"] * ramp + plain * (1 - ramp), float(factor)
+
+    def mscale(self, weight: float) -> float:
+        """YaRN's correction of the attention's temperature for a context stretched by `factor`."""
+        stretch = self.scaling["factor"]
+        return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
 
 
 class Rotary:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from helix.models import llama, mistral, qwen2, qwen3
+from helix.models import deepseek, llama, mistral, qwen2, qwen3
 from helix.models.decoder import Decoder, DecoderSpec
 from helix.models.hf import check_shape
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
+    "DeepseekV2ForCausalLM": deepseek.spec_v2,
+    "DeepseekV3ForCausalLM": deepseek.spec_v3,
     "LlamaForCausalLM": llama.spec,
     "MistralForCausalLM": mistral.spec,
     "Qwen2ForCausalLM": qwen2.spec,

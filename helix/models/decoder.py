@@ -13,6 +13,7 @@ from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
+from helix.layers.mla import MLA, MLASpec
 from helix.layers.mlp import GatedMLP
 from helix.layers.norm import RMSNorm
 from helix.layers.rotary import RopeSpec, Rotary
@@ -31,6 +32,8 @@ class DecoderSpec:
         max_positions: the context that the model was made for, in tokens.
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
+        mla: attention over one latent a token, whose shape replaces heads of K and V (`kv_heads` is 1).
+        unused: prefixes of tensors that the checkpoint has for other uses.
     """
 
     vocab: int
@@ -50,6 +53,8 @@ class DecoderSpec:
     max_positions: int
     dtype: str
     eos: tuple[int, ...]
+    mla: MLASpec | None = None
+    unused: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -57,6 +62,8 @@ class DecoderSpec:
 
     def entries(self, layout: HelixLayout, rank: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of what a token stores in one layer's cache on the rank that it lives on."""
+        if self.mla is not None:
+            return ((self.mla.entry,),)
         heads = len(layout.kv_heads(rank, self.kv_heads))
         return (heads, self.head_dim), (heads, self.head_dim)
 
@@ -76,18 +83,23 @@ class DecoderLayer:
     ) -> None:
         name = f"model.layers.{index}"
         self.input_norm = RMSNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
-        attention = AttentionSpec(
-            spec.hidden,
-            spec.q_heads,
-            spec.kv_heads,
-            spec.head_dim,
-            spec.qkv_bias,
-            spec.output_bias,
-            spec.qk_norm,
-            spec.norm_eps,
-            spec.windows[index],
-        )
-        self.attention = Attention(weights, comm, layout, policy, attention, f"{name}.self_attn", index, pipeline)
+        place = f"{name}.self_attn", index, pipeline
+        self.attention: Attention | MLA
+        if spec.mla is not None:
+            self.attention = MLA(weights, comm, layout, policy, spec.mla, *place)
+        else:
+            attention = AttentionSpec(
+                spec.hidden,
+                spec.q_heads,
+                spec.kv_heads,
+                spec.head_dim,
+                spec.qkv_bias,
+                spec.output_bias,
+                spec.qk_norm,
+                spec.norm_eps,
+                spec.windows[index],
+            )
+            self.attention = Attention(weights, comm, layout, policy, attention, *place)
         self.ffn_norm = RMSNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 

@@ -1,0 +1,30 @@
+"""Exact attention in MLA's latent space: one KV head, whose values are the first R of the numbers in its keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from helix.step import Step
+from kernels.launching import sm_count
+from kernels.mla_decode import mla_decode
+from kernels.mla_prefill import mla_prefill
+
+
+def attend_latents(
+    q: Tensor, latents: Tensor, rank: int, step: Step, window: int | None, scale: float, reserved_sms: int
+) -> tuple[Tensor, Tensor]:
+    """Absorbed queries [N, Hq, R + P] over this rank's latents [pages, page_size, R + P]; `rank` is R.
+
+    Returns:
+        Partial output [N, Hq, R] in q's dtype and natural-log LSE [N, Hq] fp32.
+    """
+    lo, hi = step.bounds(window)
+    if step.cu_q is not None:
+        return mla_prefill(q, latents, step.block_tables, step.cu_q, step.max_q, lo, hi, scale, rank)
+    per_sequence = (len(step.block_tables), -1)
+    out, lse = mla_decode(
+        q.unflatten(0, per_sequence), latents, step.block_tables,
+        lo.view(per_sequence), hi.view(per_sequence), scale, rank,
+        programs=max(1, sm_count(q.device) - reserved_sms), early=True,
+    )  # [B, T, Hq, R], [B, T, Hq]  # fmt: skip
+    return out.flatten(0, 1), lse.flatten(0, 1)
