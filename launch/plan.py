@@ -47,8 +47,13 @@ def make_spec(config: Config) -> DecoderSpec:
 def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
     """Raises ValueError where the model cannot be spread over the layout."""
     layout.check_heads(spec.q_heads, spec.kv_heads)
-    if layout.ep > 1:
+    if layout.ep > 1 and spec.moe is None:
         raise ValueError(f"layout.ep={layout.ep} but the model has no experts: set layout.ep=1")
+    if spec.moe is not None and layout.ep > spec.moe.experts:
+        raise ValueError(
+            f"layout.ep={layout.ep} but the model has {spec.moe.experts} experts, so that some ranks would hold none: "
+            f"set layout.ep to {spec.moe.experts} or less, and the rest splits each expert (layout.tpf)"
+        )
 
 
 def make_plan(config: Config, rank: int, world_size: int) -> Plan:

@@ -25,6 +25,7 @@ class AttentionPolicy(ABC):
         step: Step,
         window: int | None,
         scale: float,
+        sinks: Tensor | None = None,
         reserved_sms: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Attention of a step's queries over this rank's shard, the step's own keys already appended.
@@ -36,11 +37,13 @@ class AttentionPolicy(ABC):
             step: the tokens' positions, bounds and block tables.
             window: the layer's sliding window in tokens, or None.
             scale: factor on q.k.
+            sinks: [Hq_local] fp32, the score of one more key of value 0 that every query of a head reads, or None;
+                its weight is part of the LSE. Given to one rank of a kvp group alone.
             reserved_sms: room on the GPU to leave to kernels that run beside this one.
 
         Returns:
             Partial output [N, Hq_local, D or R] in q's dtype and natural-log LSE [N, Hq_local] fp32; for a query
-            without keys here 0 and -inf.
+            without keys here 0 and -inf (with sinks: the sink's score).
         """
 
 

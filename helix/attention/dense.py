@@ -20,18 +20,20 @@ class DenseAttention(AttentionPolicy):
         step: Step,
         window: int | None,
         scale: float,
+        sinks: Tensor | None = None,
         reserved_sms: int = 0,
     ) -> tuple[Tensor, Tensor]:
         if keys.dim() == 3:
             return attend_latents(q, keys, values.shape[-1], step, window, scale, reserved_sms)
         lo, hi = step.bounds(window)
         if step.cu_q is not None:
-            return flash_prefill(q, keys, values, step.block_tables, step.cu_q, step.max_q, lo, hi, scale)
+            segments = step.block_tables, step.cu_q, step.max_q
+            return flash_prefill(q, keys, values, *segments, lo, hi, scale, sinks=sinks)
         sequences = len(step.block_tables)
         per_sequence = (sequences, -1)
         out, lse = flash_decode(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
             lo.view(per_sequence), hi.view(per_sequence), scale,
-            programs=grid_of(keys.shape[2], q.device, reserved_sms), early=True,
+            sinks=sinks, programs=grid_of(keys.shape[2], q.device, reserved_sms), early=True,
         )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
         return out.flatten(0, 1), lse.flatten(0, 1)

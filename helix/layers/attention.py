@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from comm.base import Communicator
@@ -30,6 +31,7 @@ class AttentionSpec:
     qk_norm: bool
     norm_eps: float
     window: int | None
+    sinks: bool
 
     @property
     def scale(self) -> float:
@@ -42,6 +44,7 @@ class ShardedAttention:
     Attributes:
         shares: query heads that each rank of the kvp group keeps.
         pipeline: into how many chunks decode steps are cut, and what runs them.
+        sinks: learned sinks of the query heads, on the rank that adds them.
     """
 
     def __init__(
@@ -59,17 +62,18 @@ class ShardedAttention:
         self.shares = shares
         self.scale = scale
         self.window = window
+        self.sinks: Tensor | None = None
 
     def exact(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         """[N, Hq_local, D] over one layer's cache -> exact attention of this rank's own heads [N, heads, D]."""
         sequences = len(step.block_tables)
         chunks = min(self.pipeline.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
-            return self.exchange(*self.policy.attend(q, keys, values, step, self.window, self.scale))
+            return self.exchange(*self.policy.attend(q, keys, values, step, self.window, self.scale, self.sinks))
 
         def attend(rows: slice) -> tuple[Tensor, Tensor]:
             part = rows_of(step, rows)
-            return self.policy.attend(q[rows], keys, values, part, self.window, self.scale, RESERVED_SMS)
+            return self.policy.attend(q[rows], keys, values, part, self.window, self.scale, self.sinks, RESERVED_SMS)
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
@@ -85,7 +89,8 @@ class Attention(ShardedAttention):
 
     Query, key and value rows are cut by TPA alone, so the ranks of a kvp group compute the same QKV for the whole batch
     and no query has to be gathered. The exchange leaves each rank with the exact output of its own query heads, whose
-    columns of the output projection it holds.
+    columns of the output projection it holds. A learned sink is one more key of its head and enters the merge once, as
+    every key does: with kvp rank 0.
     """
 
     def __init__(
@@ -120,6 +125,11 @@ class Attention(ShardedAttention):
             for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
                 weights.read(gain, f"{name}.{part}.weight", (spec.head_dim,))
             self.norms = *gains, spec.norm_eps
+        if spec.sinks and layout.kvp_rank(comm.rank) == 0:
+            self.sinks = weights.parameter(len(q), dtype=torch.float32)
+            weights.read(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
+        elif spec.sinks:
+            weights.leave(f"{name}.sinks", (spec.q_heads,))
         self.output = ColumnShard(
             weights,
             comm,

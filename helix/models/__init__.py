@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from helix.models import deepseek, llama, mistral, qwen2, qwen3
+from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from helix.models.decoder import Decoder, DecoderSpec
 from helix.models.hf import check_shape
 
@@ -14,8 +14,11 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "DeepseekV3ForCausalLM": deepseek.spec_v3,
     "LlamaForCausalLM": llama.spec,
     "MistralForCausalLM": mistral.spec,
+    "MixtralForCausalLM": mixtral.spec,
     "Qwen2ForCausalLM": qwen2.spec,
     "Qwen3ForCausalLM": qwen3.spec,
+    "Qwen3MoeForCausalLM": qwen3_moe.spec,
+    "GptOssForCausalLM": gpt_oss.spec,
 }
 
 

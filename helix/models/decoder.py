@@ -15,6 +15,7 @@ from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
 from helix.layers.mla import MLA, MLASpec
 from helix.layers.mlp import GatedMLP
+from helix.layers.moe import MoE, MoESpec
 from helix.layers.norm import RMSNorm
 from helix.layers.rotary import RopeSpec, Rotary
 from helix.layers.weights import Weights
@@ -27,7 +28,11 @@ class DecoderSpec:
     """Shape and switches of a checkpoint.
 
     Attributes:
+        ffn: width of a dense layer's FFN.
         windows: each layer's sliding window in tokens, None for full attention.
+        moe: the experts of layers that have some.
+        moe_layers: which layers those are.
+        sinks: attention has a learned sink for each query head.
         tied: the head uses the embedding's rows.
         max_positions: the context that the model was made for, in tokens.
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
@@ -49,6 +54,9 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool
+    moe: MoESpec | None
+    moe_layers: tuple[bool, ...]
     tied: bool
     max_positions: int
     dtype: str
@@ -69,7 +77,7 @@ class DecoderSpec:
 
 
 class DecoderLayer:
-    """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks as one TP group."""
+    """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks."""
 
     def __init__(
         self,
@@ -98,10 +106,15 @@ class DecoderLayer:
                 spec.qk_norm,
                 spec.norm_eps,
                 spec.windows[index],
+                spec.sinks,
             )
             self.attention = Attention(weights, comm, layout, policy, attention, *place)
         self.ffn_norm = RMSNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
-        self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
+        self.ffn: MoE | GatedMLP
+        if spec.moe is not None and spec.moe_layers[index]:
+            self.ffn = MoE(weights, comm, layout, spec.hidden, spec.moe, f"{name}.{spec.moe.block}")
+        else:
+            self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
     def __call__(
         self, x: Tensor | None, parts: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step

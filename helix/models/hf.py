@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from helix.layers.moe import MoESpec
 from helix.layers.rotary import RopeSpec
 from helix.models.decoder import DecoderSpec
 
@@ -13,10 +14,29 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def check_shape(config: Mapping[str, Any]) -> None:
     """Raises ValueError, naming them, where keys are missing that no family can do without."""
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    check_sizes(config, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+
+
+def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
+    """Raises ValueError, naming them, unless all these keys have positive integers."""
     missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)} (or they are no positive integers)")
+
+
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Routed experts of a layer, and how many of them a token takes.
+
+    Raises:
+        ValueError: one is missing, or a token would take more than there are.
+    """
+    # Newer versions of transformers write the second name where checkpoints had the first.
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    check_sizes(config, key, "num_experts_per_tok")
+    experts, top_k = config[key], config["num_experts_per_tok"]
+    if top_k > experts:
+        raise ValueError(f"num_experts_per_tok={top_k} is more than {key}={experts}")
+    return experts, top_k
 
 
 def decoder_spec(
@@ -27,15 +47,26 @@ def decoder_spec(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    sinks: bool = False,
+    moe: MoESpec | None = None,
+    moe_layers: tuple[bool, ...] | None = None,
+    quantised: bool = False,
 ) -> DecoderSpec:
     """The spec of a Llama-like config that has its shape; the keyword arguments say in what a family differs.
+
+    Args:
+        moe_layers: all layers if None and there are experts.
+        quantised: the family reads how this checkpoint is quantised.
 
     Raises:
         ValueError: a feature is not supported.
     """
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
-        raise ValueError(f"the checkpoint is quantised ({method}); quantised checkpoints are not supported")
+    method = quantisation(config)
+    if method is not None and not quantised:
+        raise ValueError(
+            f"the checkpoint is quantised ({method}), which is not supported here; supported: weights in "
+            f"{', '.join(DTYPES)}, and mxfp4 of gpt-oss"
+        )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act={activation!r} is not supported; supported: silu")
@@ -59,11 +90,20 @@ def decoder_spec(
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
+        sinks=sinks,
+        moe=moe,
+        moe_layers=moe_layers or (moe is not None,) * layers,
         tied=bool(config.get("tie_word_embeddings", False)),
         max_positions=int(config.get("max_position_embeddings") or 2048),
         dtype=dtype,
         eos=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
     )
+
+
+def quantisation(config: Mapping[str, Any]) -> str | None:
+    """The method that a checkpoint's weights are quantised with, None where they are not."""
+    found = config.get("quantization_config")
+    return str(found.get("quant_method", "unknown")) if found else None
 
 
 def layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from tests.e2e.parity import Continuation
 
@@ -74,27 +86,100 @@ FAMILIES: dict[str, Any] = {
     ),
 }
 
+# Of the same kind, with experts; a grid of their own in the tests. Counts and widths that few ranks divide.
+MOE_FAMILIES: dict[str, Any] = {
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        hidden_size=48,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        moe_intermediate_size=52,
+        num_experts=11,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        **_COMMON | dict(num_hidden_layers=3),
+    ),
+    "mixtral": lambda: MixtralConfig(
+        hidden_size=40,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=19,
+        **_COMMON,
+    ),
+    # The widths are multiples of 32, MXFP4's block, but a rank's share is none.
+    "gpt-oss": lambda: GptOssConfig(
+        hidden_size=64,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=8,
+        num_local_experts=10,
+        num_experts_per_tok=4,
+        sliding_window=24,
+        rope_parameters=_YARN | dict(truncate=False, beta_fast=32.0, beta_slow=1.0),
+        **_COMMON | dict(intermediate_size=64),
+    ),
+}
+MXFP4 = "-mxfp4"  # a checkpoint of the same weights, packed
+
 
 @functools.cache
 def checkpoint(family: str) -> Path:
     """Directory of the family's random checkpoint (or of the demo model), the same for the whole test session."""
     if family == "demo":
         return DEMO
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("bias", "norm.weight")):  # transformers starts them at 0 and 1, where mistakes hide
-                parameter.add_(torch.randn_like(parameter) * 0.3)
     directory = Path(tempfile.mkdtemp(prefix=f"helix-{family}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    if family.endswith(MXFP4):
+        pack(checkpoint(family.removesuffix(MXFP4)), directory)
+        return directory
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config_of(family))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # transformers starts them at 0 and 1, where mistakes hide
+            if name.endswith(("bias", "norm.weight", "sinks")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            if family == "gpt-oss" and name.endswith(("gate_up_proj", "down_proj")):
+                parameter.copy_(convert_moe_packed_tensors(*to_mxfp4(parameter.mT), dtype=torch.float32))
     model.save_pretrained(directory)
     return directory
 
 
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nearest MXFP4 of [E, out, in]: blocks [E, out, in / 32, 16] and scales [E, out, in / 32], uint8."""
+    groups = weight.unflatten(-1, (-1, 32))
+    # The largest of a block lands in [4, 8), of which the format reaches 6.
+    exponents = groups.abs().amax(-1).clamp(min=2.0**-40).log2().floor() - 2
+    scaled = torch.ldexp(groups, -exponents[..., None])
+    nearest = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
+    return nearest[..., ::2] | nearest[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+def pack(plain: Path, directory: Path) -> None:
+    """The checkpoint of gpt-oss in `plain`, whose experts are MXFP4 numbers, in their packed form."""
+    weights = load_file(plain / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = weights.pop(name)
+        weights[f"{name}_blocks"], weights[f"{name}_scales"] = to_mxfp4(weight.mT)
+        again = convert_moe_packed_tensors(weights[f"{name}_blocks"], weights[f"{name}_scales"], dtype=torch.float32)
+        assert torch.equal(again, weight), "packing is exact"
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def config_of(family: str) -> Any:
+    return {**FAMILIES, **MOE_FAMILIES}[family.removesuffix(MXFP4)]()
+
+
 def kv_heads(family: str) -> int:
     """What decides which layouts fit; the demo model has 2."""
-    return 2 if family == "demo" else FAMILIES[family]().num_key_value_heads
+    return 2 if family == "demo" else config_of(family).num_key_value_heads
 
 
 @functools.cache
@@ -105,7 +190,10 @@ def oracle(family: str, lengths: tuple[int, ...], new_tokens: int) -> list[Conti
         lengths: of the prompts; the first one is continued by FIRST_TOKENS alone.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint(family), dtype=torch.float32, attn_implementation="eager"
+        checkpoint(family.removesuffix(MXFP4)),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     generator = torch.Generator().manual_seed(11)
     found = []

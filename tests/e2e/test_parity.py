@@ -14,7 +14,7 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from tests.e2e.checkpoints import FAMILIES, checkpoint, kv_heads, oracle
+from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.pool import Pool
 
@@ -24,6 +24,8 @@ WORLDS = (1, 2, 3, 4, 6, 8)
 # block, and the longest over five prefill chunks of 64.
 LENGTHS = (7, 1, 15, 16, 17, 300)
 NEW_TOKENS = 48
+# Fewer and shorter with experts, whose layers differ in the FFN alone, for many grids; the longest is of two chunks.
+MOE_LENGTHS, MOE_TOKENS = (1, 17, 90), 12
 
 
 def layouts(family: str) -> list[HelixLayout]:
@@ -58,21 +60,46 @@ def test_baseline_modes(mode: str, kvp: int, tpa: int) -> None:
 
 def gloo_cases() -> list[object]:
     """Every world size, block and family at least once."""
-    families, blocks = cycle([*FAMILIES, "demo"]), cycle(BLOCKS)
+    families, blocks = cycle([*FAMILIES, "demo", *MOE_FAMILIES]), cycle(BLOCKS)
     cases = []
-    for world in (*WORLDS, 4):
+    for world in (*WORLDS, 4, 2, 4, 8):
         family = next(families)
         fitting = [layout for layout in layouts(family) if layout.world_size == world]
         layout = fitting[len(fitting) // 2]
+        if family in MOE_FAMILIES:
+            layout = HelixLayout.create("helix", layout.kvp, layout.tpa, ep=2)
         cases.append(pytest.param(family, layout, next(blocks), id=f"{family}-kvp{layout.kvp}-tpa{layout.tpa}"))
     return cases
 
 
 @pytest.mark.parametrize("family, layout, block", gloo_cases())
 def test_gloo_ranks(gloo_pool: Callable[[int], Pool], family: str, layout: HelixLayout, block: int) -> None:
-    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if family in MOE_FAMILIES else (LENGTHS, NEW_TOKENS)))
     task = (checkpoint(family), layout, block, wanted, "cpu")
     check(gloo_pool(layout.world_size).run(distributed_rank, *task, timeout_s=240.0), wanted)
+
+
+def moe_cases() -> list[object]:
+    """Each family on every attention grid and on every TPF x EP grid of WORLDS, though not on all pairs of them."""
+    cases = []
+    blocks = cycle(BLOCKS)
+    for family, worlds in (*((family, WORLDS) for family in MOE_FAMILIES), ("gpt-oss-mxfp4", (3, 8))):
+        for world in worlds:
+            attention = [layout for layout in layouts(family) if layout.world_size == world]
+            eps = [ep for ep in range(1, world + 1) if world % ep == 0]
+            for i in range(max(len(attention), len(eps))):
+                grid = attention[i % len(attention)]
+                layout = HelixLayout.create("helix", grid.kvp, grid.tpa, ep=eps[i % len(eps)])
+                block = next(blocks)
+                name = f"{family}-kvp{layout.kvp}-tpa{layout.tpa}-tpf{layout.tpf}-ep{layout.ep}-block{block}"
+                cases.append(pytest.param(family, layout, block, id=name))
+    return cases
+
+
+@pytest.mark.parametrize("family, layout, block", moe_cases())
+def test_experts_on_every_grid(family: str, layout: HelixLayout, block: int) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint(family), layout, block, wanted), wanted)
 
 
 class ShiftedLSE(AttentionPolicy):
@@ -99,6 +126,40 @@ def test_a_shifted_lse_on_one_rank_is_caught() -> None:
         check(results, wanted)
 
 
+def test_a_sink_on_every_rank_is_caught() -> None:
+    wanted = oracle("gpt-oss", MOE_LENGTHS, MOE_TOKENS)
+
+    def tamper(engine: Engine) -> None:
+        if engine.comm.rank == 1:
+            for layer in engine.model.layers:
+                layer.attention.sinks = torch.zeros(16)
+
+    results = loopback(checkpoint("gpt-oss"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_an_expert_that_adds_up_twice_is_caught(family: str) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+
+    def tamper(engine: Engine) -> None:
+        if engine.comm.rank == 1:
+            engine.model.layers[0].ffn.down[0] *= 2
+
+    results = loopback(checkpoint(family), HelixLayout.create("helix", 2, 1, ep=2), 16, wanted, tamper)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)
+
+
+@pytest.mark.parametrize(
+    "mode, kvp, tpa, ep", [("tp", 1, 8, 4), ("tp", 1, 3, 3), ("medha", 2, 2, 2), ("medha", 3, 1, 1)]
+)
+def test_experts_in_baseline_modes(mode: str, kvp: int, tpa: int, ep: int) -> None:
+    wanted = oracle("gpt-oss", MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint("gpt-oss"), HelixLayout.create(mode, kvp, tpa, ep=ep), 16, wanted), wanted)
+
+
 def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt goes through the prefill kernel in chunks; decode steps see new tokens only."""
     import helix.attention.dense as dense
@@ -106,9 +167,9 @@ def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: dict[str, list[int]] = {"prefill": [], "decode": []}
     prefill, decode = dense.flash_prefill, dense.flash_decode
 
-    def spy_prefill(q: torch.Tensor, *args: object) -> object:
+    def spy_prefill(q: torch.Tensor, *args: object, **options: object) -> object:
         calls["prefill"].append(len(q))
-        return prefill(q, *args)  # type: ignore[arg-type]
+        return prefill(q, *args, **options)  # type: ignore[arg-type]
 
     def spy_decode(q: torch.Tensor, *args: object, **options: object) -> object:
         calls["decode"].append(q.shape[1])

@@ -1,0 +1,173 @@
+"""Mixture of experts on the TPF x EP grid that the ranks form after attention.
+
+The paper (Helix Parallelism, section 2.2 and figure 4, bottom) routes tokens to the ranks that hold their experts,
+sums within an expert group (all-reduce over TPF), gathers the groups' results (all-gather over EP) and adds them up
+locally. Here every rank has every token already: the output projection's all-reduce left the whole [N, H] on each, the
+router is replicated and its input is bitwise the same, so all ranks agree on who goes where without a word. Dispatch is
+then a local gather. And both sums of the combine are sums of the same N x H numbers: with part[e, t] what rank
+(ep = e, tpf = t) adds to each token,
+
+    all-gather over e of (all-reduce over t of part[e, t]), summed over e locally  =  sum over e, t of part[e, t]
+
+which is one all-reduce over all ranks, of N x H numbers instead of EP times as many, and is left to the norm that
+follows, as after every other layer. Shared experts are dense: TP over all ranks, their part added before that sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.layers.linear import Rows, RowShards
+from helix.layers.mlp import GatedMLP
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from kernels.moe import moe
+from kernels.route import Scoring, route
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Experts of a layer, how tokens choose among them, and how a checkpoint stores them.
+
+    Attributes:
+        width: of one expert.
+        shared_width: of the expert that all tokens pass through, 0 for none.
+        scoring: this and what follows up to `group_score` as in `kernels.route.route`.
+        choice_bias: scores get a learned bias while experts are chosen, and not as weights.
+        router_bias: the router's logits have a bias.
+        expert_bias: each expert's matrices have one.
+        limit: of the clamped SwiGLU, None for the plain one.
+        block: the name of the layer's FFN.
+        router: the router's name in it.
+        matrices: the names of gate, up and down where each expert has its own.
+        storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
+            (like `stacked`, but [E, out, in] in packed 4-bit blocks).
+    """
+
+    experts: int
+    top_k: int
+    width: int
+    shared_width: int = 0
+    scoring: Scoring = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: int = 1
+    choice_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    limit: float | None = None
+    block: str = "mlp"
+    router: str = "gate"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    storage: Literal["apart", "stacked", "mxfp4"] = "apart"
+
+
+class MoE:
+    """y = sum over a token's chosen experts of weight x expert(x), plus the shared expert: this rank's part of it.
+
+    Each rank holds its columns (TPF) of its experts (EP); a rank may have none, and gives zeros.
+    """
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, spec: MoESpec, name: str
+    ) -> None:
+        self.spec = spec
+        self.experts = layout.experts(comm.rank, spec.experts)
+        self.columns = layout.expert_columns(comm.rank, spec.width)
+        router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
+        self.router = RowShards(weights, hidden, [router])
+        self.choice_bias: Tensor | None = None
+        if spec.choice_bias:
+            self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
+            weights.read(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
+
+        local, width = len(self.experts), len(self.columns)
+        self.gate_up = weights.parameter(local, 2 * width, hidden)  # gate's rows, then up's
+        self.down = weights.parameter(local, hidden, width)
+        self.gate_up_bias: Tensor | None = None
+        self.down_bias: Tensor | None = None
+        if spec.storage == "apart":
+            self._read_apart(weights, hidden, f"{name}.experts")
+        else:
+            self._read_stacked(weights, hidden, f"{name}.experts")
+        self.shared: GatedMLP | None = None
+        if spec.shared_width:
+            self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
+
+    def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
+        """Three matrices an expert, as dense layers have them."""
+        spec, width = self.spec, len(self.columns)
+        assert not spec.expert_bias, "no family has it"
+        for e in range(spec.experts):
+            gate, up, down = (f"{name}.{e}.{matrix}.weight" for matrix in spec.matrices)
+            if e not in self.experts:
+                weights.leave(gate, (spec.width, hidden))
+                weights.leave(up, (spec.width, hidden))
+                weights.leave(down, (hidden, spec.width))
+                continue
+            i = e - self.experts.start
+            weights.read(self.gate_up[i, :width], gate, (spec.width, hidden), self.columns)
+            weights.read(self.gate_up[i, width:], up, (spec.width, hidden), self.columns)
+            weights.read(self.down[i], down, (hidden, spec.width), range(hidden), self.columns)
+
+    def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
+        """All experts in one tensor; the rows of gate and up alternate."""
+        spec, columns, width = self.spec, self.columns, len(self.columns)
+        gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
+        # One expert at a time: unpacking takes room. A rank without experts declares the tensors all the same.
+        each = [range(e, e + 1) for e in self.experts] or [range(0)]
+        for part, target, shape, ranges in (
+            ("gate_up_proj", self.gate_up[:, :width], (2 * spec.width, hidden), (gate, range(hidden))),
+            ("gate_up_proj", self.gate_up[:, width:], (2 * spec.width, hidden), (up, range(hidden))),
+            ("down_proj", self.down, (hidden, spec.width), (range(hidden), columns)),
+        ):
+            for i, expert in enumerate(each):
+                here = target[i : i + len(expert)]
+                if spec.storage == "mxfp4":
+                    weights.read(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
+                else:
+                    weights.read(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
+        if spec.expert_bias:
+            self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)
+            shape = spec.experts, 2 * spec.width
+            weights.read(self.gate_up_bias[:, :width], f"{name}.gate_up_proj_bias", shape, self.experts, gate)
+            weights.read(self.gate_up_bias[:, width:], f"{name}.gate_up_proj_bias", shape, self.experts, up)
+            if columns.start == 0:  # once: the ranks that share an expert add up, and one of them has its first column
+                self.down_bias = weights.parameter(len(self.experts), hidden)
+                weights.read(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
+            else:
+                weights.leave(f"{name}.down_proj_bias", (spec.experts, hidden))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, H], the same on every rank -> this rank's part [N, H]."""
+        spec = self.spec
+        ids, scores = route(
+            self.router(x),
+            spec.top_k,
+            scoring=spec.scoring,
+            bias=self.choice_bias,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+            group_score=spec.group_score,
+            normalise=spec.normalise,
+            scale=spec.scale,
+        )  # [N, k] both
+        y = moe(
+            x,
+            ids,
+            scores,
+            self.gate_up,
+            self.down,
+            self.experts.start,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            limit=spec.limit,
+        )
+        return y if self.shared is None else y + self.shared(x)
