@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V2-Lite, V3 and R1: multi-head latent attention, with and without a latent for the queries."""
+"""DeepSeek-V2, V2-Lite, V3 and R1: multi-head latent attention, and routed experts after some dense layers."""
 
 from __future__ import annotations
 
@@ -7,35 +7,51 @@ from dataclasses import replace
 from typing import Any
 
 from helix.layers.mla import MLASpec
+from helix.layers.moe import MoESpec
 from helix.models.decoder import DecoderSpec
-from helix.models.hf import decoder_spec
+from helix.models.hf import check_sizes, decoder_spec
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says: so the models were released
 
 
 def spec_v2(config: Mapping[str, Any]) -> DecoderSpec:
-    return _spec(config, interleaved=True)
+    """Experts by their softmax scores, out of all (`greedy`) or of the groups that hold the best ones."""
+    _check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
+    _check_only(config, norm_topk_prob=(False,))
+    grouped = config.get("topk_method") == "group_limited_greedy"
+    return _spec(config, _experts(config, grouped), interleaved=True)
 
 
 def spec_v3(config: Mapping[str, Any]) -> DecoderSpec:
-    return _spec(config, interleaved=bool(config.get("rope_interleave", True)))
+    """Experts by their sigmoid scores and a correction bias, of the groups whose two best add up to the most."""
+    _check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
+    moe = replace(
+        _experts(config, grouped=True),
+        scoring="sigmoid",
+        group_score=2,
+        choice_bias=True,
+        normalise=bool(config.get("norm_topk_prob", True)),
+    )
+    if moe.experts < 2 * moe.groups:
+        raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
+    return _spec(config, moe, interleaved=bool(config.get("rope_interleave", True)))
 
 
-def _spec(config: Mapping[str, Any], interleaved: bool) -> DecoderSpec:
+def _spec(config: Mapping[str, Any], moe: MoESpec, interleaved: bool) -> DecoderSpec:
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    missing = [key for key in sizes if not isinstance(config.get(key), int) or config[key] < 1]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)} (or they are no positive integers)")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise ValueError(f"{key}=true is not supported in DeepSeek models; supported: false")
+    check_sizes(config, *sizes, *(["q_lora_rank"] if config.get("q_lora_rank") is not None else []))
+    _check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
     latent, rope, nope, value = (config[key] for key in sizes)
-    # One latent head; what is rotated is the rope part of it alone.
-    spec = decoder_spec({**config, "num_key_value_heads": 1, "head_dim": rope})
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    spec = decoder_spec(
+        {**config, "num_key_value_heads": 1, "head_dim": rope},  # one latent, of which the rope part is rotated
+        moe=moe if dense < layers else None,
+        moe_layers=tuple(i >= dense for i in range(layers)),
+    )
     scale = (nope + rope) ** -0.5
-    weight = spec.rope.scaling.get("mscale_all_dim")
-    if weight and spec.rope.kind != "default":
-        scale *= spec.rope.mscale(weight) ** 2
+    temperature = spec.rope.scaling.get("mscale_all_dim")
+    if temperature and spec.rope.kind != "default":
+        scale *= spec.rope.mscale(temperature) ** 2
     mla = MLASpec(
         hidden=spec.hidden,
         q_heads=spec.q_heads,
@@ -49,4 +65,34 @@ def _spec(config: Mapping[str, Any], interleaved: bool) -> DecoderSpec:
         interleaved=interleaved,
     )
     # A layer for multi-token prediction follows the last one in some checkpoints.
-    return replace(spec, mla=mla, unused=(f"model.layers.{spec.layers}.",))
+    return replace(spec, mla=mla, unused=(f"model.layers.{layers}.",))
+
+
+def _experts(config: Mapping[str, Any], grouped: bool) -> MoESpec:
+    check_sizes(config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    experts, top_k, width = (
+        config[key] for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    groups, top_groups = ((config.get(key) or 1) if grouped else 1 for key in ("n_group", "topk_group"))
+    if experts % groups or not top_k <= experts // groups * top_groups <= experts:
+        raise ValueError(
+            f"num_experts_per_tok={top_k} of n_routed_experts={experts} cannot come from topk_group={top_groups} "
+            f"of n_group={groups} equal groups"
+        )
+    return MoESpec(
+        experts,
+        top_k,
+        width,
+        shared_width=(config.get("n_shared_experts") or 0) * width,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        groups=groups,
+        top_groups=top_groups,
+    )
+
+
+def _check_only(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
+    """Raises ValueError where a key that is there has another value than those supported."""
+    for key, values in supported.items():
+        if config.get(key) is not None and config[key] not in values:
+            allowed = ", ".join(map(str, values))
+            raise ValueError(f"{key}={config[key]!r} is not supported in DeepSeek models; supported: {allowed}")

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
+from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import Continuation
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
@@ -139,7 +140,7 @@ def checkpoint(family: str) -> Path:
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config_of(family))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.state_dict().items():
             # transformers starts them at 0 and 1, where mistakes hide
             if name.endswith(("bias", "norm.weight", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -174,7 +175,7 @@ def pack(plain: Path, directory: Path) -> None:
 
 
 def config_of(family: str) -> Any:
-    return {**FAMILIES, **MOE_FAMILIES}[family.removesuffix(MXFP4)]()
+    return {**FAMILIES, **MOE_FAMILIES, **MLA_FAMILIES}[family.removesuffix(MXFP4)]()
 
 
 def kv_heads(family: str) -> int:

@@ -1,0 +1,90 @@
+"""Tiny DeepSeek models: what their families differ in, and sizes that ranks do not divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DeepseekV2Config, DeepseekV3Config
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=257,
+    intermediate_size=97,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    moe_intermediate_size=26,
+    kv_lora_rank=32,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=10,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-2,  # far from what the norms of the latents take
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=None,
+    initializer_range=0.12,
+)
+# Far in the stretched part, with a factor on the angles (mscale) and one on the scores (mscale_all_dim).
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10_000.0,
+    factor=8.0,
+    original_max_position_embeddings=64,
+    mscale=1.2,
+    mscale_all_dim=0.7,
+    beta_fast=32.0,
+    beta_slow=1.0,
+)
+
+MLA_FAMILIES: dict[str, Any] = {
+    "deepseek-v2-lite": lambda: DeepseekV2Config(
+        hidden_size=60,
+        num_attention_heads=10,
+        q_lora_rank=None,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        **_COMMON,
+    ),
+    "deepseek-v2-yarn": lambda: DeepseekV2Config(
+        hidden_size=64,
+        num_attention_heads=8,
+        q_lora_rank=20,
+        n_routed_experts=12,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.0,
+        rope_parameters=_YARN,
+        **_COMMON,
+    ),
+    "deepseek-v3-yarn": lambda: DeepseekV3Config(
+        hidden_size=55,
+        num_attention_heads=11,
+        num_key_value_heads=11,
+        q_lora_rank=24,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        n_shared_experts=1,
+        n_group=3,
+        topk_group=2,
+        rope_parameters=_YARN,
+        num_mtp_layers=0,
+        **_COMMON,
+    ),
+    "deepseek-v3-halves": lambda: DeepseekV3Config(
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=24,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        rope_interleave=False,
+        num_mtp_layers=0,
+        **_COMMON,
+    ),
+}
