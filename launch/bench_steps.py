@@ -76,10 +76,21 @@ def spec_of(model: str) -> DecoderSpec:
 
 
 def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 2) -> float:
-    """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once."""
+    """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once.
+
+    Of the routed experts, those that tokens who choose evenly touch.
+    """
     attention = 2 * (spec.q_heads + spec.kv_heads) * spec.head_dim * spec.hidden
-    weights = spec.layers * (attention + 3 * spec.hidden * spec.ffn) + spec.vocab * spec.hidden
-    kv = 2 * spec.layers * spec.kv_heads * spec.head_dim * batch * length
+    stored = 2 * spec.kv_heads * spec.head_dim
+    if spec.mla is not None:
+        attention, stored = spec.mla.weights, spec.mla.entry
+    ffn = 3.0 * spec.hidden * spec.ffn * (spec.layers - sum(spec.moe_layers))
+    if (moe := spec.moe) is not None:
+        touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
+        matrices = spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * touched * moe.width)
+        ffn += matrices * sum(spec.moe_layers)
+    weights = spec.layers * attention + ffn + spec.vocab * spec.hidden
+    kv = spec.layers * stored * batch * length
     return (weights + kv) * item / ranks / READ_CEILING
 
 

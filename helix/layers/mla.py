@@ -78,6 +78,12 @@ class MLASpec:
         """Values that a token stores."""
         return self.latent + self.rope
 
+    @property
+    def weights(self) -> int:
+        """Numbers in all projections, those of all ranks together."""
+        of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
+        return self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
+
 
 def exchanges_values(spec: MLASpec, rows: int) -> bool:
     """Whether the exchange of `rows` tokens is faster in value space, W_UV of all heads applied before it.

@@ -1,0 +1,150 @@
+"""DeepSeek's configs become specs, the ways to run MLA are chosen by time, and what is not supported is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV2Config, DeepseekV3Config
+
+from comm.loopback import LoopbackWorld
+from helix.attention.dense import DenseAttention
+from helix.kv_cache import token_bytes
+from helix.layers import mla
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, randomize, read_config
+from helix.models import Decoder, DecoderSpec, spec_from_config
+from launch.bench_steps import spec_of
+from launch.plan import check_layout
+from tests.e2e.checkpoints import checkpoint
+
+
+def spec(config: Any, architecture: str, **more: Any) -> DecoderSpec:
+    return spec_from_config({**config.to_dict(), "architectures": [architecture], **more})
+
+
+def v2(**more: Any) -> DecoderSpec:
+    return spec(DeepseekV2Config(num_experts_per_tok=6), "DeepseekV2ForCausalLM", **more)
+
+
+def v3(**more: Any) -> DecoderSpec:
+    return spec(DeepseekV3Config(), "DeepseekV3ForCausalLM", **more)
+
+
+def decoder(s: DecoderSpec, layout: HelixLayout, rank: int) -> Decoder:
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
+    return Decoder(s, layout, comm, DenseAttention(), torch.float32, torch.device("cpu"))
+
+
+def test_the_published_shapes() -> None:
+    r1, lite = spec_of("deepseek-r1"), spec_of("deepseek-v2-lite")
+    assert r1.mla is not None and lite.mla is not None and r1.moe is not None and lite.moe is not None
+    assert (r1.layers, sum(r1.moe_layers), r1.moe_layers[:4]) == (61, 58, (False, False, False, True))
+    assert (lite.layers, sum(lite.moe_layers), lite.mla.q_rank) == (27, 26, None)
+    assert (r1.moe.scoring, r1.moe.groups, r1.moe.top_groups, r1.moe.scale) == ("sigmoid", 8, 4, 2.5)
+    assert (lite.moe.scoring, lite.moe.groups, lite.moe.shared_width, lite.moe.normalise) == ("softmax", 1, 2816, False)
+    # As the releases write it: 192^-0.5 times (0.1 mscale ln 40 + 1)^2; on the angles the two factors cancel.
+    assert r1.mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert lite.mla.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert r1.rope.frequencies()[1] == lite.rope.frequencies()[1] == 1.0
+    assert r1.mla.norm_eps == 1e-6 and r1.kv_heads == 1
+
+
+def test_a_token_stores_one_latent() -> None:
+    r1 = spec_of("deepseek-r1")
+    for layout in (HelixLayout.create("helix", 8), HelixLayout.create("tp", 1, 8)):
+        for rank in range(8):
+            assert r1.entries(layout, rank) == ((576,),)
+    assert token_bytes(r1.layers, ((576,),), torch.bfloat16) == 61 * 1152
+
+
+def test_values_travel_from_nine_rows_on() -> None:
+    """512 x 128 weights at 4.2 TB/s against 384 values a row at 0.2 TB/s."""
+    r1 = spec_of("deepseek-r1").mla
+    assert r1 is not None
+    assert next(rows for rows in range(1, 20) if mla.exchanges_values(r1, rows)) == 9
+    assert not mla.exchanges_values(replace(r1, value=512), 10_000)  # nothing to save
+
+
+def test_queries_are_gathered_where_their_weights_are_many() -> None:
+    r1, lite = spec_of("deepseek-r1").mla, spec_of("deepseek-v2-lite").mla
+    assert r1 is not None and lite is not None
+    assert mla.gathers_queries(r1, 8, 2) and mla.gathers_queries(r1, 2, 2)
+    assert not mla.gathers_queries(lite, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "s, words",
+    [
+        (lambda: v3(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}), "quantised.*fp8"),
+        (lambda: v3(attention_bias=True), "attention_bias=True"),
+        (lambda: v3(kv_lora_rank=None), "lacks kv_lora_rank"),
+        (lambda: v3(q_lora_rank=0), "lacks q_lora_rank"),
+        (lambda: v3(topk_method="greedy"), "topk_method='greedy'.*noaux_tc"),
+        (lambda: v3(scoring_func="softmax"), "scoring_func='softmax'"),
+        (lambda: v3(n_group=7), "n_routed_experts=256.*n_group=7"),
+        (lambda: v3(n_group=8, topk_group=9), "topk_group=9"),
+        (lambda: v3(n_group=256, topk_group=256), "fewer than two"),
+        (lambda: v3(n_routed_experts=None), "lacks n_routed_experts"),
+        (lambda: v2(norm_topk_prob=True), "norm_topk_prob=True"),
+        (lambda: v2(topk_method="noaux_tc"), "topk_method='noaux_tc'.*greedy, group_limited_greedy"),
+        (lambda: v2(moe_layer_freq=2), "moe_layer_freq=2"),
+        (lambda: v2(mlp_bias=True), "mlp_bias=True"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(s: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        s()
+
+
+def test_all_layers_may_be_dense() -> None:
+    s = v3(first_k_dense_replace=61)
+    assert s.moe is None and not any(s.moe_layers)
+
+
+def test_tensor_parallel_heads_are_refused_with_what_fits() -> None:
+    with pytest.raises(ValueError, match=r"layout\.tpa=2 .* 128 query and 1 KV heads .*MLA has one.*kvp=8 tpa=1"):
+        check_layout(HelixLayout.create("helix", 4, 2), v3())
+    check_layout(HelixLayout.create("tp", 1, 8), v3())
+
+
+def test_a_layer_for_multi_token_prediction_is_left_out(tmp_path: Path) -> None:
+    source = checkpoint("deepseek-v3-yarn")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    s = spec_from_config(read_config(source))
+    for rank in range(2):
+        slices = decoder(s, HelixLayout.create("helix", 2, ep=2), rank).weights.slices
+        Checkpoint(tmp_path).check(slices, s.tied, s.unused)
+    save_file(tensors | {"model.layers.20.eh_proj.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1 unexpected: model\.layers\.20\.eh_proj"):
+        Checkpoint(tmp_path).check(slices, s.tied, s.unused)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2-lite", "deepseek-v3-yarn"])
+def test_ranks_without_heads_know_all_tensors(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(mla, "gathers_queries", lambda spec, ranks, item: True)
+    s = spec_from_config(read_config(checkpoint(family)))
+    layout = HelixLayout.create("helix", 12)
+    for rank in (0, 11):
+        Checkpoint(checkpoint(family)).check(decoder(s, layout, rank).weights.slices, s.tied, s.unused)
+    assert decoder(s, layout, 11).layers[0].attention.makes == 0
+
+
+def test_random_queries_do_not_depend_on_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = spec_from_config(read_config(checkpoint("deepseek-v3-yarn")))
+    layout = HelixLayout.create("helix", 2)
+    rows = []
+    for gathers in (False, True):
+        monkeypatch.setattr(mla, "gathers_queries", lambda spec, ranks, item, gathers=gathers: gathers)
+        models = [decoder(s, layout, rank) for rank in range(2)]
+        for model in models:
+            randomize(model.weights, 5)
+        rows.append([model.layers[1].attention.q_up.weight for model in models])
+    (whole, same), parts = rows
+    assert torch.equal(whole, same) and torch.equal(whole, torch.cat(parts))
