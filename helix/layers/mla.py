@@ -191,7 +191,9 @@ class MLA(ShardedAttention):
     def _gather(self, q: Tensor) -> Tensor:
         """[N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send one that is not read."""
         lanes = max(self.gathered)
-        parts = self.comm.all_gather(F.pad(q, (0, 0, 0, lanes - q.shape[1])).contiguous())  # [K, N, lanes, D]
+        if q.shape[1] < lanes:
+            q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
+        parts = self.comm.all_gather(q)  # [K, N, lanes, D]
         if min(self.gathered) == lanes:
             return parts.transpose(0, 1).flatten(1, 2)
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
