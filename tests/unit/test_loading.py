@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_spec_config, randomize, read_config
+from helix.loading import Checkpoint, from_mxfp4, load_spec_config, randomize, read_config
 from helix.models import Decoder, spec_from_config
+from tests.e2e.checkpoints import checkpoint
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], vocab_size=37, hidden_size=24, intermediate_size=29, num_hidden_layers=2,
@@ -76,7 +78,7 @@ def test_the_ranks_together_hold_every_element(directory: Path, kvp: int, tpa: i
         assert progress == list(range(1, len(model.weights.slices) + 1))
         assert not any(p.isnan().any() for p in model.weights.parameters), "a parameter was left unread"
         for s in model.weights.slices:
-            index = tuple(slice(r.start, r.stop) for r in s.ranges)
+            index = tuple(slice(r.start, r.stop, r.step) for r in s.ranges)
             assert torch.equal(s.target, whole[s.name][index]), s.name
             copies[s.name][index] += 1
     for name, count in copies.items():
@@ -134,6 +136,49 @@ def test_dtype_is_the_models(directory: Path) -> None:
     Checkpoint(directory).load(model.weights)
     assert model.embedding.weight.dtype == torch.bfloat16
     assert torch.equal(model.embedding.weight, tensors()["model.embed_tokens.weight"].bfloat16())
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    gen = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 7, 5, 16), dtype=torch.uint8, generator=gen)
+    scales = torch.randint(100, 140, (3, 7, 5), dtype=torch.uint8, generator=gen)
+    blocks.view(-1)[:256] = torch.arange(256)  # every pair of values
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # transposed
+    assert torch.equal(from_mxfp4(blocks, scales), wanted.mT)
+
+
+@pytest.mark.parametrize(
+    "mode, kvp, tpa, ep", [("helix", 1, 1, 1), ("helix", 6, 1, 2), ("helix", 4, 2, 8), ("medha", 2, 2, 2)]
+)
+@pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss-mxfp4", "mixtral", "qwen3-moe"])
+def test_experts_are_read_by_the_ranks_that_hold_them(family: str, mode: str, kvp: int, tpa: int, ep: int) -> None:
+    """Against the unpacked checkpoint; complete to every rank, also where it holds nothing of a tensor."""
+    layout = HelixLayout.create(mode, kvp, tpa, ep=ep)
+    whole = load_file(checkpoint(family.removesuffix("-mxfp4")) / "model.safetensors")
+    for rank in range(layout.world_size):
+        model = decoder(layout, rank, read_config(checkpoint(family)))
+        opened = Checkpoint(checkpoint(family))
+        opened.check(model.weights.slices, model.spec.tied)
+        for parameter in model.weights.parameters:
+            parameter.fill_(torch.nan)
+        opened.load(model.weights)
+        assert not any(p.isnan().any() for p in model.weights.parameters), "a parameter was left unread"
+        for s in model.weights.slices:
+            tensor = whole[s.name].mT if s.mxfp4 else whole[s.name]
+            assert torch.equal(s.target, tensor[tuple(slice(r.start, r.stop, r.step) for r in s.ranges)]), s.name
+
+
+def test_a_packed_checkpoint_lacks_what_it_lacks(tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint("gpt-oss-mxfp4"), tmp_path / "packed")
+    whole = load_file(copy / "model.safetensors")
+    del whole["model.layers.1.mlp.experts.down_proj_scales"]
+    del whole["model.layers.0.self_attn.sinks"]
+    save_file(whole, copy / "model.safetensors")
+    message = problem(copy, read_config(copy))
+    assert "2 missing: model.layers.0.self_attn.sinks, model.layers.1.mlp.experts.down_proj_scales" in message
+    # Without its key in the config it is an ordinary checkpoint, whose tensors have other names.
+    unpacked = {k: v for k, v in read_config(copy).items() if k != "quantization_config"}
+    assert "gate_up_proj_blocks" in problem(copy, unpacked)
 
 
 def problem(directory: Path, config: dict[str, Any] = CONFIG) -> str:
@@ -214,6 +259,12 @@ def test_generation_config_has_the_last_word_on_eos(directory: Path) -> None:
     assert spec_from_config(read_config(directory)).eos == (3, 5)
     (directory / "generation_config.json").write_text("{}")
     assert spec_from_config(read_config(directory) | {"eos_token_id": 7}).eos == (7,)
+
+
+def test_what_other_ranks_hold_is_not_unexpected(directory: Path) -> None:
+    layout = HelixLayout.create("helix", 4)
+    for rank in range(4):  # the first alone has the bias of the output projection
+        Checkpoint(directory).check(decoder(layout, rank).weights.slices, tied=False)
 
 
 def test_inline_keys_override_the_file(directory: Path) -> None:

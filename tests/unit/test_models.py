@@ -5,9 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import (
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from helix.models import FAMILIES, DecoderSpec, spec_from_config
+from comm.loopback import LoopbackWorld
+from helix.attention.dense import DenseAttention
+from helix.layout import HelixLayout
+from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
+from launch.plan import make_spec
+from tests.unit.test_config import composed
 
 
 def spec(config: Any, architecture: str, **more: Any) -> DecoderSpec:
@@ -40,6 +54,69 @@ def test_qwen3() -> None:
     assert s.qk_norm and s.head_dim == 128 and not s.qkv_bias
     without = {k: v for k, v in Qwen3Config(hidden_size=512).to_dict().items() if k != "head_dim"}
     assert spec_from_config({**without, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+
+
+def test_qwen3_moe() -> None:
+    s = spec(Qwen3MoeConfig(norm_topk_prob=True), "Qwen3MoeForCausalLM")
+    assert s.qk_norm and s.moe_layers == (True,) * 24 and s.windows == (None,) * 24
+    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.width, s.moe.normalise) == (128, 8, 768, True)
+    mixed = Qwen3MoeConfig(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert spec(mixed, "Qwen3MoeForCausalLM").moe_layers == (False, True, False, False, False, True)
+    windowed = Qwen3MoeConfig(use_sliding_window=True, sliding_window=64, num_hidden_layers=2)
+    assert spec(windowed, "Qwen3MoeForCausalLM").windows == (64, 64)
+
+
+def test_mixtral() -> None:
+    s = spec(MixtralConfig(), "MixtralForCausalLM")
+    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.width, s.moe.normalise) == (8, 2, 14336, True)
+    assert s.windows == (None,) * 32 and s.moe_layers == (True,) * 32
+    assert spec(MixtralConfig(sliding_window=9), "MixtralForCausalLM").windows == (9,) * 32
+
+
+def test_gpt_oss() -> None:
+    s = spec(GptOssConfig(), "GptOssForCausalLM")
+    assert s.sinks and s.qkv_bias and s.output_bias and s.head_dim == 64 and s.windows == (128, None) * 18
+    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.limit) == (128, 4, 7.0)
+    assert s.moe.storage == "stacked" and not s.rope.scaling["truncate"]
+    packed = spec(GptOssConfig(), "GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"})
+    assert packed.moe is not None and packed.moe.storage == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    "config, architecture, more, words",
+    [
+        (
+            GptOssConfig(),
+            "GptOssForCausalLM",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "fp8.*mxfp4 of gpt-oss",
+        ),
+        (Qwen3MoeConfig(), "Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        (Qwen3MoeConfig(), "Qwen2MoeForCausalLM", {}, "unknown architecture Qwen2Moe.*Qwen3MoeForCausalLM"),
+        (MixtralConfig(), "MixtralForCausalLM", {"num_local_experts": None}, "lacks num_local_experts"),
+        (MixtralConfig(), "MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than"),
+        (Qwen3MoeConfig(), "Qwen3MoeForCausalLM", {"moe_intermediate_size": 0}, "lacks moe_intermediate_size"),
+    ],
+)
+def test_experts_that_are_not_supported(config: Any, architecture: str, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        spec(config, architecture, **more)
+
+
+@pytest.mark.parametrize(
+    "model, billions",
+    [
+        ("qwen3-30b-a3b", 30.53),
+        ("mixtral-8x7b", 46.70),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+    ],
+)
+def test_the_shapes_have_the_published_number_of_parameters(model: str, billions: float) -> None:
+    s = make_spec(composed(f"model={model}"))
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    decoder = Decoder(s, HelixLayout.create(), comm, DenseAttention(), torch.bfloat16, torch.device("meta"))
+    assert round(sum(p.numel() for p in decoder.weights.parameters) / 1e9, 2) == billions
 
 
 @pytest.mark.parametrize("eos, expected", [(None, ()), (2, (2,)), ([2, 3], (2, 3))])

@@ -78,6 +78,13 @@ def test_what_the_command_line_can_get_wrong(
     assert all(word in message for word in words), message
 
 
+def test_more_expert_groups_than_experts(prompts: Path) -> None:
+    mixtral = checkpoint("mixtral")  # 5 experts
+    message = problem(mixtral, prompts, "layout.tpa=4", "layout.ep=8", world=8)
+    assert all(word in message for word in ("layout.ep=8", "5 experts", "layout.tpf")), message
+    plan(mixtral, prompts, "layout.tpa=4", "layout.ep=4", world=8)
+
+
 def test_what_a_directory_can_lack(model: Path, prompts: Path, tmp_path: Path) -> None:
     assert "has no config.json" in problem(tmp_path, prompts)
     config = json.loads((model / "config.json").read_text())

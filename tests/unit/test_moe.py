@@ -1,0 +1,180 @@
+"""Routed experts on every TPF x EP grid: the ranks' parts, the paper's way to add them up, and ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.loopback import LoopbackWorld
+from helix.layers.moe import MoE, MoESpec
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.loading import randomize
+from kernels.route import route
+
+HIDDEN, TOKENS = 24, 13
+# Counts and widths that few ranks divide; more ranks than experts; many experts without tokens.
+SPECS = {
+    "plain": MoESpec(experts=11, top_k=3, width=52, normalise=True),
+    "few": MoESpec(experts=5, top_k=2, width=3),
+    "many": MoESpec(experts=64, top_k=1, width=10),
+    "biased": MoESpec(
+        experts=6, top_k=4, width=14, scoring="top_softmax", router_bias=True, expert_bias=True, limit=0.5,
+        router="router", storage="stacked",
+    ),
+    "shared": MoESpec(
+        experts=12, top_k=3, width=10, shared_width=29, scoring="sigmoid", normalise=True, scale=2.5,
+        groups=4, top_groups=2, group_score=2, choice_bias=True,
+    ),
+}  # fmt: skip
+GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1), (3, 2), (2, 3)]
+
+
+def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A checkpoint tensor of its own for each name, float64."""
+    seed = sum(i * byte for i, byte in enumerate(name.encode(), 1))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(spec: MoESpec, layout: HelixLayout, rank: int) -> tuple[MoE, Weights]:
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
+    weights = Weights(torch.float64, torch.device("cpu"))
+    built = MoE(weights, comm, layout, HIDDEN, spec, "mlp")
+    for parameter in weights.parameters:
+        parameter.fill_(torch.nan)
+    for s in weights.slices:
+        s.target.copy_(tensor(s.name, s.shape)[tuple(slice(r.start, r.stop, r.step) for r in s.ranges)])
+    assert not any(p.isnan().any() for p in weights.parameters), "a parameter was left unread"
+    return built, weights
+
+
+def tokens() -> Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def expected(spec: MoESpec, x: Tensor, experts: range) -> Tensor:
+    """What these experts add to each token [N, H], from the whole tensors of the checkpoint."""
+    E, F = spec.experts, spec.width
+    logits = x @ tensor(f"mlp.{spec.router}.weight", (E, HIDDEN)).T
+    if spec.router_bias:
+        logits += tensor(f"mlp.{spec.router}.bias", (E,))
+    bias = tensor("mlp.gate.e_score_correction_bias", (E,)).float() if spec.choice_bias else None
+    options: dict[str, Any] = dict(scoring=spec.scoring, bias=bias, normalise=spec.normalise, scale=spec.scale)
+    ids, scores = route(
+        logits, spec.top_k, groups=spec.groups, top_groups=spec.top_groups, group_score=spec.group_score, **options
+    )
+    y = torch.zeros_like(x)
+    for e in experts:
+        if spec.storage == "stacked":
+            gate_up = x @ tensor("mlp.experts.gate_up_proj", (E, HIDDEN, 2 * F))[e]
+            gate_up += tensor("mlp.experts.gate_up_proj_bias", (E, 2 * F))[e]
+            gate, up = gate_up[:, ::2].clamp(max=spec.limit), gate_up[:, 1::2].clamp(-spec.limit, spec.limit)
+            h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            out = h @ tensor("mlp.experts.down_proj", (E, F, HIDDEN))[e]
+            out += tensor("mlp.experts.down_proj_bias", (E, HIDDEN))[e]
+        else:
+            out = dense(x, f"mlp.experts.{e}", F)
+        y += out * torch.where(ids == e, scores, 0.0).sum(1, keepdim=True)
+    return y
+
+
+def dense(x: Tensor, name: str, width: int) -> Tensor:
+    gate = x @ tensor(f"{name}.gate_proj.weight", (width, HIDDEN)).T
+    up = x @ tensor(f"{name}.up_proj.weight", (width, HIDDEN)).T
+    return (torch.nn.functional.silu(gate) * up) @ tensor(f"{name}.down_proj.weight", (HIDDEN, width)).T
+
+
+def close(ours: Tensor, wanted: Tensor) -> bool:
+    """Activations and scores are rounded to fp32, all else is float64: 2^-24 of each of some hundred terms, whose
+    roundings add up to less than 2^-20 of the largest sum."""
+    return bool((ours - wanted).abs().max() <= 2**-20 * wanted.abs().max())
+
+
+@pytest.mark.parametrize("tpf, ep", GRIDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: int) -> None:
+    spec = SPECS[name]
+    layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
+    x = tokens()
+    parts = torch.stack([layer(spec, layout, rank)[0](x) for rank in range(tpf * ep)])  # [ranks, N, H]
+    shared = dense(x, "mlp.shared_experts", spec.shared_width) if spec.shared_width else torch.zeros_like(x)
+
+    ours = parts.sum(0)
+    assert close(ours, expected(spec, x, range(spec.experts)) + shared)
+
+    # The paper's: an all-reduce inside each expert group, whose result is what its experts alone add; an all-gather of
+    # the groups' results; a local sum. The shared expert, dense, is a sum over all ranks of its own.
+    routed = torch.stack([layer(replace(spec, shared_width=0), layout, r)[0](x) for r in range(tpf * ep)])
+    gathered = routed.unflatten(0, (ep, tpf)).sum(1)  # [EP, N, H]
+    for group in range(ep):
+        assert close(gathered[group], expected(spec, x, layout.experts(group * tpf, spec.experts)))
+    assert close(gathered.sum(0) + shared, ours)
+
+
+def test_batches_in_which_experts_get_no_token() -> None:
+    x = tokens()[:1]
+    for spec in SPECS.values():
+        layout = HelixLayout("helix", 8, 1, 1, 8)
+        parts = [layer(replace(spec, shared_width=0), layout, rank)[0](x) for rank in range(8)]
+        assert any((part == 0).all() for part in parts), "a rank without work gives zeros"
+        assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
+
+
+def test_idle_ranks_of_medha_add_nothing() -> None:
+    spec, x = SPECS["biased"], tokens()
+    layout = HelixLayout("medha", 3, 2, 1, 2)
+    parts = [layer(spec, layout, rank)[0](x) for rank in range(6)]
+    assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
+    assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
+
+
+@pytest.mark.parametrize("planted", ["a bias on two ranks", "gate and up swapped", "an expert on two ranks"])
+def test_planted_errors_are_caught(planted: str) -> None:
+    spec, x = SPECS["biased"], tokens()
+    layout = HelixLayout("helix", 4, 1, 2, 2)
+    layers = [layer(spec, layout, rank)[0] for rank in range(4)]
+    if planted == "a bias on two ranks":
+        layers[1].down_bias = layers[0].down_bias
+    if planted == "gate and up swapped":
+        layers[2].gate_up.copy_(layers[2].gate_up.roll(len(layers[2].columns), 1))
+    if planted == "an expert on two ranks":
+        layers[2].experts = layers[0].experts
+    assert not close(torch.stack([built(x) for built in layers]).sum(0), expected(spec, x, range(spec.experts)))
+
+
+@pytest.mark.parametrize("tpf, ep", GRIDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_the_ranks_hold_every_expert_once_and_know_of_all(name: str, tpf: int, ep: int) -> None:
+    spec = SPECS[name]
+    layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
+    ranks = [layer(spec, layout, rank)[1] for rank in range(tpf * ep)]
+    assert len({frozenset((s.name, s.shape) for s in weights.slices) for weights in ranks}) == 1
+    copies = {s.name: torch.zeros(s.shape) for s in ranks[0].slices}
+    for weights in ranks:
+        for s in weights.slices:
+            copies[s.name][tuple(slice(r.start, r.stop, r.step) for r in s.ranges)] += 1
+    for tensor_name, count in copies.items():
+        replicated = f"mlp.{spec.router}." in tensor_name
+        assert (count == (tpf * ep if replicated else 1)).all(), tensor_name
+
+
+def test_random_routers_agree_and_spread_tokens() -> None:
+    spec = MoESpec(experts=16, top_k=2, width=8)
+    layout = HelixLayout("helix", 4, 1, 2, 2)
+    comms = [LoopbackWorld(4).communicator(rank, layout.kvp_group(rank)) for rank in range(4)]
+    weights = [Weights(torch.float32, torch.device("cpu")) for _ in range(4)]
+    layers = [MoE(w, comm, layout, 2048, spec, "mlp") for w, comm in zip(weights, comms, strict=True)]
+    for w in weights:
+        randomize(w, seed=5)
+    x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(1))  # as after a norm
+    logits = [built.router(x) for built in layers]
+    assert all(torch.equal(each, logits[0]) for each in logits)
+    load = route(logits[0], spec.top_k)[0].flatten().bincount(minlength=16)
+    # 1024 choices over 16 experts are 64 each; logits of deviation 0.9 leave none idle and none with half of all.
+    assert load.min() > 8 and load.max() < 256
+    assert not torch.equal(layers[0].gate_up[0], layers[0].gate_up[1])
+    assert not torch.equal(layers[0].gate_up, layers[1].gate_up) and not torch.equal(layers[0].down, layers[2].down)
