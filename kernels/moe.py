@@ -1,10 +1,249 @@
-"""The routed experts that a rank holds: gather, two grouped products, weighted sum."""
+"""The routed experts that a rank holds: gather, two grouped products, weighted sum, with no copy of x.
+
+A pair is a token and one of its experts. Three ways, by static shapes, none of whose grids depends on ids:
+
+- A few tokens: experts hardly meet, and time is latency. Programs take a pair and some rows of its expert's gate and
+  up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
+  programs take some rows of down and walk through their token's experts, so that nothing is left to be summed.
+- Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids by itself, which costs less
+  than a launch that would sort them, and feeds the rows past 16 or 32 pairs at a time through the tensor cores; an
+  expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
+  order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
+- Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
+from kernels import routing
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.linear import RUN
+from kernels.reference.moe import ALPHA
 from kernels.reference.moe import moe as reference
+
+FEW = 4  # tokens
+SOME = 512  # pairs; programs look through all of them
+_ALPHA: tl.constexpr = tl.constexpr(ALPHA)
+
+
+@triton.jit
+def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Rows of gate and up in turns, so that one tile holds both of a column; the last column again beyond the end."""
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    return tl.minimum(r // 2, F - 1) + r % 2 * F
+
+
+@triton.jit
+def _activation(y, limit, CLAMPED: tl.constexpr):
+    """The gate of y [.., 2], gate and up."""
+    gate, up = tl.split(y)
+    if CLAMPED:  # by comparison: a minimum would swallow NaN
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        return gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _gate_up_few_kernel(
+    x, ids, weights, gate_up, bias, h, x_n, first, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = _gated_row(tile, F, BLOCK_R)
+    wait_for_predecessor(PDL)
+    expert = tl.load(ids + pair) - first
+    if (expert >= 0) & (expert < EXPERTS):
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + (pair // TOP_K) * x_n + k
+        w_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row[:, None] * H + k[None, :]
+        acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
+        for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+            inside = k < H - begin
+            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)
+            xs = tl.load(x_at + begin, mask=inside, other=0.0).to(tl.float32)
+            products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
+            acc += tl.sum(products, 2)
+        y = tl.sum(acc, 1)
+        if BIAS:
+            y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
+        y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), limit, CLAMPED) * tl.load(weights + pair)
+        f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
+        tl.store(h + pair * F + f, y, mask=f < F)
+    start_successor(PDL)
+
+
+@triton.jit
+def _down_few_kernel(
+    h, ids, weights, down, bias, out, first,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.minimum(r, H - 1)
+    # Ids, weights and the experts are older than the predecessor: only h has to be waited for.
+    slot = tl.arange(0, BLOCK_S)
+    expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
+    local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
+    place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
+    count = tl.sum(local.to(tl.int32), 0)
+    wait_for_predecessor(PDL)
+    k = tl.arange(0, BLOCK_K)
+    chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
+    for i in tl.range(0, count * chunks, num_stages=STAGES):
+        here = place == i // chunks
+        e = tl.sum(tl.where(here, expert, 0), 0)
+        pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
+        column = i % chunks * BLOCK_K + k
+        w_at = down + e.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
+        ws = tl.load(w_at, mask=(column < F)[None, :], other=0.0).to(tl.float32)
+        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
+    start_successor(PDL)
+    y = tl.sum(acc, 1)
+    if BIAS:
+        weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
+        biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
+        y += tl.sum(weight[:, None] * biases, 0)
+    tl.store(out + n * H + r, y, mask=r < H)
+
+
+@triton.jit
+def _expert_pairs(
+    block, ids, bounds, block_ends, P, first,
+    EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """A program's local expert, and where its pairs begin and end: a block of sorted ones, or all of expert `block`."""
+    if SORTED:
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(block_ends + e, mask=e < EXPERTS, other=0x7FFFFFFF)
+        expert = tl.sum((ends <= block).to(tl.int32), 0)  # EXPERTS, where no pairs begin, in a block past the last one
+        before = tl.max(tl.where(ends <= block, ends, 0), 0)
+        begin = tl.load(bounds + expert) + (block - before) * BLOCK_N
+        stop = tl.minimum(tl.load(bounds + tl.minimum(expert + 1, EXPERTS)), begin + BLOCK_N)
+        return expert, begin, stop
+    else:
+        p = tl.arange(0, BLOCK_P)
+        mine = tl.load(ids + p, mask=p < P, other=first - 1) == first + block
+        return block, 0, tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def _pairs_at(lane, stop, expert, ids, order, P, first, SORTED: tl.constexpr):
+    """The pairs at places `lane` [BLOCK_N] of the order, or of the expert's own; 0 from `stop` on."""
+    if SORTED:
+        pair = tl.load(order + lane, mask=lane < stop, other=0)
+    else:
+        # The i-th pair of the expert stands behind all those up to which it has at most i.
+        pair = tl.zeros_like(lane)
+        count = 0
+        for begin in range(0, P, 128):
+            p = begin + tl.arange(0, 128)
+            mine = tl.load(ids + p, mask=p < P, other=first - 1) == first + expert
+            counts = count + tl.cumsum(mine.to(tl.int32), 0)
+            pair += tl.sum((counts[:, None] <= lane[None, :]).to(tl.int32), 0)
+            count = tl.max(counts, 0)
+    return tl.where(lane < stop, pair, 0).to(tl.int64)
+
+
+@triton.jit
+def _product(
+    rows_at, x_at, valid, K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of a weight times rows of x, given where each begins: [BLOCK_R, BLOCK_N] in fp32."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = k < K - begin
+        w = tl.load(rows_at[:, None] + (begin + k)[None, :], mask=inside[None, :], other=0.0)
+        xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    row = _gated_row(tile, F, BLOCK_R)
+    wait_for_predecessor(PDL)
+    expert, begin, stop = _expert_pairs(
+        tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+    )
+    for at in range(begin, stop, BLOCK_N):
+        lane = at + tl.arange(0, BLOCK_N)
+        valid = lane < stop
+        pair = _pairs_at(lane, stop, expert, ids, order, P, first, SORTED)
+        rows_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row * H
+        y = _product(rows_at, x + pair // TOP_K * x_n, valid, H, BLOCK_R, BLOCK_N, BLOCK_K, STAGES)
+        if BIAS:
+            y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)[:, None]
+        y = tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1])
+        weight = tl.load(weights + pair, mask=valid, other=0.0)
+        y = _activation(y, limit, CLAMPED) * weight[None, :]
+        f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
+        tl.store(h + (pair * F)[None, :] + f[:, None], y, mask=(f < F)[:, None] & valid[None, :])
+    start_successor(PDL)
+
+
+@triton.jit
+def _down_kernel(
+    h, ids, weights, down, bias, outputs, order, bounds, block_ends, P, first,
+    EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.minimum(r, H - 1)
+    # Which pairs these are is older than the predecessor.
+    expert, begin, stop = _expert_pairs(
+        tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+    )
+    for at in range(begin, stop, BLOCK_N):
+        lane = at + tl.arange(0, BLOCK_N)
+        valid = lane < stop
+        pair = _pairs_at(lane, stop, expert, ids, order, P, first, SORTED)
+        wait_for_predecessor(PDL)  # after the first time, this returns at once
+        rows_at = down + expert.to(tl.int64) * (H * F) + row * F
+        y = _product(rows_at, h + pair * F, valid, F, BLOCK_R, BLOCK_N, BLOCK_K, STAGES)
+        if BIAS:
+            weight = tl.load(weights + pair, mask=valid, other=0.0)
+            y += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
+        tl.store(outputs + (pair * H)[None, :] + r[:, None], y, mask=(r < H)[:, None] & valid[None, :])
+    wait_for_predecessor(PDL)  # those without pairs, too
+    start_successor(PDL)
+
+
+@triton.jit
+def _sum_kernel(
+    outputs, ids, out, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(TOP_K):
+        expert = tl.load(ids + n * TOP_K + s) - first
+        width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # what no expert wrote may be NaN
+        acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
+    tl.store(out + n * H + c, acc, mask=c < H)
 
 
 def moe(
@@ -22,7 +261,8 @@ def moe(
     """Sum over a token's chosen local experts of weight * (down(act(gate_up x))); this rank's part of a sum.
 
     `act` is silu(gate) * up; with `limit` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above and
-    up on both sides. Sums are fp32; the activations between the two products are rounded to x's dtype. Deterministic.
+    up on both sides. Sums are fp32; the weighted activations, and from five tokens on an expert's weighted output, are
+    rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
 
     Args:
         x: [N, H], last dim contiguous.
@@ -38,4 +278,74 @@ def moe(
     Returns:
         [N, H] in x's dtype; zeros for a token without local experts.
     """
-    return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit)
+    if not routing.on_gpu(x):
+        return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit)
+    (N, H), top_k = x.shape, ids.shape[1]
+    E, _, F = down.shape
+    if 0 in (N, H, E, top_k):
+        return torch.zeros(N, H, dtype=x.dtype, device=x.device)
+    assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
+    given = (ids, weights, gate_up, down, gate_up_bias, down_bias)
+    assert all(t is None or t.is_contiguous() for t in given)
+    P = N * top_k
+    h = torch.empty(P, F, dtype=x.dtype, device=x.device)
+    out = torch.empty(N, H, dtype=x.dtype, device=x.device)
+    shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
+    clamp = dict(BIAS=gate_up_bias is not None, CLAMPED=limit is not None)
+    bound = 0.0 if limit is None else limit
+    if N <= FEW:
+        tile, down_tile = _few_tiles(F)
+        _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
+            x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), first, bound, TOP_K=top_k, **clamp, **shape, **tile
+        )
+        _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
+            h, ids, weights, down, down_bias, out, first,
+            TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, **shape, **down_tile,
+        )  # fmt: skip
+        return out
+
+    tile = _tile(N, top_k, E, x.dtype)
+    is_sorted = P > SOME
+    plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
+    blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
+    find = dict(BLOCK_P=triton.next_power_of_2(P), BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+    outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
+    _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
+        x, ids, weights, gate_up, gate_up_bias, h, *plan, x.stride(0), P, first, bound, TOP_K=top_k,
+        **clamp, **shape, **find, **tile,
+    )  # fmt: skip
+    _down_kernel[triton.cdiv(H, tile["BLOCK_R"]), blocks](
+        h, ids, weights, down, down_bias, outputs, *plan, P, first, BIAS=down_bias is not None, **shape, **find, **tile
+    )
+    del shape["F"]
+    _sum_kernel[N, triton.cdiv(H, 1024)](outputs, ids, out, first, TOP_K=top_k, BLOCK=1024, num_warps=4, **shape)
+    return out
+
+
+def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs in the order of their local experts, where each expert's begin [E + 1], where its blocks end [E]; int32."""
+    local = ids.flatten() - first
+    keys, order = torch.where((local >= 0) & (local < E), local, E).sort(stable=True)
+    bounds = torch.searchsorted(keys, torch.arange(E + 1, dtype=torch.int32, device=ids.device), out_int32=True)
+    ends = (bounds.diff() + block - 1).div(block, rounding_mode="floor").cumsum(0, dtype=torch.int32)
+    return order.int(), bounds, ends
+
+
+def _few_tiles(F: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Launch options of the two products of a few tokens: as `kernels.linear` streams one row past a gate, and down."""
+    gate_up = dict(BLOCK_R=4, BLOCK_K=2 * 32 * RUN, RUN=RUN, STAGES=1, num_warps=2)
+    block_k = min(4 * 32 * RUN, max(2 * RUN, triton.next_power_of_2(F)))
+    return gate_up, dict(BLOCK_R=4, BLOCK_K=block_k, RUN=RUN, STAGES=1, num_warps=4)
+
+
+def _tile(N: int, top_k: int, E: int, dtype: torch.dtype) -> dict[str, int]:
+    """Launch options of the others: bound by reading weights, and in the end by multiplications."""
+    if dtype == torch.float32:
+        return dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
+    if N * top_k <= SOME:
+        pairs = 32 if N > 16 and N * top_k >= 8 * E else 16
+        return dict(BLOCK_R=32, BLOCK_N=pairs, BLOCK_K=128, STAGES=4, num_warps=4)
+    if N * top_k < 128 * E:
+        return dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
+    return dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)

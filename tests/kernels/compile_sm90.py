@@ -26,8 +26,18 @@ from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.kv_append import _kv_append_kernel
 from kernels.linear import _linear_kernel
 from kernels.lse_combine import _lse_combine_kernel
+from kernels.moe import (
+    _down_few_kernel,
+    _down_kernel,
+    _few_tiles,
+    _gate_up_few_kernel,
+    _gate_up_kernel,
+    _sum_kernel,
+    _tile,
+)
 from kernels.paged import tile_shape
 from kernels.rms_norm import _rms_norm_kernel
+from kernels.route import _route_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -37,14 +47,18 @@ SPECIAL = {
     **dict.fromkeys(
         ("block_table", "lo", "hi", "cu_q", "starts", "sent", "received", "counts", "status"), ("*i32", True)
     ),
+    **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
+    **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part", "part_lse", "sinks"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
+    **dict.fromkeys(("P", "first"), ("i32", False)),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result",
+    "logits", "gate_up", "down", "h", "outputs",
 }  # fmt: skip
 
 
@@ -73,6 +87,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
         tile |= {"BIAS": True, "GATED": gated, "PDL": True}
         yield "linear", bf16, _linear_kernel, tile, {"num_warps": warps}
+    choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 8, "PDL": True}
+    choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True}
+    yield "route", fp32, _route_kernel, choice, {"num_warps": 1}
+    yield from moe_cases(bf16, 128, 2048, 96, 8, False)  # ranks of Qwen3-30B-A3B and gpt-oss-20b
+    yield from moe_cases(bf16, 4, 2880, 2880, 4, True)
+    yield from moe_cases(fp32, 5, 33, 7, 2, True)
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
@@ -83,6 +103,27 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
+
+
+def moe_cases(
+    dtype: torch.dtype, E: int, H: int, F: int, k: int, clamped: bool
+) -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """E experts of width F on a rank, k a token; few tokens, some and many."""
+    shape = {"EXPERTS": E, "H": H, "F": F, "BIAS": clamped, "PDL": True}
+    gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k}
+    for kernel, tile, extra in zip(
+        (_gate_up_few_kernel, _down_few_kernel), _few_tiles(F), (gate, slots), strict=True
+    ):
+        options = {"num_warps": tile.pop("num_warps")}
+        yield "moe-few", dtype, kernel, shape | extra | tile, options
+    for tokens in (64, 512):
+        tile = _tile(tokens, k, E, dtype)
+        options = {"num_warps": tile.pop("num_warps")}
+        find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
+        yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
+        yield f"moe-{tokens}", dtype, _down_kernel, shape | find | tile, options
+    total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PDL": True}
+    yield "moe-sum", dtype, _sum_kernel, total, {"num_warps": 4}
 
 
 def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:

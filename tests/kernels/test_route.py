@@ -97,6 +97,7 @@ def test_the_bias_chooses_and_does_not_weigh(device: torch.device) -> None:
     assert ids.tolist() == [[2, 3]] and weights.tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter
 def test_of_no_use_to_anyone(device: torch.device) -> None:
     """All sigmoids underflow: weights of zero, not NaN; and no tokens at all."""
     _, weights = route(torch.full((1, 4), -200.0, device=device), 2, scoring="sigmoid", normalise=True)
