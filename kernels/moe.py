@@ -309,7 +309,8 @@ def moe(
     is_sorted = P > SOME
     plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
     blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
-    find = dict(BLOCK_P=triton.next_power_of_2(P), BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+    searched = 1 if is_sorted else triton.next_power_of_2(P)
+    find = dict(BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
     outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
     _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
         x, ids, weights, gate_up, gate_up_bias, h, *plan, x.stride(0), P, first, bound, TOP_K=top_k,
