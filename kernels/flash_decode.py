@@ -60,6 +60,50 @@ def _first_slot(item_begin, run):
 
 
 @triton.jit
+def _item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The item that tile `at` of the row is part of, of a schedule whose sequences have ITEMS each.
+
+    Returns its sequence, its number within that, where its tiles begin and end in the row, and the keys that the
+    sequence reads: first, one past the last.
+    """
+    i = tl.sum((ends <= at).to(tl.int32), 0)
+    mine = tl.arange(0, BLOCK_B) == i
+    length = tl.sum(tl.where(mine, tiles, 0), 0)
+    start = tl.sum(tl.where(mine, starts, 0), 0)
+    stop = tl.sum(tl.where(mine, stops, 0), 0)
+    offset = at - (tl.sum(tl.where(mine, ends, 0), 0) - length * ITEMS)
+    item_begin = at - offset % length
+    return i, offset // length, item_begin, item_begin + length, start, stop
+
+
+@triton.jit
+def _store_item(
+    acc, total, peak, begin, end, item_begin, item_end, run, sinks, out, lse, part, part_lse, inside, live,
+    D: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Writes what the run [begin, end) has of an item: its result at `out`, `lse` if that is all of it, else a part.
+
+    With SINKS a result takes in one more key a row, of value zero, whose score is at `sinks`.
+    """
+    empty = total == 0.0
+    acc /= tl.where(empty, 1.0, total)[:, None]
+    log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
+    if (item_begin >= begin) & (item_end <= end):
+        if SINKS:
+            log2, factor = with_sink(log2, tl.load(sinks, mask=live, other=0.0))
+            acc *= factor[:, None]
+        tl.store(out, acc, mask=inside)
+        tl.store(lse, log2 * 0.6931471805599453, mask=live)
+    else:
+        m = tl.arange(0, acc.shape[0])
+        d = tl.arange(0, acc.shape[1])
+        slot = tl.where(item_begin >= begin, _first_slot(item_begin, run), 2 * tl.program_id(0))
+        here = slot.to(tl.int64) * ROWS + m
+        tl.store(part + here[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None] & (d < D)[None, :])
+        tl.store(part_lse + here, log2, mask=m < ROWS)
+
+
+@triton.jit
 def _flash_decode_kernel(
     q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
     q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, lo_b, lo_t, hi_b, hi_t,
@@ -79,21 +123,11 @@ def _flash_decode_kernel(
     end = tl.minimum(begin + run, tl.max(ends, 0))
     if EARLY:
         wait_for_predecessor(PDL)
-    seq = tl.arange(0, BLOCK_B)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     at = begin
     while at < end:
-        # The item that this tile is part of: a sequence, a KV head and a tile of its query rows.
-        i = tl.sum((ends <= at).to(tl.int32), 0)
-        mine = seq == i
-        length = tl.sum(tl.where(mine, tiles, 0), 0)
-        start = tl.sum(tl.where(mine, starts, 0), 0)
-        stop = tl.sum(tl.where(mine, stops, 0), 0)
-        offset = at - (tl.sum(tl.where(mine, ends, 0), 0) - length * HEADS * tiles_m)
-        item = offset // length
-        item_begin = at - offset % length
-        item_end = item_begin + length
+        i, item, item_begin, item_end, start, stop = _item_at(at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B)
         tile_m = item % tiles_m
         head = item // tiles_m
         b = i.to(tl.int64)
@@ -119,25 +153,13 @@ def _flash_decode_kernel(
             page_stride, slot_stride, head_stride, head, scale_log2,
             MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
         )  # fmt: skip
-        empty = total == 0.0
-        acc /= tl.where(empty, 1.0, total)[:, None]
-        log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
-
+        _store_item(
+            acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
+            out + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :],
+            lse + b * lse_b + t * lse_t + q_head * lse_h,
+            part, part_lse, inside, t < T, D=D, ROWS=ROWS, SINKS=SINKS,
+        )  # fmt: skip
         at = tl.minimum(end, item_end)
-        if (item_begin >= begin) & (item_end <= end):
-            result, result_log2 = acc, log2
-            if SINKS:
-                result_log2, factor = with_sink(log2, tl.load(sinks + q_head, mask=t < T, other=0.0))
-                result = acc * factor[:, None]
-            out_of_b = out + b * out_b
-            tl.store(out_of_b + (t * out_t + q_head * out_h)[:, None] + d[None, :], result, mask=inside)
-            tl.store(lse + b * lse_b + t * lse_t + q_head * lse_h, result_log2 * 0.6931471805599453, mask=t < T)
-        else:
-            program = tl.program_id(0)
-            slot = tl.where(item_begin >= begin, _first_slot(item_begin, run), 2 * program)
-            here = slot.to(tl.int64) * ROWS + m
-            tl.store(part + here[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None] & (d < D)[None, :])
-            tl.store(part_lse + here, log2, mask=m < ROWS)
     # Not before: the successor's programs would take the room of ours that have not started yet.
     start_successor(PDL)
 
@@ -216,6 +238,34 @@ def grid_of(kv_heads: int, device: torch.device, reserved_sms: int = 0) -> int:
     return (3 if kv_heads == 1 else 2) * max(1, sm_count(device) - reserved_sms)
 
 
+def merge_parts(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    sinks: torch.Tensor | None,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    programs: int,
+    heads: int,
+    block_m: int,
+    block_n: int,
+) -> None:
+    """Launches the merge behind a kernel of `programs` runs over the schedule of `heads` KV heads and these tiles."""
+    B, T, Hq, D = out.shape
+    group = Hq // heads
+    # Enough for equal lengths in one go; a long sequence among short ones has more parts, and takes several.
+    items = B * heads * triton.cdiv(T * group, block_m)
+    parts = min(512, max(16, triton.next_power_of_2(triton.cdiv(programs, items) + 1)))
+    _merge_parts_kernel[B * T * Hq, triton.cdiv(D, SLICE)](
+        lo, hi, sinks, out, lse, part, part_lse,
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
+        T=T, HEADS=heads, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_M=block_m, BLOCK_N=block_n,
+        ROWS=part.shape[1], PARTS=parts, SLICE=SLICE, SINKS=sinks is not None,
+        num_warps=max(1, min(8, parts // 32)), **overlapped(out),
+    )  # fmt: skip
+
+
 def flash_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -278,20 +328,12 @@ def flash_decode(
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = programs or grid_of(Hkv, q.device)
     part, part_lse = _workspace(q.device, programs, rows, D)
-    blocks = dict(BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, **overlapped(q))
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
         *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
-        scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size, EARLY=early, **blocks, **tile,
+        scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size,
+        BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
-    # Enough for equal lengths in one go; a long sequence among short ones has more parts, and takes several.
-    items = B * Hkv * triton.cdiv(T * group, tile["BLOCK_M"])
-    parts = min(512, max(16, triton.next_power_of_2(triton.cdiv(programs, items) + 1)))
-    _merge_parts_kernel[B * T * Hq, triton.cdiv(D, SLICE)](
-        lo, hi, sinks, out, lse, part, part_lse,
-        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
-        T=T, HEADS=Hkv, GROUP=group, D=D, BLOCK_M=tile["BLOCK_M"], BLOCK_N=tile["BLOCK_N"],
-        PARTS=parts, SLICE=SLICE, num_warps=max(1, min(8, parts // 32)), **blocks,
-    )  # fmt: skip
+    merge_parts(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])
     return out, lse

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.kernels.oracle import Case, make_case
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LatentCase(Case):
     """A case whose values are the first `latent` dims of its keys; `cache` [pages, page_size, R + P] holds both."""
 

@@ -1,4 +1,4 @@
-"""mla_append: kernel and reference against float64; each token goes where its slot says, and nothing else is written."""
+"""mla_append: kernel and reference against float64; a token goes where its slot says, and nothing else is written."""
 
 from __future__ import annotations
 

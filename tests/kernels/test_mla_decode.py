@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.mla_decode import mla_decode
 from kernels.reference.mla_decode import mla_decode as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check
@@ -44,6 +45,64 @@ def test_reference(shape: str) -> None:
     check(*run(reference, case), case)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel(shape: str, device: torch.device) -> None:
+    case = make_latent_case(**SHAPES[shape], device=device)
+    check(*run(mla_decode, case), case)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 50])
+@pytest.mark.parametrize("shape", ["plain", "twenty-heads-verify-4", "window-verify", "empty-shards"])
+def test_programs(shape: str, programs: int, device: torch.device) -> None:
+    case = make_latent_case(**SHAPES[shape], device=device)
+    check(*run(mla_decode, case, programs=programs), case)
+
+
+def test_more_parts_than_one_go_merges(device: torch.device) -> None:
+    """A long sequence beside a short one, items that begin inside a run, and several query tiles."""
+    case = make_latent_case([2, 2], [1100, 100], heads=20, device=device)
+    check(*run(mla_decode, case, programs=37), case)
+
+
+# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
+LOW = [
+    pytest.param(
+        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
+    )
+    for name, op in (("kernel", mla_decode), ("reference", reference))
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("op, dtype", LOW)
+def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
+    case = make_latent_case([2, 2], [75, 9], heads=8, latent=128, rope=32, dtype=dtype, device=device)
+    check(*run(op, case), case)
+
+
+def test_writes_where_told_and_nothing_else(device: torch.device) -> None:
+    case = make_latent_case([1, 1], [40, 0], device=device)
+    out = torch.full((2, 1, 8, 40), torch.nan, device=device)
+    lse = torch.full((2, 1, 8), torch.nan, device=device)
+    check(*run(mla_decode, case, out=out[:, :, 2:6, :32], lse=lse[:, :, 2:6], programs=3), case)
+    check(out[:, 0, 2:6, :32], lse[:, 0, 2:6], case)
+    for rest in (out[:, :, :2], out[:, :, 6:], out[..., 32:], lse[:, :, :2], lse[:, :, 6:]):
+        assert rest.isnan().all()
+
+
+@pytest.mark.parametrize("column", [3, 35], ids=["latent", "rope"])
+def test_nan_in_a_key_that_is_read_surfaces(column: int, device: torch.device) -> None:
+    case = make_latent_case([1], [20], device=device)
+    case.cache[int(case.block_table[0, 0]), 3, column] = torch.nan
+    assert run(mla_decode, case)[0].isnan().any()
+
+
+def test_repeats_bitwise(device: torch.device) -> None:
+    case = make_latent_case([3, 3], [90, 31], heads=16, device=device)
+    first, second = run(mla_decode, case, programs=5), run(mla_decode, case, programs=5)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
 @pytest.mark.parametrize("planted", ["one key left out", "one key too many", "scale", "lse", "no rope part"])
 def test_planted_errors_are_caught(planted: str) -> None:
     case = make_latent_case([1, 1], [40, 23])
@@ -64,3 +123,49 @@ def test_planted_errors_are_caught(planted: str) -> None:
         lse = lse + 1e-3
     with pytest.raises(AssertionError):
         check(out, lse, case, expected)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_every_length() -> None:
+    case = make_latent_case(
+        [1, 1, 1], [700, 3, 250], heads=16, latent=512, rope=64, page_size=64, dtype=torch.bfloat16, device="cuda"
+    )
+    B = 3
+    args = (case.q.unflatten(0, (B, -1)), case.cache, case.block_table)
+    lo, hi = case.lo.view(B, 1).clone(), case.hi.view(B, 1).clone()
+    mla_decode(*args, lo, hi, case.scale, case.latent)  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = mla_decode(*args, lo, hi, case.scale, case.latent)
+    for bounds in ([1, 0, 64], [65, 1, 0], [512, 2, 128], [700, 3, 250]):
+        hi.copy_(torch.tensor(bounds, device="cuda")[:, None])
+        case.hi = hi.flatten().clone()
+        graph.replay()
+        check(out.flatten(0, 1), lse.flatten(0, 1), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads, count", [(16, 1), (16, 2), (16, 8), (20, 3), (64, 1), (128, 1), (128, 8), (1, 16)])
+def test_real_sizes(dtype: torch.dtype, page_size: int, heads: int, count: int) -> None:
+    case = make_latent_case(
+        [count] * 4, [5000, 0, 333, count], heads=heads, latent=512, rope=64,
+        page_size=page_size, dtype=dtype, device="cuda",
+    )  # fmt: skip
+    check(*run(mla_decode, case), case)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_to_the_31() -> None:
+    """The last pages of a cache of 2^32 elements hold what is read."""
+    pages, page_size = (1 << 32) // (64 * 576) + 1, 64
+    cache = torch.empty(pages, page_size, 1, 576, dtype=torch.bfloat16, device="cuda")
+    case = make_latent_case(
+        [1], [100], heads=16, latent=512, rope=64, page_size=page_size, dtype=torch.bfloat16, device="cuda"
+    )
+    for i in range(2):
+        cache[pages - 1 - i] = case.k_cache[int(case.block_table[0, i])]
+        case.block_table[0, i] = pages - 1 - i
+    case.k_cache = cache
+    check(*run(mla_decode, case), case)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.mla_prefill import mla_prefill
 from kernels.reference.mla_prefill import mla_prefill as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check
@@ -39,6 +40,46 @@ def test_reference(shape: str) -> None:
     check(*run(reference, case), case)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel(shape: str, device: torch.device) -> None:
+    case = make_latent_case(**SHAPES[shape], device=device)
+    check(*run(mla_prefill, case), case)
+
+
+# Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
+LOW = [
+    pytest.param(
+        op, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.gpu] * (name == "kernel" and dtype is torch.bfloat16)
+    )
+    for name, op in (("kernel", mla_prefill), ("reference", reference))
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("op, dtype", LOW)
+def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
+    case = make_latent_case([40, 9], [75, 9], heads=4, latent=128, rope=32, dtype=dtype, device=device)
+    check(*run(op, case), case)
+
+
+def test_round_robin_bounds(device: torch.device) -> None:
+    """Bounds that stand still for a block of queries and then jump, as a rank of a larger kvp sees them."""
+    case = make_latent_case([60], [40], device=device)
+    steps = torch.arange(60) // 8
+    case.hi = (steps // 2 * 8 + 4).clamp(max=40).int().to(device)
+    case.lo = (case.hi - 16).clamp(min=0)
+    check(*run(mla_prefill, case), case)
+
+
+def test_writes_where_told(device: torch.device) -> None:
+    case = make_latent_case([7, 4], [20, 0], device=device)
+    out = torch.full((11, 6, 40), torch.nan, device=device)
+    lse = torch.full((11, 6), torch.nan, device=device)
+    run(mla_prefill, case, out=out[:, 1:5, :32], lse=lse[:, 1:5])
+    check(out[:, 1:5, :32], lse[:, 1:5], case)
+    assert out[:, [0, 5]].isnan().all() and out[..., 32:].isnan().all() and lse[:, [0, 5]].isnan().all()
+
+
 def test_a_future_key_is_caught() -> None:
     case = make_latent_case([20], [20])
     expected = case.expected()
@@ -46,3 +87,14 @@ def test_a_future_key_is_caught() -> None:
     out, lse = run(reference, case)
     with pytest.raises(AssertionError):
         check(out, lse, case, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_real_sizes(dtype: torch.dtype, page_size: int, heads: int) -> None:
+    case = make_latent_case(
+        [300, 29], [1500, 29], heads=heads, latent=512, rope=64, page_size=page_size, dtype=dtype, device="cuda"
+    )
+    check(*run(mla_prefill, case), case)
