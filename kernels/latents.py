@@ -35,10 +35,19 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]
 
 
 @triton.jit
+def _weigh(scores, total, peak, dtype: tl.constexpr):
+    """Weights of a tile's scores, the factor on what came before, and the running sum and peak."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    rescale = tl.exp2(peak - new_peak)
+    weights = tl.exp2(scores - new_peak[:, None])
+    return weights.to(dtype), rescale, total * rescale + tl.sum(weights, 1), new_peak
+
+
+@triton.jit
 def attend_latents(
     acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, pages, page_stride, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """`kernels.paged.attend_tiles` for one head whose keys are R + P values and whose values are the first R of them.
 
@@ -75,10 +84,14 @@ def attend_latents(
         if MASKED:
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             scores = tl.where(reads, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        rescale = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
-        peak = new_peak
+        if BLOCK_M >= 64:
+            # Always true. Without the branch, the compiler sees a chain of products, keeps whole rows of scores in each
+            # warp, and has both groups of 4 warps compute the same 64 rows.
+            weights = tl.zeros(scores.shape, latent.dtype)
+            rescale = tl.full(peak.shape, 1.0, tl.float32)
+            if tile * BLOCK_N < stop:
+                weights, rescale, total, peak = _weigh(scores, total, peak, latent.dtype)
+        else:
+            weights, rescale, total, peak = _weigh(scores, total, peak, latent.dtype)
+        acc = tl.dot(weights, latent, acc * rescale[:, None], input_precision="ieee")
     return acc, total, peak

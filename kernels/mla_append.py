@@ -41,13 +41,13 @@ def _mla_append_kernel(
             tl.store(target + R + half + d, second * c + first * s, mask=inside)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        inside = (head < HEADS)[:, None] & inside[None, :]
+        mask = (head < HEADS)[:, None] & inside[None, :]
         source = q + n * q_n + head[:, None] * q_h + d[None, :]
-        first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
         target = out + n * out_n + head[:, None] * out_h + d[None, :]
-        tl.store(target, first * c[None, :] - second * s[None, :], mask=inside)
-        tl.store(target + half, second * c[None, :] + first * s[None, :], mask=inside)
+        tl.store(target, first * c[None, :] - second * s[None, :], mask=mask)
+        tl.store(target + half, second * c[None, :] + first * s[None, :], mask=mask)
 
 
 def mla_append(

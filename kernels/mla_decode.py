@@ -62,7 +62,7 @@ def _mla_decode_kernel(
             tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
             q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, block_table + b * table_b,
             page_stride, scale_log2,
-            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         _store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, None,

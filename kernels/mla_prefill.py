@@ -57,17 +57,17 @@ def _mla_prefill_kernel(
         acc, total, peak = attend_latents(
             acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, pages,
             page_stride, scale_log2,
-            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
             acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, pages,
             page_stride, scale_log2,
-            MASKED=False, PAGE=PAGE, R=R, P=P, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            MASKED=False, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         acc, total, peak = attend_latents(
             acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, pages,
             page_stride, scale_log2,
-            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]

@@ -24,8 +24,12 @@ from kernels.exchange import PIECE_WORDS, _exchange_kernel
 from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.kv_append import _kv_append_kernel
+from kernels.latents import latent_tile
 from kernels.linear import _linear_kernel
 from kernels.lse_combine import _lse_combine_kernel
+from kernels.mla_append import _mla_append_kernel
+from kernels.mla_decode import _mla_decode_kernel
+from kernels.mla_prefill import _mla_prefill_kernel
 from kernels.moe import (
     _down_few_kernel,
     _down_kernel,
@@ -57,7 +61,7 @@ SPECIAL = {
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
-    "residual", "total", "y", "result",
+    "residual", "total", "y", "result", "cache", "kv", "gain",
     "logits", "gate_up", "down", "h", "outputs",
 }  # fmt: skip
 
@@ -79,6 +83,16 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
         yield "prefill", dtype, _flash_prefill_kernel, constants, options
+    latents = {"R": 512, "P": 64, "PAGE": 64}
+    for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
+        tile = latent_tile(tokens * heads, 512, 64, dtype)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        rows = tile["BLOCK_M"]
+        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
+        yield f"mla-decode-{rows}", dtype, _mla_decode_kernel, latents | grid | tile, options
+        yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | {"GROUP": heads} | tile, options
+    width = {"HEADS": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
+    yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 1}
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True, "PDL": True}

@@ -60,7 +60,7 @@ def test_programs(shape: str, programs: int, device: torch.device) -> None:
 
 def test_more_parts_than_one_go_merges(device: torch.device) -> None:
     """A long sequence beside a short one, items that begin inside a run, and several query tiles."""
-    case = make_latent_case([2, 2], [1100, 100], heads=20, device=device)
+    case = make_latent_case([2, 2], [1100, 100], heads=9, latent=16, device=device)
     check(*run(mla_decode, case, programs=37), case)
 
 
@@ -76,7 +76,7 @@ LOW = [
 
 @pytest.mark.parametrize("op, dtype", LOW)
 def test_low_precision(dtype: torch.dtype, op: Any, device: torch.device) -> None:
-    case = make_latent_case([2, 2], [75, 9], heads=8, latent=128, rope=32, dtype=dtype, device=device)
+    case = make_latent_case([2, 2], [75, 9], heads=20, latent=64, rope=16, dtype=dtype, device=device)
     check(*run(op, case), case)
 
 
@@ -98,7 +98,7 @@ def test_nan_in_a_key_that_is_read_surfaces(column: int, device: torch.device) -
 
 
 def test_repeats_bitwise(device: torch.device) -> None:
-    case = make_latent_case([3, 3], [90, 31], heads=16, device=device)
+    case = make_latent_case([3, 3], [90, 31], heads=6, latent=16, device=device)
     first, second = run(mla_decode, case, programs=5), run(mla_decode, case, programs=5)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
