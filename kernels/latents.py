@@ -22,7 +22,7 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]
         # What fits beside 64 rows of queries (72 KiB): tiles of 36 KiB, three of them.
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
-        # Two tiles of 72 KiB. With 4 warps the accumulators and the addresses of a tile do not fit the registers.
+        # Two tiles of 72 KiB: one is computed with while the other arrives.
         block_m, block_n, warps, stages = max(16, triton.next_power_of_2(rows)), 64, 8, 3
     return dict(
         BLOCK_M=block_m,
