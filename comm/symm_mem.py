@@ -25,7 +25,7 @@ EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
 ONE_SHOT_BYTES = 64 << 10  # above, sending every row to every rank costs more than the detour
-GATHER_PIECES = 64
+GATHER_PIECES = 512  # slices: 512 KiB
 LOOK_S = 3e-7  # the least that one look at a box takes, seconds
 
 

@@ -229,13 +229,9 @@ def _workspace(device: torch.device, programs: int, rows: int, D: int) -> tuple[
     )
 
 
-def grid_of(kv_heads: int, device: torch.device, reserved_sms: int = 0) -> int:
-    """Programs that fill the GPU, as measured on an H200: three on an SM where one head's keys lie in a row, else two.
-
-    Args:
-        reserved_sms: SMs to leave to kernels that run beside this one.
-    """
-    return (3 if kv_heads == 1 else 2) * max(1, sm_count(device) - reserved_sms)
+def grid_of(device: torch.device, reserved_sms: int = 0) -> int:
+    """Programs that fill the GPU, two on an SM, but for SMs that are left to kernels which run beside this one."""
+    return 2 * max(1, sm_count(device) - reserved_sms)
 
 
 def merge_parts(
@@ -300,7 +296,7 @@ def flash_decode(
         sinks: [Hq] fp32, contiguous, or None: each head's score of one more key, of value 0, that all its queries read.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        programs: the grid; `grid_of` the KV heads if None.
+        programs: the grid; `grid_of` the device if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
@@ -326,7 +322,7 @@ def flash_decode(
 
     tile = tile_shape(T * group, 64 if D <= 128 else 32, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
-    programs = programs or grid_of(Hkv, q.device)
+    programs = programs or grid_of(q.device)
     part, part_lse = _workspace(q.device, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,

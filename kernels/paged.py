@@ -19,7 +19,7 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
     block_d = max(16, triton.next_power_of_2(D))  # the least that tl.dot takes
     most_rows = 32 if dtype == torch.float32 else most_rows
     block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
-    # 16 KiB of keys: three in flight, two blocks an SM.
+    # 16 KiB of keys, and of values.
     block_n = max(16, min(64, 16384 // (block_d * dtype.itemsize)))
     wide = dtype == torch.float32 or block_m * block_d >= 128 * 128
     return dict(
@@ -27,7 +27,9 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=8 if wide else 4,
-        num_stages=2 if dtype == torch.float32 else 3,
+        # As much in flight as lets two programs fit an SM, and no third: of those that start while others run out,
+        # some SMs would take three and others one.
+        num_stages=2 if dtype == torch.float32 else 4 if block_m == 16 else 3,
     )
 
 

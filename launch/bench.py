@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m launch.bench kernels | comm | step | baselines | hopb | prefill`."""
+"""Benchmarks: `python -m launch.bench kernels | moe | mla | comm | step | baselines | hopb | prefill`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 
-from launch import bench_comm, bench_hopb, bench_kernels, bench_linear, bench_prefill, bench_steps
+from launch import (
+    bench_comm,
+    bench_hopb,
+    bench_kernels,
+    bench_linear,
+    bench_mla,
+    bench_moe,
+    bench_prefill,
+    bench_steps,
+)
 from launch.report import provenance
 
 
@@ -17,6 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmarks; without a GPU the smallest case runs and means nothing.")
     what = {
         "kernels": "flash_decode beside torch's attention and small-batch projections beside cuBLAS, on one GPU",
+        "moe": "a rank's routed experts beside the bytes of those that are touched, on one GPU",
+        "mla": "mla_decode beside FlashInfer, on one GPU",
         "comm": "the collectives of a step beside torch.distributed's, over 2, 4, .. GPUs",
         "step": "decode steps of whole models beside their floor, over all GPUs",
         "baselines": "the same under plain TP, Medha's layout and Helix",
@@ -33,6 +44,10 @@ def main() -> None:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
     if arguments.what == "kernels":
         rows = bench_kernels.run(device) + bench_linear.run(device)
+    elif arguments.what == "moe":
+        rows = bench_moe.run(device)
+    elif arguments.what == "mla":
+        rows = bench_mla.run(device)
     elif arguments.what == "comm":
         rows = bench_comm.run(gpus or 2)
     elif arguments.what == "prefill":

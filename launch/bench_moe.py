@@ -1,4 +1,4 @@
-"""Times the routed experts of a rank, routing included: part of `python -m launch.bench kernels`."""
+"""Times the routed experts of a rank, routing included: `python -m launch.bench moe`."""
 
 from __future__ import annotations
 

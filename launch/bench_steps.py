@@ -58,11 +58,16 @@ WORKLOADS = [
     Workload("llama-3.1-70b", 1, 128 * K, 1.6),
     Workload("llama-3.1-70b", 1, M, 1.25),
     Workload("llama-3.1-70b", 8, 128 * K, 1.25),
+    *[
+        Workload(model, batch, length)
+        for model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite")
+        for batch, length in ((1, 128 * K), (1, M), (8, 128 * K), (8, M))
+    ],
 ]
-# Models of 2, 4 and 8 KV heads; batches up to what memory holds, for the curve of users against GPUs.
+# Models of 2, 4, 8 KV heads, and of one latent; batches up to what memory holds, for the curve of users against GPUs.
 BASELINES = [
     Workload(model, batch, length)
-    for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b")
+    for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b", "deepseek-v2-lite")
     for length, batches in ((128 * K, (1, 8, 32)), (M, (1, 2, 4, 8)))
     for batch in batches
 ]
@@ -78,7 +83,7 @@ def spec_of(model: str) -> DecoderSpec:
 def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 2) -> float:
     """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once.
 
-    Of the routed experts, those that tokens who choose evenly touch.
+    Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window.
     """
     attention = 2 * (spec.q_heads + spec.kv_heads) * spec.head_dim * spec.hidden
     stored = 2 * spec.kv_heads * spec.head_dim
@@ -90,17 +95,24 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 
         matrices = spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * touched * moe.width)
         ffn += matrices * sum(spec.moe_layers)
     weights = spec.layers * attention + ffn + spec.vocab * spec.hidden
-    kv = spec.layers * stored * batch * length
+    kv = stored * batch * sum(min(window or length, length) for window in spec.windows)
     return (weights + kv) * item / ranks / READ_CEILING
 
 
 def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:
-    """The grids to time: helix ones with kvp of at least 2, or one of each mode beside the deepest helix ones."""
+    """The grids to time: helix ones with kvp of at least 2, or one of each mode beside the deepest helix ones.
+
+    Of a model with experts, those with one tpf x ep grid, and all others behind the last attention grid.
+    """
     helix = [HelixLayout.create("helix", ranks // tpa, tpa) for tpa in range(1, ranks + 1) if ranks % tpa == 0]
     found = [layout for layout in helix if spec.kv_heads % layout.tpa == 0]
     split = [layout for layout in found if layout.kvp > 1]
     if not baselines:
-        return split or found
+        chosen = split or found
+        experts = spec.moe.experts if spec.moe is not None else 1
+        eps = [ep for ep in range(2, min(ranks, experts) + 1) if ranks % ep == 0]
+        last = chosen[-1]
+        return [*chosen, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]
     tp = HelixLayout.create("tp", 1, ranks)
     return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
 
@@ -114,7 +126,8 @@ def measure(works: list[Workload], layout: HelixLayout) -> list[dict[str, Any]]:
             layout.world_size,
             [
                 f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
-                f"layout.tpa={layout.tpa}", "bench=decode", f"bench.points=[{points}]", "kv.page_size=64",
+                f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
+                "kv.page_size=64",
                 f"bench.steps={STEPS if torch.cuda.is_available() else 3}", f"record={record}",
             ],
         )  # fmt: skip

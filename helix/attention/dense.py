@@ -34,6 +34,6 @@ class DenseAttention(AttentionPolicy):
         out, lse = flash_decode(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
             lo.view(per_sequence), hi.view(per_sequence), scale,
-            sinks=sinks, programs=grid_of(keys.shape[2], q.device, reserved_sms), early=True,
+            sinks=sinks, programs=grid_of(q.device, reserved_sms), early=True,
         )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -15,10 +15,10 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import HelixLayout
 from launch.needles import SOURCES, make
-from tests.e2e.checkpoints import DEMO, FAMILIES, checkpoint, oracle
+from tests.e2e.checkpoints import DEMO, FAMILIES, MOE_FAMILIES, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Job
 from tests.e2e.parity import agreement, check, distributed_rank, loopback
-from tests.e2e.test_parity import LENGTHS, NEW_TOKENS, layouts
+from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS, layouts
 from tests.pool import pool
 
 # Where the best token leads by more than this, rounding to bf16 (2^-8 of logits below 32, over a few layers) cannot
@@ -50,6 +50,18 @@ def test_fp32_parity_over_gpus(family: str, layout: HelixLayout, kind: type[Torc
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
     task = (checkpoint(family), layout, 16, wanted, "cuda", kind)
     check(pool(layout.world_size, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
+
+
+@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_over_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> None:
+    """Every TPF x EP grid, the attention grid being now one and now the other."""
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    for number, ep in enumerate(n for n in (1, 2, 4, 8) if world % n == 0):
+        tpa = 2 if number % 2 and world > 1 else 1
+        task = (checkpoint(family), HelixLayout.create("helix", world // tpa, tpa, ep=ep), 16, wanted, "cuda", kind)
+        check(pool(world, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
 
 
 @pytest.mark.gpu(2)

@@ -126,7 +126,7 @@ def moe_cases(
     shape = {"EXPERTS": E, "H": H, "F": F, "BIAS": clamped, "PDL": True}
     gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k}
     for kernel, tile, extra in zip(
-        (_gate_up_few_kernel, _down_few_kernel), _few_tiles(F), (gate, slots), strict=True
+        (_gate_up_few_kernel, _down_few_kernel), _few_tiles(1, F), (gate, slots), strict=True
     ):
         options = {"num_warps": tile.pop("num_warps")}
         yield "moe-few", dtype, kernel, shape | extra | tile, options
