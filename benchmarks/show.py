@@ -86,6 +86,36 @@ def linear() -> list[str]:
     return rows
 
 
+def mla() -> list[str]:
+    """`mla_decode` beside FlashInfer."""
+    rows = [
+        "| heads | batch | latents | queries | ours | FlashInfer 0.6.13, fa3 | TB/s | bytes / 4.0 TB/s + 6 us |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results("mla", "heads", "batch", "length", "queries"):
+        bar = f"{r['bar_us']:.1f} us" if r["bar_us"] else "-"
+        rows.append(
+            f"| {r['heads']} | {r['batch']} | {r['length'] // 1024}K | {r['queries']} | {r['us']:.1f} us "
+            f"| {r['flashinfer_us']:.1f} us | {r['tb_per_s']:.2f} | {bar} |"
+        )
+    return rows
+
+
+def moe() -> list[str]:
+    """A rank's routed experts, routing included: microseconds (share of the bar), by tokens."""
+    found = results("moe", "model", "tpf", "ep", "tokens")
+    counts = sorted({r["tokens"] for r in found})
+    rows = [f"| experts | tpf x ep | {' | '.join(map(str, counts))} |", "|---|---" + "|---" * len(counts) + "|"]
+    for model, tpf, ep in dict.fromkeys((r["model"], r["tpf"], r["ep"]) for r in found):
+        cells = {
+            r["tokens"]: f"{r['us']:.1f} ({r['us'] / r['bar_us']:.2f})"
+            for r in found
+            if (r["model"], r["tpf"], r["ep"]) == (model, tpf, ep)
+        }
+        rows.append(f"| {model} | {tpf} x {ep} | {' | '.join(cells.get(n, '-') for n in counts)} |")
+    return rows
+
+
 def comm() -> list[str]:
     """Collectives, as `python -m launch.bench comm` recorded them."""
     rows = [
@@ -216,7 +246,7 @@ def prefill() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, comm, steps, best_steps, baselines, budgets, hopb, prefill,
+        foundation, decode_kernel, ragged, linear, mla, moe, comm, steps, best_steps, baselines, budgets, hopb, prefill,
     )
 }  # fmt: skip
 

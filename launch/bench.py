@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,26 +45,25 @@ def main() -> None:
     device = torch.device("cuda" if gpus else "cpu")
     if not gpus:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
-    if arguments.what == "kernels":
-        rows = bench_kernels.run(device) + bench_linear.run(device)
-    elif arguments.what == "moe":
-        rows = bench_moe.run(device)
-    elif arguments.what == "mla":
-        rows = bench_mla.run(device)
-    elif arguments.what == "comm":
-        rows = bench_comm.run(gpus or 2)
-    elif arguments.what == "prefill":
-        rows = bench_prefill.run(gpus or 2, device)
-    elif arguments.what == "hopb":
-        rows = bench_hopb.run(gpus or 2, arguments.models)
-    else:
-        rows = bench_steps.run(gpus or 2, baselines=arguments.what == "baselines", models=arguments.models)
+    ranks, models = gpus or 2, arguments.models
+    parts: dict[str, list[Callable[[], list[dict[str, Any]]]]] = {
+        "kernels": [partial(bench_kernels.run, device), partial(bench_linear.run, device)],
+        "moe": [partial(bench_moe.run, device)],
+        "mla": [partial(bench_mla.run, device)],
+        "comm": [partial(bench_comm.run, ranks)],
+        "step": [partial(bench_steps.run, ranks, baselines=False, models=models)],
+        "baselines": [partial(bench_steps.run, ranks, baselines=True, models=models)],
+        "hopb": [partial(bench_hopb.run, ranks, models)],
+        "prefill": [partial(bench_prefill.run, ranks, device)],
+    }
     output = arguments.output or (Path(f"benchmarks/results/{arguments.what}.jsonl") if gpus else None)
-    if output is not None:
-        with output.open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps({"name": arguments.what, **provenance(device), **row}) + "\n")
-        print(f"appended {len(rows)} lines to {output}")
+    for part in parts[arguments.what]:
+        rows = part()
+        if output is not None:  # what is done is kept, whatever becomes of the next part
+            with output.open("a", encoding="utf-8") as file:
+                for row in rows:
+                    file.write(json.dumps({"name": arguments.what, **provenance(device), **row}) + "\n")
+            print(f"appended {len(rows)} lines to {output}")
 
 
 if __name__ == "__main__":
