@@ -60,7 +60,7 @@ WORKLOADS = [
     Workload("llama-3.1-70b", 8, 128 * K, 1.25),
     *[
         Workload(model, batch, length)
-        for model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite")
+        for model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-r1")
         for batch, length in ((1, 128 * K), (1, M), (8, 128 * K), (8, M))
     ],
 ]
@@ -75,9 +75,9 @@ BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 ON_CPU = Workload("demo", 1, K)
 
 
-def spec_of(model: str) -> DecoderSpec:
+def spec_of(model: str, *overrides: str) -> DecoderSpec:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return make_spec(as_config(compose("config", [f"model={model}"])))
+        return make_spec(as_config(compose("config", [f"model={model}", *overrides])))
 
 
 def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 2) -> float:
@@ -85,18 +85,37 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 
 
     Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window.
     """
-    attention = 2 * (spec.q_heads + spec.kv_heads) * spec.head_dim * spec.hidden
-    stored = 2 * spec.kv_heads * spec.head_dim
-    if spec.mla is not None:
-        attention, stored = spec.mla.weights, spec.mla.entry
-    ffn = 3.0 * spec.hidden * spec.ffn * (spec.layers - sum(spec.moe_layers))
-    if (moe := spec.moe) is not None:
-        touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
-        matrices = spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * touched * moe.width)
-        ffn += matrices * sum(spec.moe_layers)
-    weights = spec.layers * attention + ffn + spec.vocab * spec.hidden
+    touched = 0.0
+    if spec.moe is not None:
+        touched = spec.moe.experts * (1 - (1 - spec.moe.top_k / spec.moe.experts) ** batch)
+    weights = sum(_layer_weights(spec, i, touched) for i in range(spec.layers)) + spec.vocab * spec.hidden
+    stored = 2 * spec.kv_heads * spec.head_dim if spec.mla is None else spec.mla.entry
     kv = stored * batch * sum(min(window or length, length) for window in spec.windows)
     return (weights + kv) * item / ranks / READ_CEILING
+
+
+def _layer_weights(spec: DecoderSpec, index: int, experts: float) -> float:
+    """Numbers in the matrices of a layer, with so many of its routed experts."""
+    attention = 2 * (spec.q_heads + spec.kv_heads) * spec.head_dim * spec.hidden
+    if spec.mla is not None:
+        attention = spec.mla.weights
+    if (moe := spec.moe) is not None and spec.moe_layers[index]:
+        return attention + spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * experts * moe.width)
+    return attention + 3.0 * spec.hidden * spec.ffn
+
+
+def fitting_layers(spec: DecoderSpec, ranks: int, memory: int) -> int:
+    """How many of a model's first layers fit on GPUs of `memory` bytes each, a fifth of it left to everything else.
+
+    Weights in bf16, spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
+    """
+    experts = spec.moe.experts if spec.moe is not None else 0
+    left = 0.8 * ranks * memory - 2 * 2 * spec.vocab * spec.hidden
+    for index in range(spec.layers):
+        left -= 2 * _layer_weights(spec, index, experts)
+        if left < 0:
+            return index
+    return spec.layers
 
 
 def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:
@@ -117,7 +136,7 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
     return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]
 
 
-def measure(works: list[Workload], layout: HelixLayout) -> list[dict[str, Any]]:
+def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[dict[str, Any]]:
     """One job for workloads of one model; what it measured at each, or that it failed (for want of memory, mostly)."""
     points = ",".join(f"{w.batch}x{w.length}" for w in works)
     with tempfile.TemporaryDirectory() as directory:
@@ -127,7 +146,7 @@ def measure(works: list[Workload], layout: HelixLayout) -> list[dict[str, Any]]:
             [
                 f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
                 f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
-                "kv.page_size=64",
+                "kv.page_size=64", *overrides,
                 f"bench.steps={STEPS if torch.cuda.is_available() else 3}", f"record={record}",
             ],
         )  # fmt: skip
@@ -153,14 +172,20 @@ def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[di
     """All workloads (on a CPU a tiny one), of `models` only if given, over all their layouts, and a table of them."""
     workloads = (BASELINES if baselines else WORKLOADS) if torch.cuda.is_available() else [ON_CPU]
     rows = []
+    item = 2 if torch.cuda.is_available() else 4
     for model in dict.fromkeys(w.model for w in workloads if models is None or w.model in models):
-        spec = spec_of(model)
+        spec, overrides = spec_of(model), []
+        if torch.cuda.is_available():
+            layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
+            if layers < spec.layers:
+                overrides = [f"model.config.num_hidden_layers={layers}"]
+                print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
+                spec = spec_of(model, *overrides)
         works = [w for w in workloads if w.model == model]
         for layout in layouts(spec, ranks, baselines):
-            rows += measure(works, layout)
-    for row in rows:
-        item = 2 if torch.cuda.is_available() else 4
-        row["floor_us"] = 1e6 * floor_s(spec_of(row["model"]), row["batch"], row["length"], ranks, item)
+            for row in measure(works, layout, overrides):
+                floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], ranks, item)
+                rows.append(row | {"layers": spec.layers, "floor_us": floor_us})
     table = Table(
         "model",
         "batch",

@@ -146,6 +146,24 @@ def comm(rows: list[Row]) -> Figure:
     return figure
 
 
+def moe(rows: list[Row]) -> Figure:
+    """A rank's experts on each grid: what a narrower share of more experts costs against a wider one of fewer."""
+    rows = [{**row, "grid": f"{row['tpf']} x {row['ep']}"} for row in rows]
+    grids = _styles(rows, "grid", "tpf x ep = {}", color=COLOURS, marker=MARKERS)
+    lines: dict[str, Style] = {"us": {}, "bar_us": {"linestyle": ":", "marker": "", "linewidth": 0.8}}
+    bar: Style = {"linestyle": ":", "label": "touched experts / 4.2 TB/s + 8 us"}
+    panels = _groups(rows, "model")
+    figure, axes = _panels(len(panels))
+    for panel, ((model,), found) in zip(axes[0], panels.items(), strict=True):
+        panel.set_title(model)
+        for field, style in lines.items():
+            for (grid,), same in _groups(found, "grid").items():
+                _line(panel, same, "tokens", field, {**grids[grid], **style})
+        _label(panel, "tokens of the step", "experts of one rank of eight (us)", 2)
+    _legend(figure, [*grids.values(), bar])
+    return figure
+
+
 def prefill(rows: list[Row]) -> Figure:
     """Prefill attention as a share of what the matrix units can do."""
     lines = {"tflops": OURS, **{f"{peer}_tflops": style for peer, style in PEERS.items()}}
@@ -290,6 +308,7 @@ class Drawing(NamedTuple):
 WORKLOAD = ("model", "batch", "length", "layout")
 DRAWINGS = {
     "kernels": Drawing(kernels, "kernels", ("kind", "heads", "batch", "length", "queries"), "decode"),
+    "moe": Drawing(moe, "moe", ("model", "tpf", "ep", "tokens"), "moe"),
     "comm": Drawing(comm, "comm", ("op", "ranks", "message_bytes")),
     "step": Drawing(step, "step", WORKLOAD),
     "baselines": Drawing(baselines, "baselines", WORKLOAD),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.bench_steps import BASELINES, WORKLOADS, floor_s, largest_batch, layouts, spec_of
+from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, spec_of
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,15 @@ from launch.bench_steps import BASELINES, WORKLOADS, floor_s, largest_batch, lay
 )
 def test_floors(model: str, batch: int, length: int, milliseconds: float) -> None:
     assert 1e3 * floor_s(spec_of(model), batch, length, 8) == pytest.approx(milliseconds, rel=0.01)
+
+
+def test_the_layers_that_fit() -> None:
+    """DeepSeek-R1: 671e9 numbers less 14e9 of the layer for more tokens; 11.5e9 of a layer with experts."""
+    spec, memory = spec_of("deepseek-r1"), 141 << 30
+    assert fitting_layers(spec, 1000, memory) == spec.layers == 61
+    assert fitting_layers(spec, 8, memory) == 3 + int((0.8 * 8 * memory - 2 * 1.85e9 - 3 * 2 * 0.6e9) / (2 * 11.5e9))
+    assert fitting_layers(spec_of("llama-3.1-8b"), 1, memory) == 32
+    assert fitting_layers(spec_of("llama-3.1-70b"), 1, memory) < 80
 
 
 def test_layouts_fit_and_cover_what_is_compared() -> None:

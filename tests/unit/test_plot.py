@@ -27,6 +27,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
          "flash_us": None, "bar_us": 5.5}
         for heads in ("8/1", "28/4") for batch in (1, 8) for n in (4, 64)
     ],
+    "moe": [
+        {"kind": "moe", "model": model, "tpf": 8 // ep, "ep": ep, "tokens": n, "us": 9.0 + n, "bar_us": 10.0 + n}
+        for model in ("a-30b", "b-20b") for ep in (1, 8) for n in (1, 8, 64)
+    ],
     "comm": [
         {"op": op, "ranks": ranks, "message_bytes": size, "symm_us": 4.0, "nccl_us": 20.0, "bar_us": bar}
         for op, bar in (("exchange", 6.0), ("all_gather", None)) for ranks in (2, 8) for size in (K, 64 * K)
@@ -126,7 +130,7 @@ def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.
     main(["--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(DRAWINGS) and sum(line.startswith("skipped") for line in said) == len(DRAWINGS) - 1
-    assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[1] and "has no lines for it" in said[5]
+    assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[2] and "has no lines for it" in said[6]
     assert [png.name for png in (tmp_path / "figures").iterdir()] == ["hopb.png"]
 
 
