@@ -84,11 +84,12 @@ class SymmMemCommunicator(TorchDistCommunicator):
         self.barrier()
 
     def check(self) -> None:
-        missing = int(self._status)
-        if missing:
+        missing = int(self._status) - 1
+        if missing >= 0:
+            peer = missing if missing < exchange.IN_GROUP else self.kvp_group[missing - exchange.IN_GROUP]
             raise RuntimeError(
-                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for peer "
-                f"{missing - 1} in a collective: it failed, hangs or is slower than that"
+                f"rank {self.rank} waited {self._timeout.total_seconds():.0f} s (comm.timeout_s) for rank {peer} "
+                "in a collective: it failed, hangs or is slower than that"
             )
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.mailbox import box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+IN_GROUP = 1 << 16  # what `status` says of a source is its place in the group, told apart from ranks of the world
 PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, on a 64-byte boundary
 
 
@@ -19,7 +20,7 @@ def _exchange_kernel(
     out_n, out_h, lse_n, lse_h, rank, lanes, spins,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PUSH: tl.constexpr, WAIT: tl.constexpr,
-    PDL: tl.constexpr,
+    IN_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -49,11 +50,11 @@ def _exchange_kernel(
                 here[:, None] + w[None, :],
                 expected,
                 real[:, None] & (w < WORDS)[None, :],
-                source[:, None],
+                source[:, None] + IN_GROUP,
                 status,
                 looks,
             )
-            logs = receive(here + WORDS, expected, real, source, status, looks).to(tl.float32, bitcast=True)
+            logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks).to(tl.float32, bitcast=True)
             logs = tl.where(real, logs, float("-inf"))
             peak = tl.max(logs, 0)
             peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -95,7 +96,7 @@ def exchange(
         starts: [K + 1] int32, the first head of each rank of the group.
         peers: [K] int64, addresses of the group's boxes: int64 [2, K, pieces, PIECE_WORDS], zeroed before first use.
         counts: two zeroed int64 [1], of turns: sent and received.
-        status: [1] int32, set where a rank does not come within `spins` looks.
+        status: [1] int32; where a rank does not come within `spins` looks, one more than its place + IN_GROUP.
         rank: this rank in the group.
         lanes: the most heads that a rank owns.
         pieces: room in the boxes, at least N * lanes.
@@ -115,6 +116,6 @@ def exchange(
         *out_words.stride()[:2], *lse.stride(), rank, lanes, spins,
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=PIECE_WORDS,
         WORDS=words, BLOCK=triton.next_power_of_2(words), DTYPE=DTYPES[out.dtype], PUSH=push, WAIT=wait,
-        num_warps=1, **overlapped(out),
+        IN_GROUP=IN_GROUP, num_warps=1, **overlapped(out),
     )  # fmt: skip
     return result

@@ -262,7 +262,7 @@ def moe(
     """Sum over a token's chosen local experts of weight * (down(act(gate_up x))); this rank's part of a sum.
 
     `act` is silu(gate) * up; with `limit` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above and
-    up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens an expert's weighted output, are
+    up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output, are
     rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
 
     Args:

@@ -574,7 +574,7 @@ def check_recovery(comm: Communicator) -> str:
 
 @pytest.mark.gpu(2)
 def test_a_rank_that_stays_away_is_named_and_a_reset_recovers() -> None:
-    assert "for peer 1 " in on_ranks("symm_mem", 2, 2, check_recovery)[0]
+    assert "for rank 1 " in on_ranks("symm_mem", 2, 2, check_recovery)[0]
 
 
 # failures

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from kernels.all_gather import _all_gather_kernel
 from kernels.all_reduce_norm import _all_reduce_norm_kernel
-from kernels.exchange import PIECE_WORDS, _exchange_kernel
+from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.kv_append import _kv_append_kernel
@@ -110,6 +110,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
+        piece |= {"IN_GROUP": IN_GROUP}
         yield "exchange", dtype, _exchange_kernel, world | piece | {"DTYPE": TL[dtype]}, {"num_warps": 1}
         for two_shot in (False, True):
             row = {"ROW_WORDS": 1792, "SLICES": 7, "BLOCK_SLICES": 8, "PIECES": 256, "SIZE": 256, "DTYPE": TL[dtype]}
