@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
+
 
 @dataclass
 class ModelConfig:
@@ -85,6 +87,19 @@ class HopBConfig:
 
 
 @dataclass
+class SpeculationConfig:
+    """Attributes:
+    drafter: none, or ngram: what followed where the sequence last read as at its end.
+    gamma: tokens proposed for each sequence and step, which the step verifies.
+    longest: most tokens that ngram compares.
+    """
+
+    drafter: str = "none"
+    gamma: int = 4
+    longest: int = 3
+
+
+@dataclass
 class DecodeConfig:
     """Attributes:
     prompts: JSON lines of prompts.
@@ -140,6 +155,7 @@ class Config:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     hopb: HopBConfig = field(default_factory=HopBConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     record: str | None = None
@@ -154,6 +170,7 @@ def check(config: Config) -> None:
         "attention.policy": ("dense",),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
+        "speculation.drafter": ("none", "ngram"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }
     for key, allowed in choices.items():
@@ -166,6 +183,10 @@ def check(config: Config) -> None:
     for key in [*positive.split(), *(["kv.tokens"] if config.kv.tokens is not None else [])]:
         if not (value := _get(config, key)) > 0:
             raise ValueError(f"{key}={value!r} must be positive")
+    most = {"speculation.gamma": MAX_QUERIES - 1, "speculation.longest": 8}
+    for key, limit in most.items():
+        if not 1 <= (value := _get(config, key)) <= limit:
+            raise ValueError(f"{key}={value!r} must be from 1 to {limit}")
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
     if config.decode.resume and config.decode.output is None:

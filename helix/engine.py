@@ -25,7 +25,8 @@ from helix.models import Decoder
 from helix.request import Output, Request
 from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
-from helix.step import DecodeState
+from helix.speculation import Drafter
+from helix.step import PAST, DecodeState
 from helix.text import TextStream
 
 CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
@@ -41,6 +42,7 @@ class Timings:
         prefill_tokens: prompt tokens in them.
         ttl_s: seconds between decode steps' tokens, one entry a step.
         decode_tokens: tokens that decode steps gave to requests.
+        sequence_steps: decode steps of all sequences, each counted by itself.
         kv_tokens: the most tokens held at a time, for each kvp rank.
     """
 
@@ -48,6 +50,7 @@ class Timings:
     prefill_tokens: int = 0
     ttl_s: list[float] = field(default_factory=list)
     decode_tokens: int = 0
+    sequence_steps: int = 0
     kv_tokens: list[int] = field(default_factory=list)
 
 
@@ -60,6 +63,7 @@ class Engine:
         max_batch: slots.
         max_length: the most tokens of one sequence, prompt and new ones.
         token_budget: the most tokens that all sequences may reserve together.
+        drafter: proposes tokens that decode steps verify; None for one token a step.
         hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
             is none until `choose_chunks`.
         tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
@@ -85,6 +89,7 @@ class Engine:
         token_budget: int,
         prefill_chunk: int = 1024,
         run_steps: int = 8,
+        drafter: Drafter | None = None,
         hopb: str = "none",
         tokenizer: Any | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
@@ -100,14 +105,17 @@ class Engine:
         self.token_budget = token_budget
         self.prefill_chunk = prefill_chunk
         self.run_steps = run_steps
+        self.drafter = drafter
+        self.drafts = 0 if drafter is None else drafter.drafts
         self.hopb = hopb
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
         self.observer = observer
         self.timings = Timings()
         self.device = cache.device
-        max_pages = max(placement.pages(max_length, start) for start in range(layout.kvp))
-        self.state = DecodeState(max_batch, max_pages, placement, self.device)
+        max_pages = max(placement.pages(max_length + self.drafts, start) for start in range(layout.kvp))
+        history = max_length + self.drafts + 1 if self.drafts else 0
+        self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
         self.admitted: dict[int, Admission] = {}
         self._pages: dict[int, list[int]] = {}
         self._slots = torch.arange(max_batch, device=self.device)
@@ -162,11 +170,12 @@ class Engine:
     def _fill(self, rows: int) -> None:
         """Where nothing is served yet: as many tokens as can be in the first `rows` slots, whatever they are."""
         state = self.state
-        for tensor in (state.tokens, state.lengths, state.starts, state.active, state.block_tables):
+        for tensor in (state.tokens, state.lengths, state.starts, state.limits, state.active, state.block_tables):
             tensor.zero_()
         if rows:
             state.active[:rows] = True
             state.lengths[:rows] = max(1, min(self.max_length, self.token_budget // rows)) - 1
+            state.limits[:rows] = self.max_length
             tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
             pages = torch.arange(tables.numel(), dtype=torch.int32, device=self.device) % self.cache.pages
             tables.copy_(pages.view_as(tables))
@@ -235,6 +244,7 @@ class Engine:
             self.max_batch,
             self.prefill_chunk,
             self.run_steps,
+            self.drafts,
         )
         streams: dict[int, _Stream] = {}
         steps: Iterator[list[tuple[int, int]]] = iter(())
@@ -303,6 +313,7 @@ class Engine:
             self.timings.ttl_s.append(now - last)
             last = now
             self.timings.decode_tokens += len(tokens)
+            self.timings.sequence_steps += len({slot for slot, _ in tokens})
             yield tokens
 
     def _note_kv(self, running: Iterable[Running]) -> None:
@@ -337,11 +348,7 @@ class Engine:
         ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
         for _ in range(decision.decode_steps):
             pending.append(
-                _HostCopy(
-                    self.decode(decision.rows, decision.stochastic, decision.filtered),
-                    self.state.active[: decision.rows],
-                    self.comm.rank == 0,
-                )
+                _HostCopy(self.decode(decision.rows, decision.stochastic, decision.filtered), self.comm.rank == 0)
             )
             if len(pending) > ahead:
                 yield pending.popleft().read()
@@ -354,7 +361,7 @@ class Engine:
         pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
         self.admitted[admission.slot] = admission
         self._pages[admission.slot] = pages
-        self.state.admit(admission.slot, admission.start, pages)
+        self.state.admit(admission.slot, admission.start, pages, admission.limit, admission.prompt)
         self.state.sampling.set(admission.slot, admission.sampling)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> list[tuple[int, int]]:
@@ -378,7 +385,9 @@ class Engine:
         return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
 
     def decode(self, rows: int, stochastic: bool = False, filtered: bool = False) -> Tensor:
-        """One decode step of slots [0, rows): tokens [rows], on every rank; a collective that waits for nothing.
+        """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
+
+        On every rank; a collective that waits for nothing.
 
         What it returns is overwritten by a later step.
         """
@@ -388,11 +397,12 @@ class Engine:
 
     def _decode(self, rows: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
         self.model.pipeline.chunks = chunks
-        step = self.state.decode_step(rows)
+        drafts = None if self.drafter is None else self.drafter.propose(self.state, rows)
+        step = self.state.decode_step(rows, drafts)
         hidden = self.model.hidden(self.cache, step)
-        tokens = self._draw(hidden, slice(0, rows), step.positions + 1, step.live, stochastic, filtered)
-        self.state.commit(tokens)
-        return tokens
+        slots = slice(0, rows) if drafts is None else self._slots[:rows].repeat_interleave(step.max_q)
+        tokens = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered)
+        return self.state.commit(tokens.view(rows, -1), drafts)
 
     def _draw(
         self,
@@ -449,22 +459,23 @@ class _Stream:
 class _HostCopy:
     """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing."""
 
-    def __init__(self, tokens: Tensor, active: Tensor, wanted: bool) -> None:
+    def __init__(self, tokens: Tensor, wanted: bool) -> None:
         self._event: torch.cuda.Event | None = None
-        self._tokens = self._active = None
+        self._tokens = None
         if wanted:
-            self._tokens, self._active = _to_host(tokens), _to_host(active)
+            self._tokens = _to_host(tokens)
             if tokens.is_cuda:
                 self._event = torch.cuda.Event()
                 self._event.record()
 
     def read(self) -> list[tuple[int, int]]:
-        if self._tokens is None or self._active is None:
+        if self._tokens is None:
             return []
         if self._event:
             self._event.synchronize()
-        slots = self._active.nonzero().flatten().tolist()
-        return list(zip(slots, _checked(self._tokens[slots].tolist()), strict=True))
+        taken = self._tokens != PAST
+        slots = taken.nonzero()[:, 0].tolist()
+        return list(zip(slots, _checked(self._tokens[taken].tolist()), strict=True))
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -16,13 +16,18 @@ from helix.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Admission:
-    """A sequence that takes a slot: its whole prompt, and the tokens for which pages are taken now."""
+    """A sequence that takes a slot: its whole prompt, and the tokens for which pages are taken now.
+
+    Attributes:
+        limit: tokens in the cache at which it ends.
+    """
 
     id: str | int
     slot: int
     prompt: Sequence[int]
     start: int
     reserved: int
+    limit: int
     sampling: SamplingParams
 
 
@@ -62,13 +67,10 @@ class Running:
     slot: int
     start: int
     pages: tuple[int, ...]  # on each kvp rank
+    reserved: int
     prefilled: int = 0
     produced: int = 0
     finished: bool = False
-
-    @property
-    def reserved(self) -> int:
-        return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def decoding(self) -> bool:
@@ -90,6 +92,7 @@ class Scheduler:
         max_batch: slots.
         prefill_chunk: most prompt tokens in one prefill step.
         run_steps: most decode steps under one decision.
+        drafts: tokens that a step appends beyond those that may count.
     """
 
     def __init__(
@@ -100,7 +103,9 @@ class Scheduler:
         max_batch: int,
         prefill_chunk: int,
         run_steps: int,
+        drafts: int = 0,
     ) -> None:
+        self._drafts = drafts
         self._pages = pages
         self._free_pages = list(free_pages)
         self._free_tokens = token_budget
@@ -116,16 +121,18 @@ class Scheduler:
 
     def submit(self, request: Request) -> str | None:
         """Queues a request; returns the reason where it can never fit."""
-        need = len(request.prompt) + request.max_new_tokens
+        need = self._need(request)
         pages, tokens = self._capacity
         kvp = len(pages)
         fits = need <= tokens and all(
             self._pages(need, start, k) <= pages[k] for start in range(kvp) for k in range(kvp)
         )
         if not fits:
+            drafts = f" and {self._drafts} drafts" if self._drafts else ""
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones need {need} tokens of "
-                f"KV; the cache holds {tokens} (raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp)"
+                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
+                f"tokens of KV; the cache holds {tokens} (raise kv.tokens or kv.memory_fraction, or use a larger "
+                "layout.kvp)"
             )
         self._waiting.append(request)
         return None
@@ -172,7 +179,7 @@ class Scheduler:
             request = self._waiting[0]
             # The first block goes to another kvp rank each time, so that short sequences spread out.
             start = self._admissions % len(self._free_pages)
-            need = len(request.prompt) + request.max_new_tokens
+            need = self._need(request)
             pages = tuple(self._pages(need, start, k) for k in range(len(self._free_pages)))
             if need > self._free_tokens or any(n > free for n, free in zip(pages, self._free_pages, strict=True)):
                 break
@@ -180,12 +187,23 @@ class Scheduler:
             self._admissions += 1
             self._free_tokens -= need
             self._free_pages = [free - n for free, n in zip(self._free_pages, pages, strict=True)]
-            sequence = Running(request, heapq.heappop(self._free_slots), start, pages)
+            sequence = Running(request, heapq.heappop(self._free_slots), start, pages, need)
             self.running[sequence.slot] = sequence
             admitted.append(
-                Admission(request.id, sequence.slot, request.prompt, start, sequence.reserved, request.sampling)
+                Admission(
+                    request.id,
+                    sequence.slot,
+                    request.prompt,
+                    start,
+                    need,
+                    len(request.prompt) + request.max_new_tokens - 1,  # the last token is never appended
+                    request.sampling,
+                )
             )
         return tuple(admitted)
+
+    def _need(self, request: Request) -> int:
+        return len(request.prompt) + request.max_new_tokens + self._drafts
 
     def _release(self, sequence: Running) -> None:
         heapq.heappush(self._free_slots, sequence.slot)

@@ -6,6 +6,7 @@ host nor changes shape as sequences grow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,67 +49,117 @@ class Step:
         return self._bounds[window]
 
 
+PAST = -2  # stands behind the last token that a sequence takes in a step
+
+
 class DecodeState:
     """What the device knows of every slot of the batch: one row a sequence, `max_batch` rows.
+
+    Args:
+        history: tokens of each sequence to be kept for drafters, 0 where nobody looks back.
 
     Attributes:
         tokens: last token of each sequence [B] int64, not yet in the cache.
         lengths: tokens in the cache, over all ranks [B] int64.
         starts: kvp rank of the first block [B] int64.
+        limits: tokens in the cache at which a sequence ends [B] int64.
         active: rows that decode [B] bool.
+        history: tokens of each sequence from its first on, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
         sampling: each row's sampling parameters.
     """
 
-    def __init__(self, max_batch: int, max_pages: int, placement: Placement, device: torch.device) -> None:
+    def __init__(
+        self, max_batch: int, max_pages: int, placement: Placement, device: torch.device, history: int = 0
+    ) -> None:
         self.placement = placement
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.starts = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.limits = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(max_batch, max(max_pages, 1), dtype=torch.int32, device=device)
+        self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, row: int, start: int, pages: list[int]) -> None:
+    def admit(self, row: int, start: int, pages: list[int], limit: int, prompt: Sequence[int]) -> None:
         """Gives a row to a new sequence; it decodes once `activate` has set its first token."""
         table = torch.zeros(self.block_tables.shape[1], dtype=torch.int32)
         table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self.block_tables[row] = table.to(self.block_tables.device)
         self.starts[row] = start
+        self.limits[row] = limit
         self.active[row] = False
+        if self.history.shape[1]:
+            self.history[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32).to(self.history.device)
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Starts decoding in `rows` [n] int64, from their first tokens, after `lengths` tokens of prompt."""
         self.tokens[rows] = tokens
         self.lengths[rows] = lengths
         self.active[rows] = True
+        if self.history.shape[1]:
+            self.history[rows, lengths] = tokens.int()
 
     def retire(self, row: int) -> None:
         self.active[row] = False
 
-    def decode_step(self, rows: int) -> Step:
-        """The step that appends the last token of each of the first `rows` rows and predicts its next."""
+    def decode_step(self, rows: int, drafts: Tensor | None = None) -> Step:
+        """The step that appends the last token of each of the first `rows` rows and predicts its next.
+
+        Args:
+            drafts: [rows, n] tokens that might follow, appended and followed as well.
+        """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
+        tokens, positions, owner = self.tokens[:rows], lengths, None
         block_tables = self.block_tables[:rows]
+        if drafts is not None:
+            each = 1 + drafts.shape[1]
+            offsets = torch.arange(each, device=drafts.device)
+            owner = torch.arange(rows, device=drafts.device).repeat_interleave(each)
+            tokens = torch.cat((tokens[:, None], drafts), 1).flatten()
+            positions = (lengths[:, None] + offsets).flatten()
+            starts, active = starts[owner], active[owner]
         return Step(
             self.placement,
-            tokens=self.tokens[:rows],
-            positions=lengths,
+            tokens=tokens,
+            positions=positions,
             starts=starts,
             live=active,
             block_tables=block_tables,
-            append_slots=self.placement.cache_slots(lengths, starts, active, block_tables),
+            append_slots=self.placement.cache_slots(positions, starts, active, block_tables, owner),
             cu_q=None,
-            max_q=1,
+            max_q=len(tokens) // rows,
         )
 
-    def commit(self, tokens: Tensor) -> None:
-        """Takes the tokens [rows] drawn in a decode step; the only place where lengths grow."""
-        rows = len(tokens)
-        active = self.active[:rows]
+    def commit(self, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
+        """Takes the tokens drawn in a decode step; the only place where lengths grow.
+
+        A draft holds where the token that was drawn in its place is the same, and all before it held. What the step
+        appended behind that is overwritten by the next one.
+
+        Args:
+            tokens: [rows, 1 + n]: the i-th was drawn behind the last token and the first i drafts.
+            drafts: [rows, n], or None for none.
+
+        Returns:
+            [rows, 1 + n]: the tokens that each row has taken, then PAST.
+        """
+        rows, each = tokens.shape
+        lengths = self.lengths[:rows]
+        held = torch.zeros_like(lengths) if drafts is None else (drafts == tokens[:, :-1]).long().cumprod(1).sum(1)
+        count = torch.minimum(held + 1, self.limits[:rows] - lengths) * self.active[:rows]
+        place = torch.arange(each, device=tokens.device)
+        taken = place < count[:, None]
         # In place, after all that the step reads of them: a captured step finds them where they were.
-        self.tokens[:rows] = torch.where(active, tokens, self.tokens[:rows])
-        self.lengths[:rows] += active
+        last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        self.tokens[:rows] = torch.where(count > 0, last, self.tokens[:rows])
+        if self.history.shape[1]:
+            at = lengths[:, None] + 1 + place
+            history = self.history[:rows]
+            history.scatter_(1, at, torch.where(taken, tokens, history.gather(1, at)).int())
+        self.lengths[:rows] += count
+        return torch.where(taken, tokens, PAST)
 
     def prefill_step(self, segments: list[tuple[int, int, Tensor]]) -> Step:
         """The step of several sequences' prompt chunks: (row, global position of the first token, tokens [n] int64)."""

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from comm.base import Communicator
-from helix.config import Config
+from helix.config import Config, SpeculationConfig
 from helix.engine import Engine
 from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
+from helix.speculation import Drafter, NgramDrafter
 from launch.plan import Plan
 from launch.prompts import ResultFile, to_request
 from launch.report import Console, summary
@@ -59,6 +60,10 @@ def decode(
     return measured, comm.broadcast_object(refused)
 
 
+def make_drafter(config: SpeculationConfig) -> Drafter | None:
+    return None if config.drafter == "none" else NgramDrafter(config.gamma, config.longest)
+
+
 def build_engine(
     layout: HelixLayout,
     comm: Communicator,
@@ -78,7 +83,9 @@ def build_engine(
     entries = spec.entries(layout, comm.rank)
     dtype, device = model.weights.dtype, comm.device
     page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
-    budget = kv.tokens or wanted_tokens
+    drafter = make_drafter(config.speculation)
+    drafts = 0 if drafter is None else drafter.drafts
+    budget = kv.tokens or wanted_tokens + drafts * max_batch
     needed = pages_for_tokens(layout, budget, kv.append_block, kv.page_size, max_batch)
     fitting = int(free_bytes(device) * kv.memory_fraction) // page_bytes
     fitting_everywhere = min(comm.all_gather_object(fitting))
@@ -102,6 +109,7 @@ def build_engine(
         token_budget=budget,
         prefill_chunk=config.decode.prefill_chunk,
         run_steps=config.decode.run_steps,
+        drafter=drafter,
         hopb=config.hopb.chunks,
         tokenizer=tokenizer,
     )

@@ -101,13 +101,14 @@ class Console:
         """The table at the end."""
         self._end_prefill()
         table = Table(title=title)
-        for name in ("layout", "ranks", "TTL p50", "TTL p90", "tok/s/user", "tok/s/rank"):
+        for name in ("layout", "ranks", "step p50", "step p90", "tok/step", "tok/s/user", "tok/s/rank"):
             table.add_column(name, justify="left" if name == "layout" else "right")
         table.add_row(
             str(self._layout),
             str(self._layout.world_size),
             _ms(measured["ttl_p50_us"]),
             _ms(measured["ttl_p90_us"]),
+            _number(measured["tokens_per_step"]),
             _number(measured["tokens_per_s_user"]),
             _number(measured["tokens_per_s_gpu"]),
         )
@@ -163,6 +164,7 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
         bytes_per_token: of each rank's shard of the KV cache.
     """
     ttl_s = timings.ttl_s
+    per_step = timings.decode_tokens / timings.sequence_steps if timings.sequence_steps else None
     tokens = [timings.kv_tokens[layout.kvp_rank(r)] for r in range(layout.world_size)]
     return {
         "prefill_s": timings.prefill_s,
@@ -170,9 +172,10 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
         "decode_s": sum(ttl_s),
         "decode_tokens": timings.decode_tokens,
         "decode_steps": len(ttl_s),
+        "tokens_per_step": per_step,
         "ttl_p50_us": percentile_us(ttl_s, 50),
         "ttl_p90_us": percentile_us(ttl_s, 90),
-        "tokens_per_s_user": len(ttl_s) / sum(ttl_s) if ttl_s else None,
+        "tokens_per_s_user": per_step * len(ttl_s) / sum(ttl_s) if ttl_s and per_step else None,
         "tokens_per_s_gpu": timings.decode_tokens / sum(ttl_s) / layout.world_size if ttl_s else None,
         "kv_tokens_per_rank": tokens,
         "kv_bytes_per_rank": [n * size for n, size in zip(tokens, bytes_per_token, strict=True)],

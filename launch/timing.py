@@ -93,7 +93,7 @@ def _time_point(
     for slot in range(batch):
         for k in range(layout.kvp):
             tokens[k] += layout.local_length(reserved, k, config.kv.append_block, slot % layout.kvp)
-    timings = Timings(ttl_s=slowest, decode_tokens=batch * steps, kv_tokens=tokens)
+    timings = Timings(ttl_s=slowest, decode_tokens=batch * steps, sequence_steps=batch * steps, kv_tokens=tokens)
     measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
     memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
     measured |= {"batch": batch, "length": length, "captured": comm.capturable, **traced}
@@ -111,7 +111,7 @@ def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> N
         for layer in tensor:
             layer.normal_(generator=generator)
     for slot in range(batch):
-        engine.admit(Admission(slot, slot, (), slot % engine.layout.kvp, reserved, SamplingParams()))
+        engine.admit(Admission(slot, slot, (), slot % engine.layout.kvp, reserved, reserved, SamplingParams()))
     slots = torch.arange(batch, device=engine.device)
     engine.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
 

@@ -20,6 +20,7 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
+from helix.speculation import Drafter
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -53,6 +54,7 @@ def build_engine(
     max_length: int = 512,
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     # Without EOS: random models would stop anywhere.
@@ -68,6 +70,7 @@ def build_engine(
     return Engine(
         model, layout, comm, cache, placement,
         max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk,
+        drafter=drafter,
     )  # fmt: skip
 
 

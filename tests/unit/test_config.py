@@ -65,6 +65,9 @@ def test_help_names_every_group() -> None:
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
         ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
         ("bench.kind=all", ["bench.kind", "all", "decode"]),
+        ("speculation.drafter=oracle", ["speculation.drafter", "oracle", "none, ngram"]),
+        ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
+        ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),
         ("kv.append_block=0", ["kv.append_block", "0", "positive"]),
         ("kv.page_size=-1", ["kv.page_size", "-1"]),
         ("kv.tokens=0", ["kv.tokens", "0"]),
@@ -84,5 +87,5 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
 
 def test_the_schema_has_these_groups() -> None:
     assert set(Config.__dataclass_fields__) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "decode", "bench", "record", "seed",
+        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "bench", "record", "seed",
     }  # fmt: skip

@@ -32,7 +32,7 @@ HELIX_ORDER = [
     {"attention", "text", "scheduler"},
     {"layers"},
     {"models"},
-    {"loading"},
+    {"loading", "speculation"},
     {"engine"},
 ]
 # Imports that take seconds, and that rank 0 alone needs.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens
 from helix.layout import HelixLayout
-from helix.step import DecodeState
+from helix.step import PAST, DecodeState
 
 blocks, widths, page_sizes = st.integers(1, 20), st.integers(1, 5), st.integers(1, 20)
 
@@ -102,7 +102,7 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
     for rank in range(2):
         s = state(2, rank)
         for row, start in ((0, 0), (1, 1), (2, 0)):
-            s.admit(row, start, [10 * row + i for i in range(4)])
+            s.admit(row, start, [10 * row + i for i in range(4)], 16, ())
         s.activate(torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([5, 4]))
         step = s.decode_step(3)
         # Position 5: block 2 of rank (2 + 0) % 2 = 0, its slot 3. Position 4: block 2 of rank (2 + 1) % 2 = 1, slot 2.
@@ -115,19 +115,46 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
 
 def test_commit_grows_active_rows_alone() -> None:
     s = state(1, 0)
-    s.admit(1, 0, [0, 1])
+    s.admit(1, 0, [0, 1], 16, ())
     s.activate(torch.tensor([1]), torch.tensor([7]), torch.tensor([5]))
-    s.commit(torch.tensor([1, 2, 3]))
+    assert s.commit(torch.tensor([[1], [2], [3]])).tolist() == [[PAST], [2], [PAST]]
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
     s.retire(1)
-    s.commit(torch.tensor([4, 5, 6]))
+    s.commit(torch.tensor([[4], [5], [6]]))
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
+
+
+def test_drafts_hold_up_to_the_first_that_was_not_drawn_and_to_the_limit() -> None:
+    s = DecodeState(4, 4, placement(1, 0, 2, 4), torch.device("cpu"), history=16)
+    rows = torch.arange(3)
+    for row, limit in enumerate((15, 15, 7)):
+        s.admit(row, 0, [0, 1], limit, [row, 50, 51])
+    s.activate(rows, torch.tensor([60, 61, 62]), torch.tensor([3, 3, 5]))
+    drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    drawn = torch.tensor([[1, 9, 3, 4], [9, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    taken = s.commit(drawn, drafts)
+    assert taken.tolist() == [[1, 9, PAST, PAST], [9, *[PAST] * 3], [1, 2, PAST, PAST], [PAST] * 4]
+    assert s.lengths.tolist() == [5, 4, 7, 0] and s.tokens.tolist() == [9, 9, 2, 0]
+    assert s.history[0, :6].tolist() == [0, 50, 51, 60, 1, 9] and s.history[1, :5].tolist() == [1, 50, 51, 61, 9]
+    assert s.commit(drawn, drafts)[2].tolist() == [PAST] * 4, "the third is at its limit"
+    assert s.lengths.tolist() == [7, 5, 7, 0]
+
+
+def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
+    s = state(2, 0)
+    s.admit(0, 0, [3, 1, 2, 0], 16, ())
+    s.activate(torch.tensor([0]), torch.tensor([7]), torch.tensor([1]))
+    step = s.decode_step(2, torch.tensor([[8, 9, 10], [0, 0, 0]]))
+    assert step.tokens[:4].tolist() == [7, 8, 9, 10] and step.positions[:4].tolist() == [1, 2, 3, 4]
+    # Blocks of two tokens: 0 and 1 on rank 0, 2 and 3 on rank 1, 4 on rank 0; its page 3 is the sequence's first.
+    assert step.append_slots.tolist() == [3 * 4 + 1, -1, -1, 3 * 4 + 2, -1, -1, -1, -1]
+    assert step.bounds(None)[1].tolist() == [2, 2, 2, 3, 0, 0, 0, 0] and step.max_q == 4
 
 
 def test_a_prefill_step_is_the_chunks_in_a_row() -> None:
     s = state(1, 0)
-    s.admit(0, 0, [3, 1])
-    s.admit(2, 0, [2, 0])
+    s.admit(0, 0, [3, 1], 16, ())
+    s.admit(2, 0, [2, 0], 16, ())
     step = s.prefill_step([(2, 4, torch.tensor([40, 41])), (0, 0, torch.tensor([1, 2, 3]))])
     assert step.tokens.tolist() == [40, 41, 1, 2, 3] and step.positions.tolist() == [4, 5, 0, 1, 2]
     assert step.cu_q is not None and step.cu_q.tolist() == [0, 2, 5] and step.max_q == 3

@@ -1,0 +1,122 @@
+"""Drafts change no token: whatever a drafter proposes, every layout gives what it gives without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.speculation import Drafter, NgramDrafter
+from helix.step import DecodeState
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import Result, build_engine, check, generate
+from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+
+Tokens = dict[int, tuple[int, ...]]
+
+
+class Replay(Drafter):
+    """Proposes what will come, but for every `wrong`-th token of a sequence."""
+
+    def __init__(self, drafts: int, sequences: list[tuple[int, ...]], wrong: int) -> None:
+        super().__init__(drafts)
+        width = max(map(len, sequences)) + drafts + 1
+        self.known = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences])
+        self.wrong = wrong
+
+    def propose(self, state: DecodeState, rows: int) -> Tensor:
+        drafts = []
+        for row in range(rows):
+            at = int(state.lengths[row])
+            prompt = state.history[row, :2].tolist()
+            which = next((i for i, s in enumerate(self.known.tolist()) if s[: len(prompt)] == prompt), 0)
+            place = torch.arange(at + 1, at + 1 + self.drafts).clamp(max=self.known.shape[1] - 1)
+            drafts.append(torch.where(place % self.wrong == 0, 1, self.known[which, place]))
+        return torch.stack(drafts)
+
+
+@pytest.mark.parametrize("drafts, block", [(1, 1), (4, 16), (7, 64), (16, 16)])
+@pytest.mark.parametrize(
+    "family, kvp, tpa", [("qwen2", 1, 1), ("qwen3", 2, 2), ("mistral-windowed", 3, 1), ("llama-llama3", 4, 1)]
+)
+def test_greedy_tokens_and_logits(family: str, kvp: int, tpa: int, drafts: int, block: int) -> None:
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    layout = HelixLayout.create("helix", kvp, tpa)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint(family), layout, comm, block, drafter=NgramDrafter(drafts, 3))
+        return generate(engine, wanted)
+
+    check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3-yarn"])
+def test_experts_sinks_and_latents(family: str) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    layout = HelixLayout.create("helix", 3, 1)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        return generate(build_engine(checkpoint(family), layout, comm, 16, drafter=NgramDrafter(3, 2)), wanted)
+
+    check(run_ranks(3, body, timeout_s=120.0), wanted)
+
+
+def served(drafter: Drafter | None, layout: HelixLayout) -> tuple[Tokens, int]:
+    """Tokens of sampled requests on rank 0, and in how many decode steps."""
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.9, seed=9),
+        SamplingParams(temperature=0.7, top_k=20, seed=2),
+        SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
+    ]
+    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter)
+        requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(params)]
+        return {int(o.id): o.output_ids for o in engine.generate(requests)}, engine
+
+    tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+    return tokens, len(engine.timings.ttl_s)
+
+
+def test_sampled_tokens_and_fewer_steps() -> None:
+    """Good drafts save steps, bad ones cost none of the tokens."""
+    plain, steps = served(None, HelixLayout.create())
+    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
+    known = [(*prompts[i], *tokens) for i, tokens in plain.items()]
+    for wrong, most in ((1000, steps // 2), (3, steps)):
+        for kvp in (1, 2):
+            tokens, taken = served(Replay(5, known, wrong), HelixLayout.create("helix", kvp, 1))
+            assert tokens == plain
+            assert taken <= most, f"{taken} steps, {steps} without drafts"
+
+
+def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = DecodeState.commit
+
+    def trusting(self: DecodeState, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
+        if drafts is not None:
+            tokens[:, 0] = drafts[:, 0]
+        return commit(self, tokens, drafts)
+
+    monkeypatch.setattr(DecodeState, "commit", trusting)
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, (0,))
+        return generate(
+            build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 16, drafter=NgramDrafter(2, 3)), wanted
+        )
+
+    results = run_ranks(1, body, timeout_s=120.0)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)
