@@ -42,6 +42,7 @@ from kernels.moe import (
 from kernels.paged import tile_shape
 from kernels.rms_norm import _rms_norm_kernel
 from kernels.route import _route_kernel
+from kernels.verify import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_and_pack_kernel, _verify_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -57,12 +58,14 @@ SPECIAL = {
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
-    **dict.fromkeys(("P", "first"), ("i32", False)),
+    **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
+    **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets"), ("*i64", True)),
+    "has_mismatch": ("*i1", True),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs",
+    "logits", "gate_up", "down", "h", "outputs", "packed",
 }  # fmt: skip
 
 
@@ -118,6 +121,18 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
+    yield from verify_cases()
+
+
+def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """128 drafted tokens, and the largest tile of a copy."""
+    bf16, options = torch.bfloat16, {"num_warps": 8}
+    scan, tile = {"BLOCK_G": 128, "PDL": True}, {"BLOCK": 32768, "PDL": True}
+    yield "verify-naive", bf16, _naive_kernel, {"LANES": 32, "PDL": True}, {"num_warps": 1}
+    yield "verify-scan", bf16, _verify_kernel, scan, {"num_warps": 1}
+    yield "verify-pack", bf16, _pack_kernel, tile | {"BLOCK_B": 32}, options
+    yield "verify-one", bf16, _one_block_kernel, scan | tile | {"BLOCK_B": 32}, {"num_warps": 32}
+    yield "verify-fused", bf16, _verify_and_pack_kernel, scan | tile | {"ROWS": 8}, options
 
 
 def moe_cases(

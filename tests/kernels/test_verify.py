@@ -1,0 +1,240 @@
+"""Greedy verification and packing: kernels against a walk over lists, and against the eager reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import verify as kernels
+from kernels.reference import verify as reference
+from kernels.verify import Packed, Verified
+
+SCANS = {"naive": kernels.naive, "scan": kernels.verify}
+FUSED = {"fused": kernels.verify_and_pack, "one block": kernels.verify_and_pack_one_block}
+
+
+@dataclass
+class Case:
+    """Tokens and rows in wider tensors, what is beside them poisoned."""
+
+    draft: Tensor
+    target: Tensor
+    kv: Tensor
+    accepted: list[int]
+
+    @property
+    def rows(self) -> Tensor:
+        """All accepted rows."""
+        return torch.cat([kv[:k] for kv, k in zip(self.kv, self.accepted, strict=True)])
+
+    @property
+    def offsets(self) -> list[int]:
+        return [sum(self.accepted[:i]) for i in range(len(self.accepted) + 1)]
+
+
+def make(
+    B: int,
+    G: int,
+    D: int,
+    device: torch.device,
+    *,
+    alpha: float = 0.5,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Binomial acceptance; alpha 0 and 1 are all-reject and all-accept."""
+    g = torch.Generator().manual_seed(seed)
+    accepted = (torch.rand(B, G, generator=g) < alpha).sum(1).tolist()
+    wide = torch.randint(0, 5, (B, G + 3), generator=g)  # few tokens: they also agree behind the first mismatch
+    target = torch.randint(0, 5, (B, G + 4), generator=g)[:, 1 : G + 2]
+    draft = wide[:, :G]
+    for i, k in enumerate(accepted):
+        target[i, :k] = draft[i, :k]
+        if k < G:
+            target[i, k] = draft[i, k] + 1
+        wide[i, G:] = target[i, G]  # would count as accepted
+    kv = torch.randn(B, G + 1, D, generator=g).to(dtype)
+    kv[:, G:] = torch.nan
+    return Case(wide.to(device)[:, :G], strided(target, device), kv.to(device)[:, :G], accepted)
+
+
+def strided(x: Tensor, device: torch.device) -> Tensor:
+    """A copy whose rows lie apart."""
+    wide = torch.full((len(x), x.shape[1] + 2), -9, dtype=x.dtype, device=device)
+    wide[:, : x.shape[1]] = x.to(device)
+    return wide[:, : x.shape[1]]
+
+
+def poisoned(case: Case) -> tuple[Verified, Packed]:
+    """Outputs in which nothing is right yet."""
+    B = len(case.draft)
+    out = Verified.create(B, case.draft.device)
+    out.accepted.fill_(-7)
+    out.next_tokens.fill_(-7)
+    out.has_mismatch.copy_(torch.tensor([k == case.draft.shape[1] for k in case.accepted]))
+    packed = Packed.create(case.kv)
+    packed.kv.fill_(torch.nan)
+    packed.offsets.fill_(-7)
+    return out, packed
+
+
+def check_verified(out: Verified, case: Case) -> None:
+    G = case.draft.shape[1]
+    assert out.accepted.tolist() == case.accepted
+    assert out.has_mismatch.tolist() == [k < G for k in case.accepted]
+    assert out.next_tokens.tolist() == [row[k] for row, k in zip(case.target.tolist(), case.accepted, strict=True)]
+    for mine, theirs in zip(vars(out).values(), reference.verify(case.draft, case.target), strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+def check_packed(packed: Packed, case: Case) -> None:
+    total = sum(case.accepted)
+    assert packed.offsets.tolist() == case.offsets
+    assert torch.equal(packed.kv[:total], case.rows)
+    assert packed.kv[total:].isnan().all(), "rows behind the last one are not ours"
+    rows, offsets = reference.pack(case.kv, torch.tensor(case.accepted, device=case.kv.device))
+    assert torch.equal(rows, case.rows) and torch.equal(packed.offsets, offsets)
+
+
+@pytest.fixture
+def many_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Small tiles, and a GPU's number of programs: copies are split, and take several rounds."""
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 6)
+    monkeypatch.setattr(kernels, "TILE_BYTES", 1024)
+    monkeypatch.setattr(kernels, "TOKENS", 64)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("B, G", [(1, 1), (3, 8), (33, 5), (4, 64), (2, 100), (5, 256)])
+@pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
+def test_scans(
+    scan: Callable[[Tensor, Tensor, Verified], None], B: int, G: int, alpha: float, device: torch.device
+) -> None:
+    case = make(B, G, 1, device, alpha=alpha)
+    out, _ = poisoned(case)
+    scan(case.draft, case.target, out)
+    check_verified(out, case)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("B, G, D", [(1, 1, 128), (3, 8, 130), (2, 100, 7), (12, 5, 384), (1, 256, 33), (7, 3, 1000)])
+@pytest.mark.usefixtures("many_programs")
+def test_packing(B: int, G: int, D: int, alpha: float, device: torch.device) -> None:
+    case = make(B, G, D, device, alpha=alpha)
+    for fused in FUSED.values():
+        out, packed = poisoned(case)
+        fused(case.draft, case.target, case.kv, out, packed)
+        check_verified(out, case)
+        check_packed(packed, case)
+    _, packed = poisoned(case)
+    kernels.pack(case.kv, torch.tensor(case.accepted, device=device), packed)
+    check_packed(packed, case)
+
+
+@pytest.mark.parametrize("B, G, D", [(512, 2, 128), (40, 9, 4096)])
+def test_beyond_a_block(B: int, G: int, D: int, device: torch.device) -> None:
+    case = make(B, G, D, device, alpha=0.7)
+    out, packed = poisoned(case)
+    kernels.verify_and_pack(case.draft, case.target, case.kv, out, packed)
+    check_verified(out, case)
+    check_packed(packed, case)
+
+
+def test_no_drafts(device: torch.device) -> None:
+    case = make(3, 0, 4, device)
+    for verify in SCANS.values():
+        out, _ = poisoned(case)
+        verify(case.draft, case.target, out)
+        check_verified(out, case)
+    out, packed = poisoned(case)
+    kernels.verify_and_pack(case.draft, case.target, case.kv, out, packed)
+    assert packed.offsets.tolist() == [0] * 4 and out.next_tokens.tolist() == case.target[:, 0].tolist()
+
+
+def test_a_missing_token_is_never_accepted(device: torch.device) -> None:
+    draft = torch.tensor([[3, -1, 4], [-1, 2, 2], [1, 2, -1]], device=device)
+    target = torch.tensor([[3, -1, 4, 5], [6, 2, 2, 2], [1, 2, -1, 9]], device=device)  # -1: broken rows
+    kv = torch.randn(3, 3, 2, device=device)
+    for case in (Case(draft, target, kv, [1, 0, 2]), Case(draft.cpu(), target.cpu(), kv.cpu(), [1, 0, 2])):
+        for verify in SCANS.values():
+            out, _ = poisoned(case)
+            verify(case.draft, case.target, out)
+            check_verified(out, case)
+
+
+def test_the_reference_serves_a_cpu() -> None:
+    case = make(4, 6, 5, torch.device("cpu"))
+    for fused in FUSED.values():
+        out, packed = poisoned(case)
+        fused(case.draft, case.target, case.kv, out, packed)
+        check_verified(out, case)
+        check_packed(packed, case)
+
+
+@pytest.mark.usefixtures("many_programs")
+def test_a_planted_error_shows(device: torch.device) -> None:
+    case = make(6, 12, 96, device)
+    out, packed = poisoned(case)
+    draft = case.draft.clone()
+    first = case.accepted.index(max(case.accepted))
+    draft[first, 0] = -1  # one token less in one sequence moves all that follow
+    kernels.verify_and_pack(draft, case.target, case.kv, out, packed)
+    with pytest.raises(AssertionError):
+        check_verified(out, case)
+    with pytest.raises(AssertionError):
+        check_packed(packed, case)
+
+
+def test_bad_shapes_are_refused(device: torch.device) -> None:
+    tokens = torch.zeros(2, kernels.MAX_GAMMA + 1, dtype=torch.int64, device=device)
+    out = Verified.create(2, device)
+    with pytest.raises(AssertionError, match="4 drafted tokens need 5 of the target"):
+        kernels.verify(tokens[:, :4], tokens[:, :4], out)
+    with pytest.raises(AssertionError, match="at most 1024"):
+        kernels.verify(tokens, torch.zeros(2, kernels.MAX_GAMMA + 2, dtype=torch.int64, device=device), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("B", [1, 4, 32, 133, 512])
+@pytest.mark.parametrize("G, D", [(1, 4096), (8, 128), (8, 2048), (77, 1000), (128, 2048), (256, 129)])
+def test_bf16_payloads(B: int, G: int, D: int, alpha: float) -> None:
+    case = make(B, G, D, torch.device("cuda"), alpha=alpha, dtype=torch.bfloat16)
+    out, packed = poisoned(case)
+    kernels.verify_and_pack(case.draft, case.target, case.kv, out, packed)
+    check_verified(out, case)
+    check_packed(packed, case)
+
+
+@pytest.mark.gpu
+def test_offsets_past_2_to_the_31() -> None:
+    B, G, D = 260, 1024, 8192
+    case = make(B, G, 1, torch.device("cuda"), alpha=1.0)
+    kv = torch.zeros(B, G, D, dtype=torch.bfloat16, device="cuda")
+    kv[-2:].normal_()
+    out, packed = Verified.create(B, "cuda"), Packed.create(kv)
+    kernels.verify_and_pack(case.draft, case.target, kv, out, packed)
+    assert torch.equal(packed.kv.view_as(kv)[-2:], kv[-2:])
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_serves_other_tokens() -> None:
+    device = torch.device("cuda")
+    cases = [make(17, 24, 640, device, alpha=alpha, dtype=torch.bfloat16, seed=i) for i, alpha in enumerate((0.2, 0.9))]
+    live = make(17, 24, 640, device, dtype=torch.bfloat16)
+    out, packed = poisoned(live)
+    kernels.verify_and_pack(live.draft, live.target, live.kv, out, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.verify_and_pack(live.draft, live.target, live.kv, out, packed)
+    for case in (*cases, cases[0]):
+        for mine, theirs in ((live.draft, case.draft), (live.target, case.target), (live.kv, case.kv)):
+            mine.copy_(theirs)
+        packed.kv.fill_(torch.nan)
+        graph.replay()
+        check_verified(out, case)
+        check_packed(packed, case)
