@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import verify as kernels
 from kernels.reference import verify as reference
 from kernels.verify import Packed, Verified
+from launch import bench_verify
 
 SCANS = {"naive": kernels.naive, "scan": kernels.verify}
 FUSED = {"fused": kernels.verify_and_pack, "one block": kernels.verify_and_pack_one_block}
@@ -196,6 +197,21 @@ def test_bad_shapes_are_refused(device: torch.device) -> None:
         kernels.verify(tokens[:, :4], tokens[:, :4], out)
     with pytest.raises(AssertionError, match="at most 1024"):
         kernels.verify(tokens, torch.zeros(2, kernels.MAX_GAMMA + 2, dtype=torch.int64, device=device), out)
+
+
+def test_the_benchmark_knows_what_it_times() -> None:
+    cpu = torch.device("cpu")
+    work = bench_verify.workload(64, 50, 0.7, 3, torch.float32, cpu, seed=1)
+    # Binomial(50, 0.7) has a deviation of 3.24; the mean of 64 is within five of its own.
+    assert abs(float(work.accepted.double().mean()) - 35) < 5 * 3.24 / 8
+    bench_verify.check(work, "fused", kernels.verify, kernels.verify_and_pack)
+
+    def forgets_the_last_row(draft: Tensor, target: Tensor, kv: Tensor, out: Verified, packed: Packed) -> None:
+        kernels.verify_and_pack(draft, target, kv, out, packed)
+        packed.kv[packed.offsets[-1] - 1] = 0
+
+    with pytest.raises(RuntimeError, match="broken differs from the reference"):
+        bench_verify.check(work, "broken", None, forgets_the_last_row)
 
 
 @pytest.mark.gpu
