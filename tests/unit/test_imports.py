@@ -34,6 +34,7 @@ HELIX_ORDER = [
     {"models"},
     {"loading", "speculation"},
     {"engine"},
+    {"simulate"},
 ]
 # Imports that take seconds, and that rank 0 alone needs.
 LATE = {"transformers", "tokenizers", "tomllib"}

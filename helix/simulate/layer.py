@@ -1,0 +1,280 @@
+"""The phases of a decoder layer and what each takes: bytes read, FLOPs, launches and messages of the slowest rank.
+
+Weights and KV are read from memory once a step; activations stay in the caches. Shares are whole heads, columns and
+experts, and the largest share counts; KV is divided evenly. Experts are chosen evenly and independently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.simulate import cost
+from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Hardware
+from helix.simulate.points import DP, HELIX, MEDHA, Options, Points
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Arrays [n]: what one phase takes on the slowest rank, in all layers that were added up.
+
+    Attributes:
+        sent: bytes that leave the rank.
+        launches: kernels and collectives.
+        level: provenance, an index into hardware.PROVENANCE.
+    """
+
+    name: str
+    seconds: Array
+    bytes: Array
+    flops: Array
+    sent: Array
+    launches: Array
+    level: Array
+
+    def arrays(self) -> tuple[Array, ...]:
+        """All that add up, and the provenance last."""
+        return self.seconds, self.bytes, self.flops, self.sent, self.launches, self.level
+
+    def __getitem__(self, chosen: Array) -> Phase:
+        return Phase(self.name, *(array[chosen] for array in self.arrays()))
+
+    def times(self, count: Any) -> Phase:
+        *sums, level = self.arrays()
+        return Phase(self.name, *[*(array * count for array in sums), level])
+
+    def plus(self, other: Phase) -> Phase:
+        *sums, level = self.arrays()
+        *others, other_level = other.arrays()
+        added = (a + b for a, b in zip(sums, others, strict=True))
+        return Phase(self.name, *[*added, np.maximum(level, other_level)])
+
+    def where(self, condition: Array, other: Phase) -> Phase:
+        """This one where the condition holds, the other elsewhere."""
+        pairs = zip(self.arrays(), other.arrays(), strict=True)
+        return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
+
+
+def _up(a: Any, b: Any) -> Any:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+class Layer:
+    """Costs of a layer's two halves over all points."""
+
+    def __init__(self, spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> None:
+        self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
+        self.length = length
+        p = points
+        self.sequences = _up(p.batch, p.dp)
+        self.rows = self.sequences * options.step_tokens  # of a group
+        self.all_rows = p.batch * options.step_tokens  # of a stage
+        self.q = _up(spec.q_heads, p.tpa)
+        self.kv = _up(spec.kv_heads, p.tpa)
+        owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
+        self.o = self.q if options.output == "tpa" else owned
+        self.item = {key: BYTES[getattr(options, key)] for key in ("weights", "kv", "messages")}
+        self.rate = hardware.rate(options.weights)
+        self.zeros = np.zeros(len(points))
+
+    # ---- phases
+
+    def attention(self, window: int | None) -> list[Phase]:
+        """From the layer's input to the sum behind its output projection; `window` in tokens, None for all."""
+        return self._latent(window) if self.spec.mla is not None else self._heads(window)
+
+    def ffn(self, experts: bool) -> list[Phase]:
+        """From there to the sum behind the FFN."""
+        return self._experts() if experts else self._dense()
+
+    def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int = 1, flops: Any = None) -> Phase:
+        """A product of `rows` with matrices of `weights` numbers on this rank."""
+        read = weights * self.item["weights"] + self.zeros
+        flops = (2.0 * rows * weights if flops is None else flops) + self.zeros
+        return self._timed(name, read, flops, kernels)
+
+    def _timed(self, name: str, read: Array, flops: Array, kernels: int) -> Phase:
+        hw = self.hardware
+        work = np.maximum(read / hw.read_bytes_per_s.value, flops / self.rate.value)
+        level = max(hw.read_bytes_per_s.level, self.rate.level, hw.kernel_s.level, INTERPOLATED)
+        seconds = work + kernels * hw.kernel_s.value
+        return Phase(name, seconds, read, flops, self.zeros, self.zeros + kernels, self.zeros.astype(int) + level)
+
+    def collective(self, name: str, op: str, width: Array, message: Array) -> Phase:
+        latency, wire, level = cost.collective_s(self.hardware, op, width, message)
+        sent = np.where(width > 1, cost.sent_bytes(op, width, message), 0.0)
+        return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
+
+    def _heads(self, window: int | None) -> list[Phase]:
+        s, d = self.spec, self.spec.head_dim
+        qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv), self.rows)
+        attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
+        return [qkv, *self._finding(window), attention, exchange, *self._output(d)]
+
+    def _latent(self, window: int | None) -> list[Phase]:
+        """MLA: queries in latent space; of both orders of W_UV and the exchange, and of both ways to make queries, the
+        faster one at each point."""
+        s, m = self.spec, self.spec.mla
+        assert m is not None
+        p = self.points
+
+        def queries(heads: Any, gathers: bool) -> list[Phase]:
+            first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
+            found = [self.kernel("qkv", first, self.rows)]
+            found += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
+            found.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows))
+            message = self.rows * self.q * m.entry * self.item["messages"]
+            return [
+                *found,
+                self.collective("gather queries", "all_gather", p.kvp if gathers else p.kvp * 0 + 1, message),
+            ]
+
+        def attend(value: int, heads: Any) -> list[Phase]:
+            attention, exchange = self._attend(window, m.entry, m.entry + m.latent, value)
+            return [attention, exchange, self.kernel("values", heads * m.latent * m.value, self.rows)]
+
+        gathers = (p.mode == HELIX) & (self.options.queries == "faster")
+        makes = _cheaper(queries(self.q, False), queries(_up(self.q, p.kvp), True), gathers)
+        attends = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
+        return [*makes, *attends, *self._output(m.value)]
+
+    def read_tokens(self, window: int | None) -> int:
+        """Tokens of a sequence that attention reads, over all ranks."""
+        seen = min(window or self.length, self.length)
+        sparse = self.options.sparse
+        return seen if sparse is None or window is not None else min(sparse.tokens, seen)
+
+    def _finding(self, window: int | None) -> list[Phase]:
+        """Choosing blocks: two bounds of the keys of every block are read, and the choice has its price."""
+        sparse = self.options.sparse
+        if sparse is None or window is not None:
+            return []
+        price = self.hardware.finding_s
+        if price is None:
+            raise ValueError(f"the price of finding blocks is not known on {self.hardware.name}: add finding_s")
+        bounds = self.sequences * 2 * self.kv * self.spec.head_dim * (self.length / sparse.block) / self.points.kvp
+        free, level = self.zeros, self.zeros.astype(int) + price.level
+        paid = Phase("", free + price.value, free, free, free, free + 1, level)
+        return [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0).plus(paid)]
+
+    def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
+        """Attention over this rank's shard, and the exchange of partial outputs, as much of it as is exposed.
+
+        Args:
+            stored: numbers of a token that this rank reads.
+            per_pair: multiplications of one query head with one token.
+            value: numbers of a head that are exchanged, beside its fp32 LSE.
+        """
+        p, hw = self.points, self.hardware
+        tokens = self.read_tokens(window) / p.kvp
+        read = self.sequences * tokens * stored * self.item["kv"]
+        attention = self._timed("attention", read, 2.0 * self.rows * tokens * self.q * per_pair, 1)
+        message = self.rows * self.q * (value * self.item["messages"] + 4)
+        latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
+        # Medha: all of a group's heads go to the one rank that goes on, and nothing overlaps.
+        wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
+        data = attention.seconds - hw.kernel_s.value
+        overlaps = (p.mode == HELIX) & self.options.hopb
+        both = cost.attention_and_exchange_s(
+            data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value
+        )
+        sent = np.where(p.kvp > 1, cost.sent_bytes("all_to_all", p.kvp, message), 0.0)
+        exposed = Phase("exchange", both - data, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
+        return attention, exposed
+
+    def _output(self, value: int) -> list[Phase]:
+        p, hidden = self.points, self.spec.hidden
+        item = self.item["messages"]
+        width = np.where(p.mode == MEDHA, p.tpa, p.kvp * p.tpa)
+        return [
+            self.kernel("output", self.o * value * hidden, self.rows),
+            self.collective("output all-reduce", "all_reduce", width, self.rows * hidden * item),
+        ]
+
+    def _gather_rows(self) -> Phase:
+        """Rows of other groups come to all ranks."""
+        p = self.points
+        return self.collective(
+            "gather rows", "all_gather", p.dp, self.all_rows * self.spec.hidden * self.item["messages"]
+        )
+
+    @property
+    def _moe(self) -> Any:
+        assert self.spec.moe is not None
+        return self.spec.moe
+
+    def _dense(self) -> list[Phase]:
+        p, s = self.points, self.spec
+        columns = _up(s.ffn, p.ffn_ranks)
+        message = self.all_rows * s.hidden * self.item["messages"]
+        return [
+            self._gather_rows(),
+            self.kernel("ffn", 3 * s.hidden * columns, self.all_rows, kernels=2),
+            self.collective("ffn all-reduce", "all_reduce", p.ranks, message),
+        ]
+
+    def _experts(self) -> list[Phase]:
+        p, s, m = self.points, self.spec, self._moe
+        item = self.item["messages"]
+        matrices = 3 * s.hidden * _up(m.width, p.tpf)
+        touched = cost.experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
+        flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
+        # In mode dp rows go to the ranks of their experts and back; elsewhere every rank sees all and adds its part.
+        alone = p.mode == DP
+        away = self.rows * np.minimum(m.top_k, p.ep) * s.hidden * item
+        dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
+        phases = [
+            self.kernel("router", s.hidden * m.experts, self.rows),
+            dispatch.where(alone, self._gather_rows()),
+        ]
+        phases.append(self.kernel("experts", _up(m.experts, p.ep) * touched * matrices, None, kernels=2, flops=flops))
+        if m.shared_width:
+            rows = np.where(alone, self.rows, self.all_rows)
+            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(), rows, kernels=2))
+        full = self.all_rows * s.hidden * item
+        summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, full)
+        chosen = np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep) * s.hidden * item
+        inside = self.collective("expert all-reduce", "all_reduce", np.where(alone, p.tpf, 1), chosen)
+        back = self.collective("ffn all-reduce", "all_to_all", p.ranks, away)
+        return [*phases, inside, back.where(alone, summed)]
+
+    # ---- memory
+
+    def attention_numbers(self) -> Array:
+        """Weights of a layer's attention on the fullest rank."""
+        s = self.spec
+        if (m := s.mla) is None:
+            return s.hidden * s.head_dim * (self.q + 2 * self.kv + self.o)
+        of_head = m.query * (m.q_rank or s.hidden) + (m.nope + m.value) * m.latent
+        return s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value) + self.q * of_head
+
+    def ffn_numbers(self, experts: bool) -> Array:
+        """Weights of a layer's FFN on the fullest rank."""
+        s, p = self.spec, self.points
+        if not experts:
+            return 3 * s.hidden * _up(s.ffn, p.ffn_ranks)
+        m = self._moe
+        routed = _up(m.experts, p.ep) * _up(m.width, p.tpf)
+        return s.hidden * (m.experts + 3 * self._shared_columns() + 3 * routed)
+
+    def _shared_columns(self) -> Array:
+        """Of shared experts, which are divided like a dense FFN; in mode dp each group has them whole."""
+        p, width = self.points, self._moe.shared_width
+        return np.where(p.mode == DP, _up(width, p.tpa), _up(width, p.ffn_ranks))
+
+
+def token_numbers(spec: DecoderSpec, points: Points) -> Array:
+    """Numbers of one layer's cache that a token takes on the rank that stores it."""
+    if spec.mla is not None:
+        return np.full(len(points), spec.mla.entry)
+    return 2 * _up(spec.kv_heads, points.tpa) * spec.head_dim
+
+
+def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:
+    """At each point the list that takes less time; `other` only where it is allowed."""
+    better = allowed & (sum(phase.seconds for phase in other) < sum(phase.seconds for phase in usual))
+    return [b.where(better, a) for a, b in zip(usual, other, strict=True)]

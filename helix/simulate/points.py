@@ -1,0 +1,208 @@
+"""Points of a search, thousands at a time: how GPUs share a model, and how many sequences they serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.simulate.hardware import BYTES, Array
+
+# The runtime's three (helix/layout.py), and `dp`: whole sequences on groups of ranks, as DeepSeek-R1 is served with
+# experts over all ranks.
+MODES = ("tp", "dp", "medha", "helix")
+TP, DP, MEDHA, HELIX = range(4)
+
+
+@dataclass(frozen=True)
+class Points:
+    """Arrays [n]: `pp` stages of `dp` groups of `kvp x tpa` ranks each; `batch` sequences in a stage."""
+
+    mode: Array
+    pp: Array
+    dp: Array
+    kvp: Array
+    tpa: Array
+    tpf: Array
+    ep: Array
+    batch: Array
+
+    @classmethod
+    def of(
+        cls,
+        mode: str,
+        batch: int = 1,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        kvp: int = 1,
+        tpa: int = 1,
+        tpf: int | None = None,
+        ep: int = 1,
+    ) -> Points:
+        """A single point; an unset `tpf` takes all FFN ranks that `ep` leaves.
+
+        Raises:
+            ValueError: the mode is unknown.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
+        ranks = tpa if mode == "medha" else dp * kvp * tpa
+        row = (MODES.index(mode), pp, dp, kvp, tpa, ranks // ep if tpf is None else tpf, ep, batch)
+        return cls(*(np.array([value]) for value in row))
+
+    @classmethod
+    def crossed(cls, layouts: list[tuple[int, ...]], batches: Array) -> Points:
+        """All layouts (mode, pp, dp, kvp, tpa, tpf, ep) with all batches."""
+        columns = np.repeat(np.array(layouts, dtype=np.int64).reshape(-1, 7), len(batches), axis=0).T
+        return cls(*[*columns, np.tile(batches.astype(np.int64), len(layouts))])
+
+    def __len__(self) -> int:
+        return len(self.mode)
+
+    def __getitem__(self, chosen: Array) -> Points:
+        return Points(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    @property
+    def ranks(self) -> Array:
+        """Of a pipeline stage."""
+        return self.dp * self.kvp * self.tpa
+
+    @property
+    def ffn_ranks(self) -> Array:
+        return np.where(self.mode == MEDHA, self.tpa, self.ranks)
+
+    @property
+    def gpus(self) -> Array:
+        return self.pp * self.ranks
+
+    @property
+    def users(self) -> Array:
+        """Sequences in flight: each stage works on a batch of its own."""
+        return self.pp * self.batch
+
+    def describe(self, i: int) -> str:
+        """Point `i` in words; what is 1 and derived is left out."""
+        words = [MODES[self.mode[i]]]
+        words += [f"{key}={value}" for key in ("pp", "dp", "kvp", "tpa") if (value := getattr(self, key)[i]) > 1]
+        words += [f"tpf={self.tpf[i]} ep={self.ep[i]}"] if self.ep[i] > 1 else []
+        return " ".join(words)
+
+    def layout(self, i: int) -> HelixLayout:
+        """Point `i` as the runtime's layout.
+
+        Raises:
+            ValueError: the runtime has no such layout.
+        """
+        if self.pp[i] > 1 or self.dp[i] > 1 or self.mode[i] == DP:
+            raise ValueError(f"{self.describe(i)}: the runtime has neither pipeline stages nor data-parallel groups")
+        return HelixLayout(MODES[self.mode[i]], *(int(getattr(self, k)[i]) for k in ("kvp", "tpa", "tpf", "ep")))
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Attention over chosen blocks (gather-decode): `tokens` are read, bounds of all blocks scanned.
+
+    Attributes:
+        tokens: sink, window and chosen blocks together, of the whole sequence.
+        block: tokens of a block, for each of which two bounds (k_max, k_min) of the keys are read.
+    """
+
+    tokens: int
+    block: int = 128
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Drafted tokens verified together.
+
+    Attributes:
+        gamma: drafted tokens of a step.
+        acceptance: probability that one is accepted, given that those before it were.
+        draft_s: seconds of drafting one.
+    """
+
+    gamma: int
+    acceptance: float
+    draft_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is the same for all points.
+
+    Attributes:
+        weights, kv, messages: dtypes; arithmetic runs in that of the weights.
+        hopb: the exchange of some sequences runs beside the attention of others (mode helix alone).
+        exchange: `batched` (one message for all sequences) or `serial` (one collective for each).
+        output: the output projection is divided over `all` ranks that serve a sequence, or over `tpa` (appendix A).
+        queries: of MLA: every rank makes those of `all` its heads (the paper), or they are gathered where that is
+            `faster` (the runtime).
+        memory_fraction: what KV may take of the memory that weights leave.
+        append_block, page_size: of the cache, which round its size up.
+    """
+
+    weights: str = "fp4"
+    kv: str = "fp4"
+    messages: str = "fp4"
+    hopb: bool = True
+    exchange: str = "batched"
+    output: str = "all"
+    queries: str = "faster"
+    sparse: Sparse | None = None
+    speculation: Speculation | None = None
+    memory_fraction: float = 0.9
+    append_block: int = 16
+    page_size: int = 64
+
+    def __post_init__(self) -> None:
+        choices = {key: tuple(BYTES) for key in ("weights", "kv", "messages")}
+        choices |= {"exchange": ("batched", "serial"), "output": ("all", "tpa"), "queries": ("all", "faster")}
+        for key, known in choices.items():
+            if getattr(self, key) not in known:
+                raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(known)}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
+        if (s := self.speculation) is not None and not (s.gamma >= 0 and 0 <= s.acceptance <= 1 and s.draft_s >= 0):
+            raise ValueError(f"{s}: gamma and draft_s must not be negative, acceptance must be between 0 and 1")
+        if (p := self.sparse) is not None and not (p.tokens >= p.block >= 1):
+            raise ValueError(f"{p}: tokens must be at least one block, block at least 1")
+
+    @property
+    def step_tokens(self) -> int:
+        """Query tokens of a sequence in a step."""
+        return 1 + (self.speculation.gamma if self.speculation is not None else 0)
+
+
+def check(spec: DecoderSpec, options: Options) -> None:
+    """Raises ValueError for what the model of costs does not know."""
+    if options.sparse is not None and spec.mla is not None:
+        raise ValueError("sparse attention over MLA latents is not modelled: known for K and V heads (block bounds)")
+
+
+def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
+    """Rules of layouts, and which points break them; the runtime's rules where the runtime has the mode."""
+    grid = (p.mode == HELIX) | (p.mode == MEDHA)
+    whole = (spec.kv_heads % p.tpa == 0) | ((p.tpa % spec.kv_heads == 0) & (p.tpa <= spec.q_heads))
+    experts = spec.moe.experts if spec.moe is not None else 1
+    return [
+        ("every width and the batch are at least 1", np.min([getattr(p, f.name) for f in fields(p)[1:]], axis=0) < 1),
+        ("tpf * ep is the number of FFN ranks", p.tpf * p.ep != p.ffn_ranks),
+        (f"in modes helix and medha tpa divides the {spec.kv_heads} KV heads", grid & (spec.kv_heads % p.tpa != 0)),
+        ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
+        ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
+        ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),
+        ("mode dp has dp of at least 2", (p.mode == DP) & (p.dp < 2)),
+        ("dp is at most the batch: other groups would idle", p.dp > p.batch),
+        (f"ep is at most the {experts} experts (1 in a dense model)", p.ep > experts),
+        (f"pp is at most the {spec.layers} layers", p.pp > spec.layers),
+    ]
+
+
+def check_points(spec: DecoderSpec, p: Points) -> None:
+    """Raises ValueError naming the first point that breaks a rule, and the rule."""
+    for rule, broken in problems(spec, p):
+        if broken.any():
+            raise ValueError(f"{p.describe(int(np.argmax(broken)))}: {rule}")

@@ -1,0 +1,131 @@
+"""All layouts of a number of GPUs, with all batches, and what is best among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.simulate.hardware import Array, Hardware
+from helix.simulate.layer import Phase
+from helix.simulate.points import DP, HELIX, MEDHA, MODES, TP, Options, Points, problems
+from helix.simulate.step import Memory, Step, memory_of, predict
+
+PIECE = 4096  # points at a time: their arrays stay in the processor's cache
+MANTISSA = 2.0**40  # times are compared to 12 digits: the last bits depend on where in an array a point stands
+
+
+def layouts(
+    spec: DecoderSpec, gpus: Sequence[int], modes: Sequence[str] = MODES, pp: bool = True
+) -> list[tuple[int, ...]]:
+    """All layouts (mode, pp, dp, kvp, tpa, tpf, ep) of exactly one of `gpus` GPUs, each once.
+
+    A grid without any KV or data parallelism is `tp` alone; stages of a pipeline are searched in the baselines.
+
+    Raises:
+        ValueError: a mode is unknown.
+    """
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ValueError(f"unknown modes {', '.join(unknown)}; choose from {', '.join(MODES)}")
+    experts = spec.moe.experts if spec.moe is not None else 1
+    found: list[tuple[int, ...]] = []
+    for total in sorted(set(gpus)):
+        for stages in _divisors(total) if pp else [1]:
+            ranks = total // stages
+            for tpa in _divisors(ranks):
+                for kvp in _divisors(ranks // tpa):
+                    dp = ranks // tpa // kvp
+                    for mode in (MODES.index(name) for name in modes):
+                        fits = {
+                            TP: dp == kvp == 1,
+                            DP: kvp == 1 and dp > 1,
+                            MEDHA: dp == 1 and kvp > 1,
+                            HELIX: dp * kvp > 1 and stages == 1,
+                        }[mode]
+                        ffn = tpa if mode == MEDHA else ranks
+                        eps = [ep for ep in _divisors(ffn) if ep <= experts] if fits else []
+                        found += [(mode, stages, dp, kvp, tpa, ffn // ep, ep) for ep in eps]
+    points = Points.crossed(found, np.array([1 << 40]))  # a batch that no group of ranks is too many for
+    broken = np.any([wrong for _, wrong in problems(spec, points)], axis=0) if found else np.array([], dtype=bool)
+    return [layout for layout, wrong in zip(found, broken, strict=True) if not wrong]
+
+
+def search(
+    spec: DecoderSpec,
+    hardware: Hardware,
+    length: int,
+    options: Options,
+    *,
+    gpus: Sequence[int],
+    batches: Array,
+    modes: Sequence[str] = MODES,
+) -> Step:
+    """Every layout with every batch that has memory for it.
+
+    Raises:
+        ValueError: nothing fits, or `predict` refuses.
+    """
+    points = Points.crossed(layouts(spec, gpus, modes), batches)
+    points = points[points.dp <= points.batch]
+    memory = memory_of(spec, hardware, points, length, options)
+    fits = points.batch <= memory.largest_batch
+    if not fits.any():
+        need = (memory.weight_bytes + memory.kv_bytes / options.memory_fraction).min()
+        raise ValueError(
+            f"{hardware.name}: no layout of {max(gpus)} GPUs has memory for one sequence of {length} tokens: at least "
+            f"{need / 1e9:.1f} GB a GPU are needed, {hardware.memory_bytes.value / 1e9:.0f} GB are there"
+        )
+    points = points[fits]
+    pieces = [
+        predict(spec, hardware, points[np.arange(at, min(at + PIECE, len(points)))], length, options)
+        for at in range(0, len(points), PIECE)
+    ]
+    return joined(pieces)
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """Points of several predictions, one after the other. All have the same phases."""
+
+    def one(parts: Sequence[Any], kind: type) -> Any:
+        return kind(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(kind)))
+
+    phases = [
+        Phase(same[0].name, *map(np.concatenate, zip(*(phase.arrays() for phase in same), strict=True)))
+        for same in zip(*(step.phases for step in steps), strict=True)
+    ]
+    arrays = (np.concatenate([getattr(step, name) for step in steps]) for name in ("step_s", "ttl_s", "level"))
+    points, memory = one([step.points for step in steps], Points), one([step.memory for step in steps], Memory)
+    return Step(points, memory, phases, *arrays)
+
+
+def frontier(step: Step) -> Array:
+    """Indices of the points that no other beats in both speeds, from the slowest for a user to the fastest.
+
+    Among equal points the first by layout and batch stands, whatever their order.
+    """
+    user, gpu = _rounded(step.user), _rounded(step.gpu)
+    ties = [getattr(step.points, field.name) for field in reversed(fields(Points))]
+    order = np.lexsort((*ties, step.points.gpus, -gpu, -user))
+    best = np.maximum.accumulate(gpu[order])
+    better = np.concatenate([[True], best[1:] > best[:-1]])
+    return order[better][::-1]
+
+
+def best_at(step: Step, user: float) -> tuple[int | None, int | None]:
+    """Of points at least as fast for a user: the index of the highest throughput, and of the most users in flight."""
+    fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
+    if not len(fast):
+        return None, None
+    return int(fast[np.argmax(step.gpu[fast])]), int(fast[np.argmax(step.points.users[fast])])
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _rounded(values: Array) -> Array:
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(mantissa * MANTISSA) / MANTISSA, exponent)

@@ -1,0 +1,152 @@
+"""A decode step of a whole model: time, speed for a user and for a GPU, memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.simulate import cost
+from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hardware
+from helix.simulate.layer import Layer, Phase, token_numbers
+from helix.simulate.points import Options, Points, check, check_points
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Arrays [n]: bytes on the fullest rank.
+
+    Attributes:
+        largest_batch: sequences in a stage for which there is memory; 0 where the weights alone do not fit.
+    """
+
+    weight_bytes: Array
+    kv_bytes: Array
+    largest_batch: Array
+
+    def __getitem__(self, chosen: Array) -> Memory:
+        return Memory(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Arrays [n] over points.
+
+    Attributes:
+        phases: each one's over all layers.
+        step_s: from one step to the next; of a pipeline, for a sequence to pass all stages.
+        ttl_s: from a token to the next one of the same sequence; with speculation, expected.
+        level: provenance, an index into hardware.PROVENANCE.
+    """
+
+    points: Points
+    memory: Memory
+    phases: list[Phase]
+    step_s: Array
+    ttl_s: Array
+    level: Array
+
+    @property
+    def user(self) -> Array:
+        """Tokens/s of one user: interactivity."""
+        return 1 / self.ttl_s
+
+    @property
+    def gpu(self) -> Array:
+        """Tokens/s of one GPU: throughput."""
+        return self.points.users / self.ttl_s / self.points.gpus
+
+    @property
+    def fits(self) -> Array:
+        return self.points.batch <= self.memory.largest_batch
+
+    def provenance(self, i: int) -> str:
+        return PROVENANCE[self.level[i]]
+
+    def __getitem__(self, chosen: Array) -> Step:
+        phases = [phase[chosen] for phase in self.phases]
+        arrays = (array[chosen] for array in (self.step_s, self.ttl_s, self.level))
+        return Step(self.points[chosen], self.memory[chosen], phases, *arrays)
+
+
+def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Step:
+    """Every point's decode step with `length` tokens of each sequence in the cache, whether or not there is memory.
+
+    Raises:
+        ValueError: a layout breaks a rule, needs more GPUs than there are, or a combination is not modelled.
+    """
+    memory = memory_of(spec, hardware, points, length, options)
+    layer = Layer(spec, hardware, points, length, options)
+    found: dict[str, Phase] = {}
+    for window, count in Counter(spec.windows).items():
+        _add(found, layer.attention(window), count)
+    for experts, count in Counter(spec.moe_layers).items():
+        _add(found, layer.ffn(experts), count)
+    # The stage with the most layers sets the pace of all.
+    step_s = sum(phase.seconds for phase in found.values()) * _stretch(spec, points)
+    ends = _ends(layer)
+    _add(found, ends, 1)
+    step_s = step_s + sum(phase.seconds for phase in ends)
+    ttl_s = step_s
+    if (s := options.speculation) is not None:
+        ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
+    level = np.maximum(INTERPOLATED, np.max([phase.level for phase in found.values()], axis=0))
+    return Step(points, memory, list(found.values()), step_s, ttl_s, level)
+
+
+def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
+    """What every point stores.
+
+    Raises:
+        ValueError: as `predict`.
+    """
+    check(spec, options)
+    check_points(spec, points)
+    if (points.gpus > hardware.gpus).any():
+        i = int(np.argmax(points.gpus))
+        gpus = f"{points.gpus[i]} GPUs of one NVLink domain"
+        raise ValueError(f"{points.describe(i)} needs {gpus}; {hardware.name} has {hardware.gpus}")
+    if length < 1:
+        raise ValueError(f"length={length} must be at least 1")
+    p = points
+    layer = Layer(spec, hardware, p, length, options)
+    numbers = spec.layers * layer.attention_numbers()
+    for experts, count in Counter(spec.moe_layers).items():
+        numbers = numbers + count * layer.ffn_numbers(experts)
+    # Embedding and head stand in different stages of a pipeline.
+    vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
+    weight_bytes = (numbers * _stretch(spec, p) / p.pp + vocabulary) * BYTES[options.weights]
+
+    cycle = options.append_block * p.kvp
+    local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
+    paged = -(-local // options.page_size) * options.page_size
+    # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
+    each = paged * token_numbers(spec, p) * spec.layers * _stretch(spec, p) * BYTES[options.kv]
+    free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
+    largest = np.floor(free / each).astype(np.int64) * p.dp
+    return Memory(weight_bytes, -(-p.batch // p.dp) * each, largest)
+
+
+def _stretch(spec: DecoderSpec, p: Points) -> Array:
+    """By how much the layers of the fullest stage, times the stages, exceed the model's layers."""
+    return -(-spec.layers // p.pp) * p.pp / spec.layers
+
+
+def _ends(layer: Layer) -> list[Phase]:
+    """The head with its sampling, and what stages of a pipeline hand on."""
+    spec, p = layer.spec, layer.points
+    rows = layer.all_rows
+    send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), rows * spec.hidden * layer.item["messages"])
+    return [
+        layer.kernel("head", -(-spec.vocab // p.ranks) * spec.hidden, rows),
+        layer.collective("sampling", "all_gather", p.ranks, rows * p.ranks * 8.0),  # a score and an id of each rank
+        send.times(p.pp - 1),
+    ]
+
+
+def _add(found: dict[str, Phase], phases: list[Phase], count: int) -> None:
+    for phase in phases:
+        counted = phase.times(count)
+        found[phase.name] = found[phase.name].plus(counted) if phase.name in found else counted
