@@ -1,0 +1,231 @@
+"""The paper's figures and tables as rows of numbers, each with what it was computed from.
+
+Operating point: throughput and batch are compared among points that are as fast for a user as the baseline's fastest,
+or as a stated fraction of it. Batches and GPU counts are powers of two unless a row says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.simulate import cost
+from helix.simulate.hardware import BYTES, Hardware
+from helix.simulate.points import DP, MEDHA, TP, Options
+from helix.simulate.search import best_at, frontier, search
+from helix.simulate.step import Step
+
+Row = dict[str, Any]
+PAPER = Options(queries="all")  # section 2.1.1: every rank projects the queries of all its heads
+GPUS = tuple(2**i for i in range(7))
+BATCHES = 2 ** np.arange(13)
+ALL_BATCHES = np.unique(np.concatenate([np.arange(1, 129), 2 ** np.arange(7, 13), 3 * 2 ** np.arange(6, 11)]))
+FRACTIONS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+LENGTH = 10**6
+LOOSE = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper states of a model (section 3.2 and 3.3).
+
+    Attributes:
+        user: largest interactivity, Helix over baseline.
+        batch, gpu: sequences and tokens/s/GPU, Helix over baseline.
+        hopb_off: the most of tokens/s/user that is lost without HOP-B.
+    """
+
+    user: float
+    batch: float
+    gpu: float
+    hopb_off: float
+
+
+CLAIMS = {"deepseek-r1": Claim(1.5, 32, 32, 0.01), "llama-3.1-405b": Claim(1.13, 4, 4, 0.12)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a comparison is computed with."""
+
+    hardware: Hardware
+    options: Options = PAPER
+    length: int = LENGTH
+    gpus: tuple[int, ...] = GPUS
+    batches: tuple[int, ...] = tuple(map(int, BATCHES))
+
+    def run(self, spec: DecoderSpec, modes: tuple[str, ...]) -> Step:
+        return search(
+            spec, self.hardware, self.length, self.options, gpus=self.gpus, batches=np.array(self.batches), modes=modes
+        )
+
+
+def baseline_modes(spec: DecoderSpec) -> tuple[str, ...]:
+    """The paper's baseline: TP, PP, EP with data-parallel attention, and Medha's KVP, which it leaves out with MLA."""
+    return ("tp", "dp") if spec.mla is not None else ("tp", "dp", "medha")
+
+
+def components(base: Step) -> dict[str, Step]:
+    """The baseline's points by strategy."""
+    p = base.points
+    chosen = {
+        "TP": (p.mode == TP) & (p.pp == 1),
+        "TP with PP": (p.mode == TP) & (p.pp > 1),
+        "DP attention, EP or TP in the FFN": p.mode == DP,
+        "Medha (KVP, FFN on TP)": p.mode == MEDHA,
+    }
+    return {name: base[mask] for name, mask in chosen.items() if mask.any()}
+
+
+def compare(base: Step, helix: Step, fraction: float = 1.0) -> Row:
+    """Helix over baseline at `fraction` of the baseline's largest interactivity."""
+    top = float(base.user.max())
+    user = fraction * top * LOOSE
+    base_gpu, base_batch = best_at(base, user)
+    helix_gpu, helix_batch = best_at(helix, user)
+    assert base_gpu is not None and base_batch is not None
+    row: Row = {"fraction": fraction, "tokens_per_s_user": fraction * top}
+    row |= {"baseline": _words(base, base_gpu), "baseline_gpu": base.gpu[base_gpu]}
+    row |= {"baseline_users": int(base.points.users[base_batch])}
+    if helix_gpu is None or helix_batch is None:  # Helix is slower than the baseline
+        return row | {"helix": "-", "helix_gpu": 0.0, "helix_users": 0, "gpu_gain": 0.0, "batch_gain": 0.0}
+    row |= {"helix": _words(helix, helix_gpu), "helix_gpu": helix.gpu[helix_gpu]}
+    row |= {"helix_users": int(helix.points.users[helix_batch])}
+    row["gpu_gain"] = row["helix_gpu"] / row["baseline_gpu"]
+    row["batch_gain"] = row["helix_users"] / row["baseline_users"]
+    return row
+
+
+def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, Step, Step]:
+    """Largest interactivity, throughput and batch of Helix over the baseline, with both sets of points."""
+    base, helix = setting.run(spec, baseline_modes(spec)), setting.run(spec, ("helix",))
+    fastest = int(np.argmax(helix.user))
+    row = compare(base, helix)
+    row["user_gain"] = float(helix.user.max() / base.user.max())
+    row["fastest_helix"] = _words(helix, fastest)
+    row["gpu_gain_95"] = compare(base, helix, 0.95)["gpu_gain"]
+    row["provenance"] = helix.provenance(fastest)
+    return row, base, helix
+
+
+def curve(base: Step, helix: Step) -> list[Row]:
+    """The gain over interactivity: what a headline looks like away from the baseline's fastest point."""
+    return [compare(base, helix, fraction) for fraction in FRACTIONS]
+
+
+def frontier_rows(name: str, step: Step, base: Step) -> list[Row]:
+    """A frontier's points, absolute and in units of the baseline's extremes, as the paper draws them."""
+    top_user, top_gpu = base.user.max(), base.gpu.max()
+    rows = []
+    for i in frontier(step):
+        p = step.points
+        rows.append(
+            {
+                "series": name, "layout": p.describe(i), "gpus": int(p.gpus[i]), "batch": int(p.batch[i]),
+                "users": int(p.users[i]), "ttl_ms": 1e3 * step.ttl_s[i], "tokens_per_s_user": step.user[i],
+                "tokens_per_s_gpu": step.gpu[i], "user_normalised": step.user[i] / top_user,
+                "gpu_normalised": step.gpu[i] / top_gpu, "provenance": step.provenance(i),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def figure_1() -> list[Row]:
+    """Roofline of KV and weight reads over TP width, KV length and KVP width (appendix A; microseconds a layer)."""
+    rate, item = 8e12, BYTES["fp4"]
+
+    def row(panel: str, x: int, tpa: int, kvp: int, tpf: int, length: int) -> Row:
+        kv = cost.kv_read_s(8, 8, 128, length, tpa, kvp, item, rate)
+        weights = cost.weight_read_s(16384, 128, 8, 128, 65536, tpa, tpf, item, rate)
+        return {"panel": panel, "x": x, "tpa": tpa, "kvp": kvp, "tpf": tpf, "length": length,
+                "kv_us": 1e6 * kv, "weights_us": 1e6 * weights, "provenance": "roofline"}  # fmt: skip
+
+    rows = [row("TP width", n, n, 1, n, LENGTH) for n in GPUS]
+    rows += [row("KV length", s, 8, 1, 8, s) for s in (2**i for i in range(15, 23))]
+    return rows + [row("KVP width", kvp, 8, kvp, 8 * kvp, LENGTH) for kvp in (1, 2, 4, 8)]
+
+
+def figure_3(compute: float = 2.0, exchange: float = 1.2, batch: int = 8) -> list[Row]:
+    """The paper's timeline: attention and exchange of each request, in its units, without and with HOP-B."""
+    rows, free = [], 0.0
+    for i in range(batch):
+        done = (i + 1) * compute
+        behind = batch * compute + i * exchange
+        start = max(done, free)
+        free = start + exchange
+        for hopb, phase, begin, end in (
+            ("off", "attention", done - compute, done), ("off", "exchange", behind, behind + exchange),
+            ("on", "attention", done - compute, done), ("on", "exchange", start, free),
+        ):  # fmt: skip
+            rows.append({"hopb": hopb, "request": i, "phase": phase, "start": begin, "end": end})
+    return rows
+
+
+def hopb(spec: DecoderSpec, setting: Setting, exchange: str) -> tuple[list[Row], Row]:
+    """Frontiers with HOP-B on and off on the paper's grids (KVP x TPA, no data parallelism), and what is lost without.
+
+    Losses are those of tokens/s/user where it is at least half of the largest: `fixed`, at the same tokens/s/GPU (what
+    the paper states), and `same`, of the same layout and batch.
+    """
+    setting = replace(setting, batches=tuple(map(int, ALL_BATCHES)))
+    steps = []
+    for on in (True, False):
+        chosen = replace(setting.options, hopb=on, exchange=exchange)
+        step = replace(setting, options=chosen).run(spec, ("helix",))
+        steps.append(step[step.points.dp == 1])
+    on_step, off_step = steps  # the same points in the same order
+    rows: list[Row] = []
+    for name, step in (("HOP-B on", on_step), ("HOP-B off", off_step)):
+        rows += [{"exchange": exchange, **row} for row in frontier_rows(name, step, on_step)]
+    best, behind = frontier(on_step), frontier(off_step)[::-1]
+    best = best[on_step.user[best] >= on_step.user.max() / 2]
+    # Frontiers have points, not lines: between those of `off` its speed is interpolated (both logarithmic).
+    reached = np.interp(np.log(on_step.gpu[best]), np.log(off_step.gpu[behind]), np.log(off_step.user[behind]))
+    fixed = 1 - np.exp(reached) / on_step.user[best]
+    same = 1 - off_step.user[best] / on_step.user[best]
+    i = int(np.argmax(fixed))
+    return rows, {
+        "exchange": exchange,
+        "fixed": float(fixed[i]),
+        "fixed_median": float(np.median(fixed)),
+        "same": float(same.max()),
+        "at": _words(on_step, best[i]),
+        "provenance": on_step.provenance(best[i]),
+    }
+
+
+def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
+    """The headline when one thing is changed."""
+    hw, options = setting.hardware, setting.options
+    changes: dict[str, Setting] = {
+        "as stated": setting,
+        "bytes and FLOPs alone": replace(setting, hardware=hw.scaled(kernel=0, collective=0, link=1e30)),
+        "kernels x 1/2": replace(setting, hardware=hw.scaled(kernel=0.5)),
+        "kernels x 2": replace(setting, hardware=hw.scaled(kernel=2)),
+        "collectives x 1/2": replace(setting, hardware=hw.scaled(collective=0.5)),
+        "collectives x 2": replace(setting, hardware=hw.scaled(collective=2)),
+        "90% of the read rate": replace(setting, hardware=hw.scaled(read=0.9)),
+        "half the link rate": replace(setting, hardware=hw.scaled(link=0.5)),
+        "2^20 tokens": replace(setting, length=1 << 20),
+        "4M tokens": replace(setting, length=4 * LENGTH),
+        "messages in bf16": replace(setting, options=replace(options, messages="bf16")),
+        "an exchange for each request": replace(setting, options=replace(options, exchange="serial")),
+        "HOP-B off": replace(setting, options=replace(options, hopb=False)),
+        "queries gathered where faster": replace(setting, options=replace(options, queries="faster")),
+        "all batches to 128": replace(setting, batches=tuple(map(int, ALL_BATCHES))),
+        "any number of GPUs": replace(setting, gpus=tuple(range(1, 65))),
+    }
+    rows = []
+    for name, changed in changes.items():
+        row, _, _ = headline(spec, changed)
+        keys = ("user_gain", "batch_gain", "gpu_gain", "gpu_gain_95", "baseline", "helix", "provenance")
+        rows.append({"change": name, **{key: row[key] for key in keys}})
+    return rows
+
+
+def _words(step: Step, i: int) -> str:
+    p = step.points
+    return f"{p.describe(i)}, batch {p.batch[i]}, {p.gpus[i]} GPUs"
