@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m launch.bench kernels | moe | mla | comm | step | baselines | hopb | prefill`."""
+"""Benchmarks: `python -m launch.bench kernels | moe | mla | verify | comm | step | baselines | hopb | prefill`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from launch import (
     bench_moe,
     bench_prefill,
     bench_steps,
+    bench_verify,
 )
 from launch.report import provenance
 
@@ -31,6 +32,7 @@ def main() -> None:
         "kernels": "flash_decode beside torch's attention and small-batch projections beside cuBLAS, on one GPU",
         "moe": "a rank's routed experts beside the bytes of those that are touched, on one GPU",
         "mla": "mla_decode beside FlashInfer, on one GPU",
+        "verify": "verification of drafts beside the paper's kernels and plain torch, on one GPU",
         "comm": "the collectives of a step beside torch.distributed's, over 2, 4, .. GPUs",
         "step": "decode steps of whole models beside their floor, over all GPUs",
         "baselines": "the same under plain TP, Medha's layout and Helix",
@@ -50,6 +52,7 @@ def main() -> None:
         "kernels": [partial(bench_kernels.run, device), partial(bench_linear.run, device)],
         "moe": [partial(bench_moe.run, device)],
         "mla": [partial(bench_mla.run, device)],
+        "verify": [partial(bench_verify.run, device)],
         "comm": [partial(bench_comm.run, ranks)],
         "step": [partial(bench_steps.run, ranks, baselines=False, models=models)],
         "baselines": [partial(bench_steps.run, ranks, baselines=True, models=models)],
