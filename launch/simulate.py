@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from helix.models import DecoderSpec
 from helix.simulate import report
 from helix.simulate.hardware import BYTES, PROVENANCE, Hardware
 from helix.simulate.points import MODES, Options, Points
@@ -57,7 +58,8 @@ def load_hardware(name: str) -> Hardware:
     return Hardware.from_mapping(data)
 
 
-def load_spec(model: str) -> Any:
+@cache
+def load_spec(model: str) -> DecoderSpec:
     """The shape in `conf/model/`.
 
     Raises:
@@ -84,7 +86,7 @@ class Paper:
         self.lost: list[Row] = []
         self.sensitivity: dict[str, list[Row]] = {}
         for model in CLAIMS:
-            spec = spec_of(model)
+            spec = load_spec(model)
             self.headlines[model], base, helix = report.headline(spec, self.setting)
             series = {**report.components(base), "Baseline": base, "Helix": helix}
             self.frontiers[model] = [r for name, step in series.items() for r in report.frontier_rows(name, step, base)]
@@ -179,7 +181,7 @@ def recorded() -> list[Row]:
     for (model, layout, batch, length), row in cells.items():
         widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", layout)}
         points = Points.of(layout.split()[0], batch, **widths)
-        step = predict(spec_of(model), hardware, points, length, options)
+        step = predict(load_spec(model), hardware, points, length, options)
         predicted = 1e6 * float(step.ttl_s[0])
         rows.append(
             {

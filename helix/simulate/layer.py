@@ -182,7 +182,7 @@ class Layer:
         both = cost.attention_and_exchange_s(
             data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value
         )
-        sent = np.where(p.kvp > 1, cost.sent_bytes("all_to_all", p.kvp, message), 0.0)
+        sent = np.where(p.mode == MEDHA, message, cost.sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
         exposed = Phase("exchange", both - data, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
         return attention, exposed
 

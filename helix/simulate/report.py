@@ -15,7 +15,7 @@ from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, Hardware
 from helix.simulate.points import DP, MEDHA, TP, Options
-from helix.simulate.search import best_at, frontier, search
+from helix.simulate.search import best_at, frontier, ordered, search
 from helix.simulate.step import Step
 
 Row = dict[str, Any]
@@ -102,7 +102,7 @@ def compare(base: Step, helix: Step, fraction: float = 1.0) -> Row:
 def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, Step, Step]:
     """Largest interactivity, throughput and batch of Helix over the baseline, with both sets of points."""
     base, helix = setting.run(spec, baseline_modes(spec)), setting.run(spec, ("helix",))
-    fastest = int(np.argmax(helix.user))
+    fastest = int(ordered(helix, helix.user)[0])
     row = compare(base, helix)
     row["user_gain"] = float(helix.user.max() / base.user.max())
     row["fastest_helix"] = _words(helix, fastest)

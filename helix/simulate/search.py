@@ -101,16 +101,20 @@ def joined(steps: Sequence[Step]) -> Step:
     return Step(points, memory, phases, *arrays)
 
 
-def frontier(step: Step) -> Array:
-    """Indices of the points that no other beats in both speeds, from the slowest for a user to the fastest.
+def ordered(step: Step, *speeds: Array) -> Array:
+    """Indices from the best to the worst by the first of `speeds`, then by the next ones.
 
-    Among equal points the first by layout and batch stands, whatever their order.
+    Equal points stand by layout and batch, fewest GPUs first, whatever their order.
     """
-    user, gpu = _rounded(step.user), _rounded(step.gpu)
     ties = [getattr(step.points, field.name) for field in reversed(fields(Points))]
-    order = np.lexsort((*ties, step.points.gpus, -gpu, -user))
-    best = np.maximum.accumulate(gpu[order])
-    better = np.concatenate([[True], best[1:] > best[:-1]])
+    return np.lexsort((*ties, step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))))
+
+
+def frontier(step: Step) -> Array:
+    """Indices of the points that no other beats in both speeds, from the slowest for a user to the fastest."""
+    order = ordered(step, step.user, step.gpu)
+    gpu = _rounded(step.gpu)[order]
+    better = np.concatenate([[True], gpu[1:] > np.maximum.accumulate(gpu)[:-1]])
     return order[better][::-1]
 
 
@@ -119,7 +123,11 @@ def best_at(step: Step, user: float) -> tuple[int | None, int | None]:
     fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None
-    return int(fast[np.argmax(step.gpu[fast])]), int(fast[np.argmax(step.points.users[fast])])
+    found = step[fast]
+    return (
+        int(fast[ordered(found, found.gpu)[0]]),
+        int(fast[ordered(found, found.points.users.astype(float), found.gpu)[0]]),
+    )
 
 
 def _divisors(n: int) -> list[int]:

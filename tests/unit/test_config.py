@@ -12,7 +12,7 @@ from helix.config import Config, check
 from launch.run import ROOT, as_config
 
 CONF = Path(ROOT) / "conf"
-GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir())
+GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name != "hardware")  # the simulator reads those
 
 
 def composed(*overrides: str) -> Config:

@@ -18,9 +18,8 @@ from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
 from helix.simulate.search import best_at, frontier, layouts, search
 from helix.simulate.step import predict
 from launch import simulate
-from launch.bench_steps import spec_of
 from launch.plan import check_layout
-from launch.simulate import HARDWARE, PAGE, ROOT, load_hardware, main, recorded, with_tables
+from launch.simulate import HARDWARE, PAGE, ROOT, load_hardware, load_spec, main, recorded, with_tables
 
 M = 10**6
 GB200 = report.Setting(load_hardware("gb200"))
@@ -28,7 +27,7 @@ BF16 = Options(weights="bf16", kv="bf16", messages="bf16")
 
 
 def test_a_hundred_thousand_points_in_seconds_and_the_same_frontier_in_any_order() -> None:
-    spec = spec_of("llama-3.1-405b")
+    spec = load_spec("llama-3.1-405b")
     begin = time.perf_counter()
     found = search(spec, GB200.hardware, M // 8, report.PAPER, gpus=range(1, 65), batches=np.arange(1, 513))
     best = frontier(found)
@@ -41,7 +40,7 @@ def test_a_hundred_thousand_points_in_seconds_and_the_same_frontier_in_any_order
 
 
 def test_the_frontier_is_what_nothing_beats() -> None:
-    found = GB200.run(spec_of("llama-3.1-405b"), MODES)
+    found = GB200.run(load_spec("llama-3.1-405b"), MODES)
     best = frontier(found)
     assert (np.diff(found.user[best]) > 0).all() and (np.diff(found.gpu[best]) < 0).all()
     for i in range(len(found.points)):
@@ -50,12 +49,12 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 
 
 def test_best_at_where_nothing_is_fast_enough() -> None:
-    assert best_at(GB200.run(spec_of("llama-3.1-405b"), ("tp",)), 1e9) == (None, None)
+    assert best_at(GB200.run(load_spec("llama-3.1-405b"), ("tp",)), 1e9) == (None, None)
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-r1", "qwen2.5-7b", "gpt-oss-20b"])
 def test_layouts_of_the_runtime_s_modes_are_those_that_the_runtime_takes(model: str) -> None:
-    spec = spec_of(model)
+    spec = load_spec(model)
     found = layouts(spec, [12], ("tp", "medha", "helix"), pp=False)
     ours = {row for row in found if row[2] == 1}  # without data parallelism
     expected = set()
@@ -73,7 +72,7 @@ def test_layouts_of_the_runtime_s_modes_are_those_that_the_runtime_takes(model: 
 
 
 def test_no_layout_is_listed_twice() -> None:
-    found = layouts(spec_of("deepseek-r1"), range(1, 65))
+    found = layouts(load_spec("deepseek-r1"), range(1, 65))
     assert len(set(found)) == len(found) > 1000
 
 
@@ -85,7 +84,7 @@ def test_headlines_with_one_set_of_constants(
     model: str, user: tuple[float, float], batch: int, batch_alone: int, alone: float
 ) -> None:
     """Paper: 1.5x and 32x, 1.13x and 4x. Reading alone: 7.49x and 2.69x, worked out from bytes."""
-    spec = spec_of(model)
+    spec = load_spec(model)
     row, _, _ = report.headline(spec, GB200)
     assert user[0] <= row["user_gain"] <= user[1]
     assert row["batch_gain"] == batch and row["baseline_users"] == 1
@@ -96,7 +95,7 @@ def test_headlines_with_one_set_of_constants(
 
 
 def test_away_from_the_corner_the_gain_is_small() -> None:
-    row, base, helix = report.headline(spec_of("deepseek-r1"), GB200)
+    row, base, helix = report.headline(load_spec("deepseek-r1"), GB200)
     gains = [r["gpu_gain"] for r in report.curve(base, helix)]
     assert gains[0] == row["gpu_gain"] and gains[1] == pytest.approx(4.3, abs=0.05)
     assert max(gains[3:]) < 1.1
@@ -126,7 +125,7 @@ def test_memory_is_what_the_runtime_took() -> None:
     for row in rows:
         layout = dict(word.split("=") for word in row["layout"].split()[1:3])
         points = Points.of("helix", row["batch"], kvp=int(layout["kvp"]), tpa=int(layout["tpa"]))
-        found = predict(spec_of(row["model"]), load_hardware("h200"), points, row["length"], BF16)
+        found = predict(load_spec(row["model"]), load_hardware("h200"), points, row["length"], BF16)
         assert found.memory.kv_bytes[0] == pytest.approx(max(row["kv_bytes_per_rank"]), rel=0.03)
 
 
@@ -136,7 +135,7 @@ def test_memory_is_what_the_runtime_took() -> None:
 @pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_constant_says_how_it_is_known(path: Path) -> None:
     hardware = load_hardware(path.stem)
-    step = predict(spec_of("llama-3.1-8b"), hardware, Points.of("helix", kvp=2, tpa=2), M, BF16)
+    step = predict(load_spec("llama-3.1-8b"), hardware, Points.of("helix", kvp=2, tpa=2), M, BF16)
     worst = max(hardware.read_bytes_per_s.level, hardware.kernel_s.level, hardware.rate("bf16").level)
     assert step.level[0] >= worst and step.provenance(0) in PROVENANCE[1:]
     # Bounds of what any GPU of these generations could have: a wrong unit is off by 1000.
@@ -187,19 +186,19 @@ def test_unknown_names_are_answered_with_those_known(capsys: pytest.CaptureFixtu
 )
 def test_layouts_and_dtypes_that_cannot_be(mode: str, widths: dict[str, int], options: Options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        predict(spec_of("llama-3.1-8b"), load_hardware("h200"), Points.of(mode, **widths), M, options)  # type: ignore[arg-type]
+        predict(load_spec("llama-3.1-8b"), load_hardware("h200"), Points.of(mode, **widths), M, options)  # type: ignore[arg-type]
 
 
 def test_what_is_not_modelled_is_refused() -> None:
     sparse = replace(BF16, sparse=Sparse(4096))
     with pytest.raises(ValueError, match="sparse attention over MLA latents is not modelled"):
-        predict(spec_of("deepseek-r1"), load_hardware("h200"), Points.of("tp"), M, sparse)
+        predict(load_spec("deepseek-r1"), load_hardware("h200"), Points.of("tp"), M, sparse)
     with pytest.raises(ValueError, match="price of finding blocks is not known on NVIDIA B200"):
-        predict(spec_of("llama-3.1-8b"), load_hardware("b200"), Points.of("tp"), M, sparse)
+        predict(load_spec("llama-3.1-8b"), load_hardware("b200"), Points.of("tp"), M, sparse)
     with pytest.raises(ValueError, match="mode='cp' is unknown; choose one of tp, dp, medha, helix"):
         Points.of("cp")
     with pytest.raises(ValueError, match="unknown modes cp"):
-        layouts(spec_of("llama-3.1-8b"), [8], ["cp"])
+        layouts(load_spec("llama-3.1-8b"), [8], ["cp"])
     with pytest.raises(ValueError, match="exchange='parallel' is unknown; choose one of batched, serial"):
         Options(exchange="parallel")
     with pytest.raises(ValueError, match="memory_fraction=0"):
@@ -209,12 +208,12 @@ def test_what_is_not_modelled_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one block"):
         Options(sparse=Sparse(64))
     with pytest.raises(ValueError, match="length=0"):
-        predict(spec_of("llama-3.1-8b"), load_hardware("h200"), Points.of("tp"), 0, BF16)
+        predict(load_spec("llama-3.1-8b"), load_hardware("h200"), Points.of("tp"), 0, BF16)
 
 
 def test_where_nothing_fits_it_is_said_how_much_is_missing() -> None:
     with pytest.raises(ValueError, match=r"no layout of 8 GPUs has memory for one sequence.*GB a GPU are needed"):
-        search(spec_of("deepseek-r1"), load_hardware("h100"), M, BF16, gpus=[8], batches=np.array([1]))
+        search(load_spec("deepseek-r1"), load_hardware("h100"), M, BF16, gpus=[8], batches=np.array([1]))
 
 
 def test_the_runtime_s_layout_of_a_point() -> None:
