@@ -286,6 +286,7 @@ def _gain(curves: dict[str, list[Row]]) -> Figure:
         panel.axhline(1, color=BLACK, linewidth=0.8)
         panel.set(xlabel="tokens/s/user (baseline's largest = 1)", ylabel=f"{label}, Helix over baseline", yscale="log")
         panel.legend(fontsize=8)
+    figure.supxlabel(next(iter(curves.values()))[0]["provenance"], fontsize=7)
     return figure
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from helix.models import DecoderSpec
 from helix.simulate import cost
-from helix.simulate.hardware import BYTES, Hardware
+from helix.simulate.hardware import BYTES, PROVENANCE, Hardware
 from helix.simulate.points import DP, MEDHA, TP, Options
 from helix.simulate.search import best_at, frontier, ordered, search
 from helix.simulate.step import Step
@@ -89,13 +89,14 @@ def compare(base: Step, helix: Step, fraction: float = 1.0) -> Row:
     assert base_gpu is not None and base_batch is not None
     row: Row = {"fraction": fraction, "tokens_per_s_user": fraction * top}
     row |= {"baseline": _words(base, base_gpu), "baseline_gpu": base.gpu[base_gpu]}
-    row |= {"baseline_users": int(base.points.users[base_batch])}
+    row |= {"baseline_users": int(base.points.users[base_batch]), "provenance": base.provenance(base_gpu)}
     if helix_gpu is None or helix_batch is None:  # Helix is slower than the baseline
         return row | {"helix": "-", "helix_gpu": 0.0, "helix_users": 0, "gpu_gain": 0.0, "batch_gain": 0.0}
     row |= {"helix": _words(helix, helix_gpu), "helix_gpu": helix.gpu[helix_gpu]}
     row |= {"helix_users": int(helix.points.users[helix_batch])}
     row["gpu_gain"] = row["helix_gpu"] / row["baseline_gpu"]
     row["batch_gain"] = row["helix_users"] / row["baseline_users"]
+    row["provenance"] = PROVENANCE[max(base.level[base_gpu], helix.level[helix_gpu])]
     return row
 
 
