@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.accept import _accept_kernel, _kept_mass_kernel
 from kernels.all_gather import _all_gather_kernel
 from kernels.all_reduce_norm import _all_reduce_norm_kernel
 from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
@@ -60,12 +61,16 @@ SPECIAL = {
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "programs"), ("i32", False)),
     **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets"), ("*i64", True)),
+    **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
+    **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
+    **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
+    **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     "has_mismatch": ("*i1", True),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs", "packed",
+    "logits", "gate_up", "down", "h", "outputs", "packed", "p_logits", "q_logits",
 }  # fmt: skip
 
 
@@ -132,6 +137,17 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "verify-scan", bf16, _verify_kernel, scan, {"num_warps": 1}
     yield "verify-pack", bf16, _pack_kernel, tile | {"BLOCK_B": 32}, options
     yield "verify-one", bf16, _one_block_kernel, scan | tile | {"BLOCK_B": 32}, {"num_warps": 32}
+    slices = {"BLOCK": 512, "PDL": True}
+    for sampled in (True, False):
+        one = {name: None for name in _accept_kernel.arg_names if name.startswith("q_") and not sampled}
+        yield (
+            "accept",
+            torch.float32,
+            _accept_kernel,
+            slices | one | {"SAMPLED": sampled, "BLOCK_G": 16},
+            {"num_warps": 4},
+        )
+    yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
     yield "verify-fused", bf16, _verify_and_pack_kernel, scan | tile | {"ROWS": 8}, options
 
 

@@ -1,0 +1,56 @@
+"""Counter-based random numbers in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Streams: draws for one (seed, position) that must be independent take different ones. A position that is drafted
+# again, after a rejection before it, meets its first draft's numbers once more: nothing that was kept depends on them.
+TARGET = 0  # the target's own token, also behind accepted ones
+DRAFT = 1
+ACCEPT = 2
+RECOVER = 3  # the token in place of a rejected one
+
+# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+
+
+def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
+    """Random numbers as a pure function of four counters: independent wherever one of these differs.
+
+    The first three are hashed into the start of a splitmix64 sequence, of which `index` picks one output.
+
+    Args:
+        seed, position: int64, broadcast against each other and the others.
+        stream: what the number is for; see above.
+        index: a token id or the like.
+
+    Returns:
+        fp64 in the open interval (0, 1): odd multiples of 2^-53, exact.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    start = _mix((seed + 1) * _GOLDEN)
+    for counter in (position, stream, index):
+        start = _mix(start + torch.as_tensor(counter, device=seed.device) * _GOLDEN)  # a tensor wraps, an int grows
+    # 52 bits and a half: with one more bit, the largest would round to 1.
+    return (_shift(start, 12).double() + 0.5) * 2.0**-52
+
+
+def gumbel(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
+    """Gumbel noise from `uniform`: the argmax of log-weights plus such noise is a draw from the weights."""
+    return -(-uniform(seed, position, stream, index).log()).log()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: a bijection of 64-bit words, in int64 that wraps."""
+    x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical shift right; that of int64 drags the sign along."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
