@@ -13,6 +13,7 @@ step that keeps its KV where it is needs `verify` alone; a kernel with another d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -266,10 +267,11 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
     if not routing.on_gpu(kv):
         return packed.copy(*reference.pack(kv, accepted))
     B, D = len(kv), kv.shape[2]
-    copy = _copy(kv, packed)
-    _pack_kernel[copy.pop("splits"), B](
-        kv, accepted, packed.kv, packed.offsets, kv.stride(0), B, D, BLOCK_B=triton.next_power_of_2(B), **copy
-    )
+    splits, block = _split(kv, packed)
+    _pack_kernel[splits, B](
+        kv, accepted, packed.kv, packed.offsets, kv.stride(0), B, D, BLOCK_B=_block(B), BLOCK=block,
+        num_warps=WARPS, **overlapped(kv),
+    )  # fmt: skip
     return None
 
 
@@ -282,12 +284,12 @@ def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor,
         out.copy(*reference.verify(draft, target))
         return packed.copy(*reference.pack(kv, out.accepted))
     B, G = _shape(draft, target)
-    copy = _copy(kv, packed)
+    splits, block = _split(kv, packed)
     block_g = _block(G)
-    _verify_and_pack_kernel[copy.pop("splits"), B](
+    _verify_and_pack_kernel[splits, B](
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
         draft.stride(0), target.stride(0), kv.stride(0), B, G, kv.shape[2],
-        BLOCK_G=block_g, ROWS=max(1, TOKENS // block_g), **copy,
+        BLOCK_G=block_g, ROWS=max(1, TOKENS // block_g), BLOCK=block, num_warps=WARPS, **overlapped(draft),
     )  # fmt: skip
     return None
 
@@ -300,12 +302,11 @@ def verify_and_pack_one_block(
         return verify_and_pack(draft, target, kv, out, packed)
     B, G = _shape(draft, target)
     assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
-    copy = _copy(kv, packed)
-    del copy["splits"]
+    _, block = _split(kv, packed)
     _one_block_kernel[(1,)](
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
         draft.stride(0), target.stride(0), kv.stride(0), B, G, kv.shape[2],
-        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=_block(G), **copy | {"num_warps": 32},
+        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=_block(G), BLOCK=block, num_warps=32, **overlapped(draft),
     )  # fmt: skip
     return None
 
@@ -318,17 +319,21 @@ def _shape(draft: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
     return B, G
 
 
-def _block(gamma: int) -> int:
-    return triton.next_power_of_2(max(gamma, 1))
+@cache
+def _block(n: int) -> int:
+    return triton.next_power_of_2(max(n, 1))
 
 
-def _copy(kv: torch.Tensor, packed: Packed) -> dict[str, int]:
-    """Launch options of a copy of all rows: how many programs share a sequence, and what each takes at once."""
+def _split(kv: torch.Tensor, packed: Packed) -> tuple[int, int]:
+    """How many programs share the copy of a sequence's rows, and how many elements each takes at once."""
     B, G, D = kv.shape
     size = G * D
-    assert kv.dtype == packed.kv.dtype and packed.kv.is_contiguous() and (size == 0 or kv[0].is_contiguous())
-    assert packed.kv.numel() >= B * size and packed.offsets.shape == (B + 1,) and size < 2**31 - (1 << 20)
-    most = TILE_BYTES // kv.element_size()
-    block = min(most, max(256, triton.next_power_of_2(size)))
-    splits = max(1, min(triton.cdiv(size, block), PROGRAMS_PER_SM * sm_count(kv.device) // B))
-    return {"splits": splits, "BLOCK": block, "num_warps": WARPS, **overlapped(kv)}
+    assert kv.dtype == packed.kv.dtype and packed.kv.is_contiguous() and kv.stride()[1:] == (D, 1)
+    assert packed.kv.numel() >= B * size and packed.offsets.shape == (B + 1,) and size < 2**30
+    return _splits(B, size, kv.element_size(), sm_count(kv.device))
+
+
+@cache
+def _splits(B: int, size: int, element_size: int, sms: int) -> tuple[int, int]:
+    block = min(TILE_BYTES // element_size, max(256, triton.next_power_of_2(size)))
+    return max(1, min(triton.cdiv(size, block), PROGRAMS_PER_SM * sms // B)), block

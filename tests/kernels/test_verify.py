@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -102,11 +102,14 @@ def check_packed(packed: Packed, case: Case) -> None:
 
 
 @pytest.fixture
-def many_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def many_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
     """Small tiles, and a GPU's number of programs: copies are split, and take several rounds."""
+    kernels._splits.cache_clear()
     monkeypatch.setattr(kernels, "sm_count", lambda device: 6)
     monkeypatch.setattr(kernels, "TILE_BYTES", 1024)
     monkeypatch.setattr(kernels, "TOKENS", 64)
+    yield
+    kernels._splits.cache_clear()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
