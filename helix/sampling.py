@@ -19,10 +19,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from kernels.best_token import best_of_rank, best_of_ranks
-
-# Random streams: draws for one (seed, position) that must be independent take different streams. The target model's
-# token takes TARGET; a drafter, the acceptance test and recovery from a rejection take one each.
-TARGET = 0
+from kernels.reference.uniform import TARGET, gumbel
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _INT64_MAX = torch.iinfo(torch.int64).max
@@ -33,10 +30,6 @@ _DIGITS = ((21, 11), (10, 11), (0, 10))
 # Units of mass that the best token weighs. Rounding to them moves a filter by at most V * 2^-41 of the mass, less than
 # fp32 probabilities would, and the sum over up to 2^22 tokens fits int64.
 _MASS_UNITS = 2.0**40
-
-# splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 @dataclass(frozen=True)
@@ -160,43 +153,9 @@ def sample(
         keep &= keys <= _last_kept_key(keys, mass, state, comm)[:, None]
     # Gumbel-max: the argmax of log-weights plus independent Gumbel noise is a draw from the normalised weights.
     ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
-    noise = -(-uniform(state.seed[:, None], positions[:, None], TARGET, ids).log()).log()
+    noise = gumbel(state.seed[:, None], positions[:, None], TARGET, ids)
     drawn = _best(torch.where(keep, scaled + noise, -torch.inf), vocab_offset, comm)[1]
     return torch.where(drawn_rows, drawn, greedy)
-
-
-def uniform(seed: Tensor, position: Tensor, stream: int, index: Tensor) -> Tensor:
-    """Random numbers as a pure function of four counters: independent wherever one of these differs.
-
-    The first three are hashed into the start of a splitmix64 sequence, of which `index` picks one output.
-
-    Args:
-        seed, position, index: int64, broadcast against each other; index is a token id or the like.
-        stream: what the number is for; see TARGET.
-
-    Returns:
-        fp64 in the open interval (0, 1): odd multiples of 2^-53, exact.
-
-    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
-    """
-    start = _mix((seed + 1) * _GOLDEN)
-    for counter in (position, torch.full_like(position, stream), index):  # a tensor wraps where a Python int grows
-        start = _mix(start + counter * _GOLDEN)
-    bits = _shift(start, 12)
-    # 52 bits and a half: with one more bit, the largest would round to 1.
-    return (bits.double() + 0.5) * 2.0**-52
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: a bijection of 64-bit words, in int64 that wraps."""
-    x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
-    x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical shift right; that of int64 drags the sign along."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,9 @@ def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor 
     """
     start = _mix((seed + 1) * _GOLDEN)
     for counter in (position, stream, index):
-        start = _mix(start + torch.as_tensor(counter, device=seed.device) * _GOLDEN)  # a tensor wraps, an int grows
+        if not isinstance(counter, Tensor):  # an int would grow where a tensor wraps; filled, for captured steps
+            counter = torch.full((), counter, dtype=torch.int64, device=seed.device)
+        start = _mix(start + counter * _GOLDEN)
     # 52 bits and a half: with one more bit, the largest would round to 1.
     return (_shift(start, 12).double() + 0.5) * 2.0**-52
 

@@ -19,7 +19,7 @@ from helix.sampling import SamplingParams, SamplingState, sample
 from kernels import accept as kernels
 from kernels.best_token import best_of_ranks
 from kernels.reference import accept as reference
-from kernels.reference.uniform import DRAFT, gumbel, uniform
+from kernels.reference.uniform import DRAFT, TARGET, gumbel, uniform
 from kernels.uniform import uniform as kernel_uniform
 from tests.unit.test_sampling import MIXED, chi_square, chi_square_limit, oracle_kept, state_of, word_logits
 
@@ -96,12 +96,12 @@ def textbook(
     for j, token in enumerate(draft):
         p = probabilities(p_logits[j], params)
         if token < 0:
-            return j, drawn(p, at + j, sampling.TARGET)
+            return j, drawn(p, at + j, TARGET)
         q = torch.eye(V, dtype=torch.float64)[token] if q_logits is None else probabilities(q_logits[j], q_params)
         u = float(uniform(seed, torch.tensor(at + j), 2, 0))
         if not u < float(p[token] / q[token]):
             return j, drawn((p - q).clamp(min=0), at + j, 3)
-    return len(draft), drawn(probabilities(p_logits[len(draft)], params), at + len(draft), sampling.TARGET)
+    return len(draft), drawn(probabilities(p_logits[len(draft)], params), at + len(draft), TARGET)
 
 
 def drafts(q_logits: Tensor, params: tuple[SamplingParams, ...], position: Tensor) -> Tensor:
@@ -240,7 +240,6 @@ def test_kernels_draw_the_samplers_numbers(device: torch.device) -> None:
     _uniform_kernel[(1,)](*counters, out, N=64)
     seed, position, index = counters
     assert torch.equal(out, uniform(seed, position, 3, index))
-    assert torch.equal(out, sampling.uniform(seed, position, 3, index))
 
 
 class TestDistribution:

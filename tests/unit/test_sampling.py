@@ -20,9 +20,10 @@ from transformers.generation.logits_process import (
 )
 
 from comm.loopback import LoopbackCommunicator, LoopbackWorld, run_ranks
-from helix import sampling
 from helix.layout import share
-from helix.sampling import SamplingParams, SamplingState, sample, uniform
+from helix.sampling import SamplingParams, SamplingState, sample
+from kernels.reference import uniform as random
+from kernels.reference.uniform import TARGET, uniform
 
 GREEDY = SamplingParams()
 MIXED = (
@@ -115,7 +116,7 @@ def oracle(logits: Tensor, params: SamplingParams, position: int) -> int:
     """The token drawn from logits [V]: the best of the kept set, with Gumbel noise from the same random numbers."""
     if params.is_greedy:
         return int((logits == logits.max()).nonzero()[0])
-    u = uniform(torch.tensor(params.seed), torch.tensor(position), sampling.TARGET, torch.arange(len(logits)))
+    u = uniform(torch.tensor(params.seed), torch.tensor(position), TARGET, torch.arange(len(logits)))
     scaled = logits.double() / torch.tensor(params.temperature).double()
     return int((scaled - (-u.log()).log()).masked_fill(~oracle_kept(logits, params), -torch.inf).argmax())
 
@@ -131,7 +132,7 @@ def kept_by_sample(logits: Tensor, params: SamplingParams, monkeypatch: pytest.M
         return 2.0**-53 + (position == index).double() * (1 - 2.0**-52)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "uniform", favour)
+        patch.setattr(random, "uniform", favour)
         return draw(logits.expand(V, V), same(params, V), world=world) == torch.arange(V)
 
 
@@ -398,7 +399,7 @@ class TestDistribution:
     def test_a_planted_bias_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Noise shared by pairs of tokens: each draw still looks random, only the better one of a pair always wins.
         shared = lambda seed, position, stream, index: uniform(seed, position, stream, index // 2)  # noqa: E731
-        monkeypatch.setattr(sampling, "uniform", shared)
+        monkeypatch.setattr(random, "uniform", shared)
         statistic, limit = self.statistic(self.draws(), self.PARAMS)
         assert statistic > 2 * limit
 
@@ -461,15 +462,15 @@ class TestUniform:
     def test_never_zero_or_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         one = torch.tensor([1])
         for word, expected in ((0, 2.0**-53), (-1, 1 - 2.0**-53)):
-            monkeypatch.setattr(sampling, "_mix", lambda x, word=word: torch.full_like(x, word))
+            monkeypatch.setattr(random, "_mix", lambda x, word=word: torch.full_like(x, word))
             u = uniform(one, one, 0, one)
             assert u.item() == expected and (-(-u.log()).log()).isfinite()
 
     def test_is_splitmix64(self) -> None:
         # First outputs of Vigna's reference implementation, seeded with 1234567.
         expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-        state = 1234567 + (torch.arange(4) + 1) * sampling._GOLDEN
-        assert [x % (1 << 64) for x in sampling._mix(state).tolist()] == expected
+        state = 1234567 + (torch.arange(4) + 1) * random._GOLDEN
+        assert [x % (1 << 64) for x in random._mix(state).tolist()] == expected
 
 
 @pytest.mark.parametrize(
