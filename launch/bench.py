@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def main() -> None:
     if not gpus:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
     ranks, models = gpus or 2, arguments.models
-    parts: dict[str, list[Callable[[], list[dict[str, Any]]]]] = {
+    parts: dict[str, list[Callable[[], Iterable[dict[str, Any]]]]] = {
         "kernels": [partial(bench_kernels.run, device), partial(bench_linear.run, device)],
         "moe": [partial(bench_moe.run, device)],
         "mla": [partial(bench_mla.run, device)],
@@ -60,13 +61,15 @@ def main() -> None:
         "prefill": [partial(bench_prefill.run, ranks, device)],
     }
     output = arguments.output or (Path(f"benchmarks/results/{arguments.what}.jsonl") if gpus else None)
-    for part in parts[arguments.what]:
-        rows = part()
-        if output is not None:  # what is done is kept, whatever becomes of the next part
-            with output.open("a", encoding="utf-8") as file:
-                for row in rows:
-                    file.write(json.dumps({"name": arguments.what, **provenance(device), **row}) + "\n")
-            print(f"appended {len(rows)} lines to {output}")
+    count, facts = 0, provenance(device)
+    with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:
+        for row in (row for part in parts[arguments.what] for row in part()):
+            if file is not None:  # what is measured is kept, whatever becomes of the next row
+                file.write(json.dumps({"name": arguments.what, **facts, **row}) + "\n")
+                file.flush()
+                count += 1
+    if output is not None:
+        print(f"appended {count} lines to {output}")
 
 
 if __name__ == "__main__":

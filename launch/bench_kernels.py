@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,14 +192,16 @@ def measure_ragged(device: torch.device) -> dict[str, Any]:
     return {"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}
 
 
-def run(device: torch.device) -> list[dict[str, Any]]:
+def run(device: torch.device) -> Iterator[dict[str, Any]]:
     """All rows (the smallest alone on a CPU), shown as they come."""
     rows = []
     for shape in ROWS if device.type == "cuda" else ROWS[:1]:
         torch.cuda.empty_cache() if device.type == "cuda" else None
         rows.append(measure(*shape, device))
+        yield rows[-1]
         print(".", end="", flush=True)
     ragged = measure_ragged(device)
+    yield ragged
     names = "heads", "batch", "length", "queries", "ours us", "TB/s", "of ceiling", *(f"{p} us" for p in PEERS)
     table = Table(*names, "x", "bar us")
     for r in rows:
@@ -212,4 +214,3 @@ def run(device: torch.device) -> list[dict[str, Any]]:
     print()
     Console(width=120).print(table)
     print(f"100 x 1K + 4 x 128K: {ragged['us']:.1f} us, equal lengths of as many bytes: {ragged['uniform_us']:.1f} us")
-    return [*rows, ragged]

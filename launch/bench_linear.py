@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -70,12 +72,14 @@ def measure(matrix: Matrix, rows: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(device: torch.device) -> list[dict[str, Any]]:
+def run(device: torch.device) -> Iterator[dict[str, Any]]:
     """All matrices (the smallest alone on a CPU)."""
     matrices = MATRICES if device.type == "cuda" else [Matrix("tiny", 64, 96, gated=True)]
-    rows = [measure(matrix, n, device) for matrix in matrices for n in ROWS]
+    rows = []
+    for matrix, n in product(matrices, ROWS):
+        rows.append(measure(matrix, n, device))
+        yield rows[-1]
     table = Table("matrix", "rows", "ours us", "library us", "bar us")
     for r in rows:
         table.add_row(r["matrix"], str(r["rows"]), f"{r['us']:.1f}", f"{r['cublas_us']:.1f}", f"{r['bar_us']:.1f}")
     Console(width=110).print(table)
-    return rows

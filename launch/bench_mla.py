@@ -6,7 +6,7 @@ same pages in random order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,13 @@ def measure(heads: int, batch: int, length: int, queries: int, device: torch.dev
     return row
 
 
-def run(device: torch.device) -> list[dict[str, Any]]:
+def run(device: torch.device) -> Iterator[dict[str, Any]]:
     """All rows (the smallest alone on a CPU), shown as they come."""
     rows = []
     for shape in ROWS if device.type == "cuda" else ROWS[:1]:
         torch.cuda.empty_cache() if device.type == "cuda" else None
         rows.append(measure(*shape, device))
+        yield rows[-1]
         print(".", end="", flush=True)
     table = Table("heads", "batch", "length", "queries", "ours us", "TB/s", "TFLOP/s", "FlashInfer us", "x", "bar us")
     for r in rows:
@@ -126,4 +127,3 @@ def run(device: torch.device) -> list[dict[str, Any]]:
         )  # fmt: skip
     print()
     Console(width=110).print(table)
-    return rows

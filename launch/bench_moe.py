@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
     }
 
 
-def run(device: torch.device) -> list[dict[str, Any]]:
+def run(device: torch.device) -> Iterator[dict[str, Any]]:
     """All models, grids of eight ranks and batches (the smallest alone on a CPU)."""
     cases = [(model, *grid, tokens) for model in MODELS for grid in GRIDS for tokens in TOKENS]
     if device.type != "cuda":
@@ -94,6 +95,7 @@ def run(device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for case in cases:
         rows.append(measure(*case, device))
+        yield rows[-1]
         print(".", end="", flush=True)
     table = Table("experts", "tpf x ep", "tokens", "read", "ours us", "of it route", "TB/s", "bar us")
     for r in rows:
@@ -103,4 +105,3 @@ def run(device: torch.device) -> list[dict[str, Any]]:
         )  # fmt: skip
     print()
     Console(width=110).print(table)
-    return rows

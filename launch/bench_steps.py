@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) ->
     ]
 
 
-def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[dict[str, Any]]:
+def run(ranks: int, baselines: bool, models: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """All workloads (on a CPU a tiny one), of `models` only if given, over all their layouts, and a table of them."""
     workloads = (BASELINES if baselines else WORKLOADS) if torch.cuda.is_available() else [ON_CPU]
     rows = []
@@ -186,6 +187,7 @@ def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[di
             for row in measure(works, layout, overrides):
                 floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], ranks, item)
                 rows.append(row | {"layers": spec.layers, "floor_us": floor_us})
+                yield rows[-1]
     table = Table(
         "model",
         "batch",
@@ -212,7 +214,6 @@ def run(ranks: int, baselines: bool, models: list[str] | None = None) -> list[di
     Console(width=130).print(table)
     if baselines:
         Console(width=130).print(_within_budgets(rows))
-    return rows
 
 
 def largest_batch(rows: list[dict[str, Any]], budget_us: float) -> int | None:

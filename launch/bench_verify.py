@@ -8,7 +8,7 @@ of KV rotate past the L2; tokens, which a step has just written, may stay there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,15 +238,17 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def run(device: torch.device) -> list[dict[str, Any]]:
+def run(device: torch.device) -> Iterator[dict[str, Any]]:
     """All rows (the smallest alone on a CPU), shown at the end."""
     on_gpu = device.type == "cuda"
     rows = []
     for scan in SCANS if on_gpu else SCANS[:1]:
         rows.append(measure_scan(*scan, device))
+        yield rows[-1]
         print(".", end="", flush=True)
     for pack in [*PACKS, *BEYOND] if on_gpu else PACKS[:1]:
         rows.append(measure_pack(*pack, device))
+        yield rows[-1]
         print(".", end="", flush=True)
     print()
     settings = "batch", "gamma", "alpha", "kv_dim"
@@ -266,4 +268,4 @@ def run(device: torch.device) -> list[dict[str, Any]]:
     summary = summarise(rows)
     for name, value in summary.items():
         print(f"{name}: {value}")
-    return [*rows, summary]
+    yield summary
