@@ -20,7 +20,7 @@ SHAPES = {
     "three-heads-verify-2": dict(counts=[2, 2], lengths=[37, 2], heads=3, page_size=1),
     "sixteen-heads-page-64": dict(counts=[1, 1], lengths=[130, 64], heads=16, page_size=64),
     "twenty-heads-verify-4": dict(counts=[4, 4], lengths=[66, 5], heads=20, page_size=64),
-    "128-heads": dict(counts=[1, 1], lengths=[50, 9], heads=128, latent=16),
+    "80-heads": dict(counts=[1, 1], lengths=[50, 9], heads=80, latent=16),
     "odd-dims": dict(counts=[3], lengths=[45], heads=5, latent=40, rope=24),
     "rope-as-wide": dict(counts=[1], lengths=[33], heads=2, latent=8, rope=8),
     "window": dict(counts=[1, 1, 1], lengths=[90, 20, 7], window=19),

@@ -125,7 +125,7 @@ def kernel(request: pytest.FixtureRequest, device: torch.device, monkeypatch: py
 
 
 @pytest.mark.parametrize("clamped", [False, True])
-@pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 64, 48), (7, 3, 5, 100, 33), (40, 2, 3, 33, 70), (3, 1, 1, 17, 1)])
+@pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 64, 48), (7, 3, 5, 100, 33), (18, 2, 3, 33, 24), (3, 1, 1, 17, 1)])
 def test_moe(N: int, k: int, E: int, H: int, F: int, clamped: bool, where: torch.device) -> None:
     case = make_case(N, k, E, H, F, clamped=clamped, device=where)
     check(case.result(), case)
