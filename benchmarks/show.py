@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from launch.bench_steps import BUDGETS_MS, largest_batch  # noqa: E402
 
 PAGES = ["README.md", "docs/measurements.md"]
+TIMES = "us", "cudnn_us", "flash_us", "flashinfer_us"
 Row = dict[str, Any]
 
 
@@ -51,15 +52,15 @@ def foundation() -> list[str]:
 
 
 def decode_kernel() -> list[str]:
-    """`flash_decode` beside torch's attention, as `python -m launch.bench kernels` recorded it."""
+    """`flash_decode` beside torch's attention and FlashInfer's, as `python -m launch.bench kernels` recorded it."""
     rows = [
-        "| heads q/kv | batch | KV | queries | ours | cuDNN | flash | share of the read ceiling | bar |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| heads q/kv | batch | KV | queries | ours | cuDNN | flash | FlashInfer | share of the read ceiling | bar |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results("kernels", "kind", "heads", "batch", "length", "queries"):
         if r["kind"] not in ("decode", "verify"):
             continue
-        times = " | ".join(f"{r[key]:.1f} us" if r[key] else "-" for key in ("us", "cudnn_us", "flash_us"))
+        times = " | ".join(f"{r[key]:.1f} us" if r[key] else "-" for key in TIMES)
         point = f"{r['heads']} | {r['batch']} | {r['length'] // 1024}K | {r['queries']}"
         rows.append(f"| {point} | {times} | {r['of_ceiling']:.0%} | {r['bar_us']:.1f} us |")
     return rows
