@@ -221,6 +221,32 @@ def step(rows: list[Row]) -> Figure:
     return figure
 
 
+def grids(rows: list[Row]) -> Figure:
+    """TTL of models with experts over `tpf x ep`, behind the same attention: what experts on fewer GPUs cost."""
+    found = []
+    for row in rows:
+        widths = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row["layout"])}
+        workload = f"{row['batch']} x {_short(row['length'])}"
+        if "failed" not in row:
+            found.append({**row, **widths, "workload": workload, "attention": (widths["kvp"], widths["tpa"])})
+    panels = {}
+    for (model,), of_model in _groups(found, "model").items():
+        for attention in {row["attention"] for row in of_model if row["ep"] > 1}:
+            panels[model] = [row for row in of_model if row["attention"] == attention]
+    figure, axes = _panels(max(len(panels), 1))
+    workloads = _styles(
+        [row for same in panels.values() for row in same], "workload", "{}", color=COLOURS, marker=MARKERS
+    )
+    for panel, (model, of_model) in zip(axes[0], panels.items(), strict=True):
+        panel.set_title(f"{model}, kvp={of_model[0]['kvp']} tpa={of_model[0]['tpa']}")
+        for (workload,), same in _groups(of_model, "workload").items():
+            whole = min(row["ttl_p50_us"] for row in same if row["ep"] == min(r["ep"] for r in same))
+            _line(panel, [{**r, "times": r["ttl_p50_us"] / whole} for r in same], "ep", "times", workloads[workload])
+        _label(panel, "ep (tpf is the GPUs / ep)", "TTL, in that of ep = 1", 2, y_log=False)
+    _legend(figure, workloads.values())
+    return figure
+
+
 def baselines(rows: list[Row]) -> Figure:
     """What one user sees and what one GPU yields, a curve over the batch for each layout."""
     styles = _styles(rows, "layout", "{}", color=COLOURS, marker=MARKERS)
@@ -311,6 +337,7 @@ DRAWINGS = {
     "moe": Drawing(moe, "moe", ("model", "tpf", "ep", "tokens"), "moe"),
     "comm": Drawing(comm, "comm", ("op", "ranks", "message_bytes")),
     "step": Drawing(step, "step", WORKLOAD),
+    "grids": Drawing(grids, "step", WORKLOAD),
     "baselines": Drawing(baselines, "baselines", WORKLOAD),
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),

@@ -39,7 +39,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"model": model, "batch": 1, "length": 128 * K, "layout": layout, "floor_us": 500.0, "bar": bar,
          "ttl_p50_us": 700.0 + i}
         for model, bar in (("a-7b", 1.5), ("b-8b", None)) for i, layout in enumerate(LAYOUTS)
-    ] + [{"model": "c-70b", "batch": 1, "length": K, "layout": LAYOUTS[1], "floor_us": 9.0, "bar": 2.0, "failed": "x"}],
+    ] + [{"model": "c-70b", "batch": 1, "length": K, "layout": LAYOUTS[1], "floor_us": 9.0, "bar": 2.0, "failed": "x"}]
+    + [
+        {"model": "d-30b-a3b", "batch": batch, "length": K * K, "layout": f"helix kvp=4 tpa=2 -> tpf={8 // ep} ep={ep}",
+         "floor_us": 500.0, "bar": None, "ttl_p50_us": 700.0 + ep}
+        for batch in (1, 8) for ep in (1, 2, 8)
+    ],
     "baselines": [
         {"model": "a-7b", "batch": batch, "length": length, "layout": layout, "tokens_per_s_user": 200.0 / batch,
          "tokens_per_s_gpu": 30.0 * batch, "ttl_p50_us": 900.0}
@@ -111,6 +116,13 @@ def test_best_split_stands_out() -> None:
     plt.close("all")
 
 
+def test_grids_are_shares_of_the_first() -> None:
+    (panel,) = plot.grids(ROWS["step"]).axes
+    drawn = [list(zip(*line.get_data(), strict=True)) for line in panel.get_lines()]
+    assert drawn == [[(1, 1.0), (2, 702 / 701), (8, 708 / 701)]] * 2
+    plt.close("all")
+
+
 def test_roofline_is_the_measured_ceiling() -> None:
     assert plot.READ_CEILING == bench_kernels.READ_CEILING
 
@@ -130,7 +142,7 @@ def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.
     main(["--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(DRAWINGS) and sum(line.startswith("skipped") for line in said) == len(DRAWINGS) - 1
-    assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[2] and "has no lines for it" in said[6]
+    assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[2] and "has no lines for it" in said[7]
     assert [png.name for png in (tmp_path / "figures").iterdir()] == ["hopb.png"]
 
 
