@@ -106,7 +106,7 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.run_steps = run_steps
         self.drafter = drafter
-        self.drafts = 0 if drafter is None else drafter.drafts
+        self.drafts = 0 if drafter is None else drafter.limit
         self.hopb = hopb
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
@@ -340,6 +340,8 @@ class Engine:
             self.state.retire(slot)
             self.cache.give_back(self._pages.pop(slot))
             del self.admitted[slot]
+            if self.drafter is not None:
+                self.drafter.retire(slot)
         for admission in decision.admit:
             self.admit(admission)
         if decision.prefill:
@@ -363,12 +365,14 @@ class Engine:
         self._pages[admission.slot] = pages
         self.state.admit(admission.slot, admission.start, pages, admission.limit, admission.prompt)
         self.state.sampling.set(admission.slot, admission.sampling)
+        if self.drafter is not None:
+            self.drafter.admit(admission)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> list[tuple[int, int]]:
-        step = self.state.prefill_step(
-            [(s.slot, s.begin, torch.tensor(self.admitted[s.slot].prompt[s.begin : s.end])) for s in segments]
-        )
-        hidden = self.model.hidden(self.cache, step)
+        prompts = [(s.slot, s.begin, torch.tensor(self.admitted[s.slot].prompt[s.begin : s.end])) for s in segments]
+        hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts))
+        if self.drafter is not None:
+            self.drafter.prefill(self.state, prompts)
         ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
         last = [i for i, s in enumerate(segments) if s.last]
         if not last:
@@ -397,7 +401,9 @@ class Engine:
 
     def _decode(self, rows: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
         self.model.pipeline.chunks = chunks
-        drafts = None if self.drafter is None else self.drafter.propose(self.state, rows)
+        drafts = None
+        if self.drafter is not None:
+            drafts = self.drafter.propose(self.state, rows, self.drafts, stochastic, filtered).tokens
         step = self.state.decode_step(rows, drafts)
         hidden = self.model.hidden(self.cache, step)
         slots = slice(0, rows) if drafts is None else self._slots[:rows].repeat_interleave(step.max_q)

@@ -84,7 +84,7 @@ def build_engine(
     dtype, device = model.weights.dtype, comm.device
     page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
     drafter = make_drafter(config.speculation)
-    drafts = 0 if drafter is None else drafter.drafts
+    drafts = 0 if drafter is None else drafter.limit
     budget = kv.tokens or wanted_tokens + drafts * max_batch
     needed = pages_for_tokens(layout, budget, kv.append_block, kv.page_size, max_batch)
     fitting = int(free_bytes(device) * kv.memory_fraction) // page_bytes

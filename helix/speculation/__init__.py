@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helix.speculation.base import Drafter
+from helix.speculation.base import Draft, Drafter
 from helix.speculation.ngram import NgramDrafter
 
-__all__ = ["Drafter", "NgramDrafter"]
+__all__ = ["Draft", "Drafter", "NgramDrafter"]

@@ -8,23 +8,56 @@ the position and the tokens before it alone. So a drafter may guess anything, an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from helix.scheduler import Admission
 from helix.step import DecodeState
+from kernels.accept import Distribution
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that might follow the last ones of some sequences.
+
+    Attributes:
+        tokens: ids [rows, n] int64.
+        sampled_from: the distributions, over this rank's columns, from which they were drawn; None where each was the
+            only choice.
+    """
+
+    tokens: Tensor
+    sampled_from: Distribution | None = None
 
 
 class Drafter(ABC):
     """Args:
-    drafts: tokens proposed for each sequence and step.
+    limit: the most tokens proposed for each sequence and step.
     """
 
-    def __init__(self, drafts: int) -> None:
-        self.drafts = drafts
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def admit(self, admission: Admission) -> None:
+        """A sequence has taken a slot; called on every rank alike, as is all that follows."""
+        return
+
+    def retire(self, slot: int) -> None:
+        """The sequence of a slot has ended."""
+        return
+
+    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
+        """Prompt chunks have gone through the target, those of `DecodeState.prefill_step`."""
+        return
 
     @abstractmethod
-    def propose(self, state: DecodeState, rows: int) -> Tensor:
-        """Token ids [rows, drafts] int64 that might follow the last tokens of the first `rows` slots.
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        """`drafts` tokens, from 1 to `limit`, for each of the first `rows` slots.
 
         The same on all ranks, of fixed shape, without waiting for the host: it is part of a captured step.
+
+        Args:
+            stochastic: whether some row may have a temperature above 0.
+            filtered: whether some row may have top-k, top-p or min-p.
         """

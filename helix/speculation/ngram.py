@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from helix.speculation.base import Drafter
+from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
 from kernels.ngram import ngram
 
 
 class NgramDrafter(Drafter):
     """Args:
-    drafts: tokens proposed for each sequence and step.
+    limit: the most tokens proposed for each sequence and step.
     longest: most tokens at the end of a sequence that are looked for in what stands before them.
     """
 
-    def __init__(self, drafts: int, longest: int) -> None:
-        super().__init__(drafts)
+    def __init__(self, limit: int, longest: int) -> None:
+        super().__init__(limit)
         self.longest = longest
 
-    def propose(self, state: DecodeState, rows: int) -> Tensor:
-        return ngram(state.history[:rows], state.lengths[:rows] + 1, self.drafts, self.longest)
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        return Draft(ngram(state.history[:rows], state.lengths[:rows] + 1, drafts, self.longest))

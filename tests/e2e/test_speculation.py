@@ -11,7 +11,7 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.speculation import Drafter, NgramDrafter
+from helix.speculation import Draft, Drafter, NgramDrafter
 from helix.step import DecodeState
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, build_engine, check, generate
@@ -23,21 +23,21 @@ Tokens = dict[int, tuple[int, ...]]
 class Replay(Drafter):
     """Proposes what will come, but for every `wrong`-th token of a sequence."""
 
-    def __init__(self, drafts: int, sequences: list[tuple[int, ...]], wrong: int) -> None:
-        super().__init__(drafts)
-        width = max(map(len, sequences)) + drafts + 1
+    def __init__(self, limit: int, sequences: list[tuple[int, ...]], wrong: int) -> None:
+        super().__init__(limit)
+        width = max(map(len, sequences)) + limit + 1
         self.known = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences])
         self.wrong = wrong
 
-    def propose(self, state: DecodeState, rows: int) -> Tensor:
-        drafts = []
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        tokens = []
         for row in range(rows):
             at = int(state.lengths[row])
             prompt = state.history[row, :2].tolist()
             which = next((i for i, s in enumerate(self.known.tolist()) if s[: len(prompt)] == prompt), 0)
-            place = torch.arange(at + 1, at + 1 + self.drafts).clamp(max=self.known.shape[1] - 1)
-            drafts.append(torch.where(place % self.wrong == 0, 1, self.known[which, place]))
-        return torch.stack(drafts)
+            place = torch.arange(at + 1, at + 1 + drafts).clamp(max=self.known.shape[1] - 1)
+            tokens.append(torch.where(place % self.wrong == 0, 1, self.known[which, place]))
+        return Draft(torch.stack(tokens))
 
 
 @pytest.mark.parametrize("drafts, block", [(1, 1), (4, 16), (7, 64), (16, 16)])
