@@ -14,6 +14,9 @@ from torch import Tensor
 
 from helix.kv_cache import Placement
 from helix.sampling import SamplingState
+from kernels.commit import PAST, commit
+
+__all__ = ["PAST", "DecodeState", "Step"]
 
 
 @dataclass
@@ -47,9 +50,6 @@ class Step:
         if window not in self._bounds:
             self._bounds[window] = self.placement.bounds(self.positions, self.starts, self.live, window)
         return self._bounds[window]
-
-
-PAST = -2  # stands behind the last token that a sequence takes in a step
 
 
 class DecodeState:
@@ -140,26 +140,21 @@ class DecodeState:
 
         Args:
             tokens: [rows, 1 + n]: the i-th was drawn behind the last token and the first i drafts.
-            drafts: [rows, n], or None for none.
+            drafts: [rows, n], -1 for no token, or None for none.
 
         Returns:
             [rows, 1 + n]: the tokens that each row has taken, then PAST.
         """
-        rows, each = tokens.shape
-        lengths = self.lengths[:rows]
-        held = torch.zeros_like(lengths) if drafts is None else (drafts == tokens[:, :-1]).long().cumprod(1).sum(1)
-        count = torch.minimum(held + 1, self.limits[:rows] - lengths) * self.active[:rows]
-        place = torch.arange(each, device=tokens.device)
-        taken = place < count[:, None]
-        # In place, after all that the step reads of them: a captured step finds them where they were.
-        last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
-        self.tokens[:rows] = torch.where(count > 0, last, self.tokens[:rows])
-        if self.history.shape[1]:
-            at = lengths[:, None] + 1 + place
-            history = self.history[:rows]
-            history.scatter_(1, at, torch.where(taken, tokens, history.gather(1, at)).int())
-        self.lengths[:rows] += count
-        return torch.where(taken, tokens, PAST)
+        rows = slice(0, len(tokens))
+        return commit(
+            tokens,
+            drafts,
+            self.tokens[rows],
+            self.lengths[rows],
+            self.limits[rows],
+            self.active[rows],
+            self.history[rows],
+        )
 
     def prefill_step(self, segments: list[tuple[int, int, Tensor]]) -> Step:
         """The step of several sequences' prompt chunks: (row, global position of the first token, tokens [n] int64)."""

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from kernels.accept import _accept_kernel, _kept_mass_kernel
 from kernels.all_gather import _all_gather_kernel
 from kernels.all_reduce_norm import _all_reduce_norm_kernel
+from kernels.commit import _commit_kernel
 from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
@@ -62,10 +63,12 @@ SPECIAL = {
     **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
+    **dict.fromkeys(("last", "lengths", "limits", "taken"), ("*i64", True)),
     **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
     **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
-    "has_mismatch": ("*i1", True),
+    **dict.fromkeys(("has_mismatch", "active"), ("*i1", True)),
+    "history": ("*i32", True),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
@@ -148,6 +151,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             {"num_warps": 4},
         )
     yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
+    yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
     yield "verify-fused", bf16, _verify_and_pack_kernel, scan | tile | {"ROWS": 8}, options
 
 
