@@ -90,12 +90,14 @@ class HopBConfig:
 class SpeculationConfig:
     """Attributes:
     drafter: none, or ngram: what followed where the sequence last read as at its end.
-    gamma: tokens proposed for each sequence and step, which the step verifies.
+    gamma: the most tokens proposed for each sequence and step, which the step verifies.
+    adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
     longest: most tokens that ngram compares.
     """
 
     drafter: str = "none"
     gamma: int = 4
+    adaptive: bool = True
     longest: int = 3
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,32 +26,13 @@ from helix.request import Output, Request
 from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
 from helix.speculation import Drafter
+from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
 from helix.step import PAST, DecodeState
 from helix.text import TextStream
+from helix.timings import Timings
 
 CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
 GAIN = 0.01  # the least share of a step that cutting it has to save
-
-
-@dataclass
-class Timings:
-    """What rank 0 saw of a call of `generate`.
-
-    Attributes:
-        prefill_s: seconds in prefill steps.
-        prefill_tokens: prompt tokens in them.
-        ttl_s: seconds between decode steps' tokens, one entry a step.
-        decode_tokens: tokens that decode steps gave to requests.
-        sequence_steps: decode steps of all sequences, each counted by itself.
-        kv_tokens: the most tokens held at a time, for each kvp rank.
-    """
-
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    ttl_s: list[float] = field(default_factory=list)
-    decode_tokens: int = 0
-    sequence_steps: int = 0
-    kv_tokens: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -64,6 +45,7 @@ class Engine:
         max_length: the most tokens of one sequence, prompt and new ones.
         token_budget: the most tokens that all sequences may reserve together.
         drafter: proposes tokens that decode steps verify; None for one token a step.
+        adaptive: whether rank 0 chooses how many drafts a step has, up to the drafter's limit, or all have that many.
         hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
             is none until `choose_chunks`.
         tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
@@ -74,6 +56,8 @@ class Engine:
     Attributes:
         admitted: what each slot in use serves.
         chosen: chunks of a step of so many rows, where `choose_chunks` has chosen.
+        draft_sizes: how many drafts a step may have.
+        seconds: of a step of so many rows with so many drafts, where `warm_up` has timed them.
     """
 
     def __init__(
@@ -90,6 +74,7 @@ class Engine:
         prefill_chunk: int = 1024,
         run_steps: int = 8,
         drafter: Drafter | None = None,
+        adaptive: bool = True,
         hopb: str = "none",
         tokenizer: Any | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
@@ -107,6 +92,8 @@ class Engine:
         self.run_steps = run_steps
         self.drafter = drafter
         self.drafts = 0 if drafter is None else drafter.limit
+        self.draft_sizes = draft_sizes(self.drafts, adaptive)
+        self.seconds: dict[tuple[int, int], float] = {}
         self.hopb = hopb
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
@@ -161,10 +148,13 @@ class Engine:
         for rows in sorted(sizes):
             self._fill(rows)
             self.choose_chunks(rows)
+            if len(self.draft_sizes) > 1:
+                chunks = self.chunks(rows)
+                self.seconds |= {(rows, n): self.step_seconds(rows, n, chunks) for n in self.draft_sizes}
             self._fill(0)
-            for stochastic, filtered in sorted(set(variants)):
+            for (stochastic, filtered), drafts in product(sorted(set(variants)), self.draft_sizes):
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                    self.decode(rows, stochastic, filtered)
+                    self.decode(rows, drafts, stochastic, filtered)
         torch.cuda.synchronize()
 
     def _fill(self, rows: int) -> None:
@@ -175,7 +165,7 @@ class Engine:
         if rows:
             state.active[:rows] = True
             state.lengths[:rows] = max(1, min(self.max_length, self.token_budget // rows)) - 1
-            state.limits[:rows] = self.max_length
+            state.limits[:rows] = state.lengths[:rows] + self.drafts + 1
             tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
             pages = torch.arange(tables.numel(), dtype=torch.int32, device=self.device) % self.cache.pages
             tables.copy_(pages.view_as(tables))
@@ -193,17 +183,17 @@ class Engine:
         """
         if self.hopb != "auto" or self.layout.kvp == 1 or rows < min(CHUNKS) or not self.comm.capturable:
             return
-        best, least = 1, (1 - GAIN) * self.step_seconds(rows, 1)
+        best, least = 1, (1 - GAIN) * self.step_seconds(rows, self.drafts, 1)
         for chunks in (n for n in CHUNKS if n <= rows):
-            seconds = self.step_seconds(rows, chunks)
+            seconds = self.step_seconds(rows, self.drafts, chunks)
             if self.comm.broadcast_object(seconds >= least):
                 break  # more chunks cost more launches: where these do not pay, others will not
             best, least = chunks, seconds
         self.chosen[rows] = best
 
     @torch.inference_mode()
-    def step_seconds(self, rows: int, chunks: int, steps: int = 8) -> float:
-        """Median seconds of a greedy decode step of `rows` rows in `chunks` chunks, each step with its slowest rank.
+    def step_seconds(self, rows: int, drafts: int, chunks: int, steps: int = 8) -> float:
+        """Median seconds of a greedy decode step of `rows` rows, each step with its slowest rank.
 
         A collective, to be called between runs of steps. The slots' tokens and lengths stay what they are.
         """
@@ -218,7 +208,7 @@ class Engine:
         run = graphs.run if graphs is not None else self._decode
 
         def step() -> None:
-            run(rows, False, False, chunks)
+            run(rows, drafts, False, False, chunks)
 
         seconds_of_each(step, 3, self.device, restore)  # eagerly, captured, replayed
         self.comm.barrier()
@@ -236,7 +226,8 @@ class Engine:
     # ---- rank 0
 
     def _lead(self, requests: Iterable[Request]) -> Iterator[Output]:
-        self.timings = Timings(kv_tokens=[0] * self.layout.kvp)
+        self.timings = Timings(kv_tokens=[0] * self.layout.kvp, acceptance=Acceptance(self.drafts))
+        policy = DraftPolicy(self.draft_sizes, self.seconds)
         scheduler = Scheduler(
             self.placement.pages,
             self._kvp_free_pages,
@@ -245,6 +236,7 @@ class Engine:
             self.prefill_chunk,
             self.run_steps,
             self.drafts,
+            policy.pace,
         )
         streams: dict[int, _Stream] = {}
         steps: Iterator[list[tuple[int, int]]] = iter(())
@@ -259,12 +251,14 @@ class Engine:
                 streams |= {a.slot: _Stream(scheduler.running[a.slot].request, self) for a in decision.admit}
                 self.comm.broadcast_object(decision)
                 steps = self._execute(decision)
-                for step_tokens in self._timed(steps, decision, prompt_tokens):
+                for step_tokens in self._timed(steps, decision, prompt_tokens, scheduler, policy):
                     for slot, token in step_tokens:
                         if scheduler.running[slot].finished:
                             continue  # computed past its stop, thrown away
                         output = streams[slot].push(token)
                         scheduler.took(slot, output.finish_reason is not None)
+                        if output.finish_reason is not None:
+                            policy.forget(slot)
                         yield output
                 self._note_kv(scheduler.running.values())
         except GeneratorExit:  # the caller has left: the other ranks are in this run of steps, finish it with them
@@ -295,9 +289,14 @@ class Engine:
         return None
 
     def _timed(
-        self, steps: Iterator[list[tuple[int, int]]], decision: Decision, prompt_tokens: int
+        self,
+        steps: Iterator[list[tuple[int, int]]],
+        decision: Decision,
+        prompt_tokens: int,
+        scheduler: Scheduler,
+        policy: DraftPolicy,
     ) -> Iterator[list[tuple[int, int]]]:
-        """Passes a decision's tokens on and notes when they came."""
+        """Passes a decision's tokens on and notes when they came, and which drafts were kept."""
         last = time.perf_counter()
         if decision.prefill:
             first_tokens = next(steps)
@@ -308,13 +307,21 @@ class Engine:
                 self.on_prefill(self.timings.prefill_tokens, prompt_tokens)
             yield first_tokens
             last = time.perf_counter()
+        seconds: list[float] = []
+        outcomes: list[Outcome] = []
         for tokens in steps:
             now = time.perf_counter()
-            self.timings.ttl_s.append(now - last)
+            seconds.append(now - last)
             last = now
-            self.timings.decode_tokens += len(tokens)
-            self.timings.sequence_steps += len({slot for slot, _ in tokens})
+            of_step = [
+                Outcome(slot, min(decision.drafts, policy.limit(slot), scheduler.running[slot].left - 1), taken - 1)
+                for slot, taken in Counter(slot for slot, _ in tokens).items()
+                if not scheduler.running[slot].finished
+            ]
+            self.timings.step(seconds[-1], decision.drafts, of_step)
+            outcomes += of_step
             yield tokens
+        policy.observe(decision.rows, decision.drafts, seconds, outcomes)
 
     def _note_kv(self, running: Iterable[Running]) -> None:
         held = [0] * self.layout.kvp
@@ -346,12 +353,16 @@ class Engine:
             self.admit(admission)
         if decision.prefill:
             yield self._prefill(decision.prefill, decision)
+        if self.drafter is not None and decision.unseen:
+            self._show_drafter(self.drafter, decision.unseen)
+        if decision.draft_limits:
+            limits = torch.tensor(decision.draft_limits)
+            self.state.draft_limits[: len(limits)] = limits.to(self.device)
         pending: deque[_HostCopy] = deque()
         ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
         for _ in range(decision.decode_steps):
-            pending.append(
-                _HostCopy(self.decode(decision.rows, decision.stochastic, decision.filtered), self.comm.rank == 0)
-            )
+            tokens = self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered)
+            pending.append(_HostCopy(tokens, self.comm.rank == 0))
             if len(pending) > ahead:
                 yield pending.popleft().read()
         while pending:
@@ -388,7 +399,19 @@ class Engine:
         self.state.activate(slots, tokens, lengths)
         return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
 
-    def decode(self, rows: int, stochastic: bool = False, filtered: bool = False) -> Tensor:
+    def _show_drafter(self, drafter: Drafter, unseen: tuple[Segment, ...]) -> None:
+        """Lets the drafter read what was decoded without it, about a prefill chunk at a time."""
+        prompts: list[tuple[int, int, Tensor]] = []
+        for segment in unseen:
+            size = sum(len(tokens) for _, _, tokens in prompts)
+            if prompts and size + segment.end - segment.begin > self.prefill_chunk:
+                drafter.prefill(self.state, prompts)
+                prompts = []
+            tokens = self.state.history[segment.slot, segment.begin : segment.end].long()
+            prompts.append((segment.slot, segment.begin, tokens))
+        drafter.prefill(self.state, prompts)
+
+    def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
         """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
 
         On every rank; a collective that waits for nothing.
@@ -396,19 +419,21 @@ class Engine:
         What it returns is overwritten by a later step.
         """
         if self._graphs is None or self.observer is not None:
-            return self._decode(rows, stochastic, filtered, self.chunks(rows))
-        return self._graphs.run(rows, stochastic, filtered, self.chunks(rows))
+            return self._decode(rows, drafts, stochastic, filtered, self.chunks(rows))
+        return self._graphs.run(rows, drafts, stochastic, filtered, self.chunks(rows))
 
-    def _decode(self, rows: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
+    def _decode(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
         self.model.pipeline.chunks = chunks
-        drafts = None
-        if self.drafter is not None:
-            drafts = self.drafter.propose(self.state, rows, self.drafts, stochastic, filtered).tokens
-        step = self.state.decode_step(rows, drafts)
+        tokens = None
+        if drafts:
+            assert self.drafter is not None
+            draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
+            tokens = self.state.within_limits(draft.tokens)
+        step = self.state.decode_step(rows, tokens)
         hidden = self.model.hidden(self.cache, step)
-        slots = slice(0, rows) if drafts is None else self._slots[:rows].repeat_interleave(step.max_q)
-        tokens = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered)
-        return self.state.commit(tokens.view(rows, -1), drafts)
+        slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
+        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered)
+        return self.state.commit(drawn.view(rows, -1), tokens)
 
     def _draw(
         self,
@@ -498,4 +523,4 @@ def _checked(tokens: list[int]) -> list[int]:
     return tokens
 
 
-__all__ = ["Engine", "Output", "Request", "Timings"]
+__all__ = ["Engine", "Output", "Request"]

@@ -6,6 +6,7 @@ Pure bookkeeping, no torch: a `Decision` is all that the ranks need to do the sa
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,11 +43,30 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How a run of decode steps goes on.
+
+    Attributes:
+        drafts: tokens that each step proposes for each sequence.
+        tokens: how many a sequence is expected to take of a step.
+        steps: at most so many under one decision; None for as many as there may be.
+        draft_limits: drafts of slots 0, 1, .. that are verified, empty where they stay what they were.
+    """
+
+    drafts: int = 0
+    tokens: float = 1.0
+    steps: int | None = None
+    draft_limits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Decision:
     """What all ranks do next: retire, admit, prefill one chunk, then decode so many steps back to back.
 
     Attributes:
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
+        drafts, draft_limits: of the decode steps; see `Pace`.
+        unseen: tokens that were decoded without drafts, for a drafter that has to know them all.
     """
 
     number: int
@@ -57,6 +77,9 @@ class Decision:
     rows: int
     stochastic: bool
     filtered: bool
+    drafts: int = 0
+    draft_limits: tuple[int, ...] = ()
+    unseen: tuple[Segment, ...] = ()
 
 
 @dataclass
@@ -69,12 +92,18 @@ class Running:
     pages: tuple[int, ...]  # on each kvp rank
     reserved: int
     prefilled: int = 0
+    drafted: int = 0  # tokens of which the drafter knows
     produced: int = 0
     finished: bool = False
 
     @property
     def decoding(self) -> bool:
         return not self.finished and self.prefilled == len(self.request.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still take."""
+        return self.request.max_new_tokens - self.produced
 
     @property
     def cached(self) -> int:
@@ -92,7 +121,8 @@ class Scheduler:
         max_batch: slots.
         prefill_chunk: most prompt tokens in one prefill step.
         run_steps: most decode steps under one decision.
-        drafts: tokens that a step appends beyond those that may count.
+        drafts: the most tokens that a step appends beyond those that may count.
+        pace: how steps of so many rows go on; asked before each run of them.
     """
 
     def __init__(
@@ -104,7 +134,10 @@ class Scheduler:
         prefill_chunk: int,
         run_steps: int,
         drafts: int = 0,
+        pace: Callable[[int], Pace] = lambda rows: Pace(),
     ) -> None:
+        self._pace = pace
+        self._drafting = False
         self._drafts = drafts
         self._pages = pages
         self._free_pages = list(free_pages)
@@ -145,15 +178,18 @@ class Scheduler:
         admit = self._admit()
         if not self.running:
             return None
+        rows = min(1 << max(self.running).bit_length(), self._max_batch)
+        pace = self._pace(rows)
+        unseen = self._unseen(pace.drafts)
         prefill = self._prefill_segments()
         decoding = [s for s in self.running.values() if s.decoding]
         steps = 0
         if decoding:
             # Alternate while prompts come in; else run at most until the first sequence must end, which frees its slot.
             first = {segment.slot for segment in prefill}  # their first token is drawn by the prefill
-            left = min(s.request.max_new_tokens - s.produced - (s.slot in first) for s in decoding)
-            prefilling = len(decoding) < len(self.running)
-            steps = min(left, 1 if prefilling else self._run_steps)
+            left = min(s.left - (s.slot in first) for s in decoding)
+            most = 1 if len(decoding) < len(self.running) else self._run_steps
+            steps = min(math.ceil(left / pace.tokens), most, pace.steps or most)
         sampling = [s.request.sampling for s in self.running.values()]
         self._number += 1
         return Decision(
@@ -162,9 +198,12 @@ class Scheduler:
             admit,
             prefill,
             steps,
-            min(1 << max(self.running).bit_length(), self._max_batch),
+            rows,
             stochastic=any(not p.is_greedy for p in sampling),
             filtered=any(p.is_filtered for p in sampling),
+            drafts=pace.drafts,
+            draft_limits=pace.draft_limits,
+            unseen=unseen,
         )
 
     def took(self, slot: int, finished: bool) -> None:
@@ -210,6 +249,21 @@ class Scheduler:
         self._free_tokens += sequence.reserved
         self._free_pages = [free + n for free, n in zip(self._free_pages, sequence.pages, strict=True)]
 
+    def _unseen(self, drafts: int) -> tuple[Segment, ...]:
+        """What the drafter has missed while steps had no drafts, where they are to have some again.
+
+        Its next step reads the last two tokens itself; of those that it has seen, the last may not be in its cache.
+        """
+        if self._drafting:
+            for s in self.running.values():
+                s.drafted = s.cached
+        self._drafting = drafts > 0
+        missing = [s for s in self.running.values() if drafts and s.drafted < s.cached]
+        segments = tuple(Segment(s.slot, s.drafted - 1, s.cached - 1, False) for s in missing)
+        for s in missing:
+            s.drafted = s.cached
+        return segments
+
     def _prefill_segments(self) -> tuple[Segment, ...]:
         budget, segments = self._prefill_chunk, []
         for s in self.running.values():
@@ -217,5 +271,5 @@ class Scheduler:
             if count > 0:
                 end = s.prefilled + count
                 segments.append(Segment(s.slot, s.prefilled, end, end == len(s.request.prompt)))
-                s.prefilled, budget = end, budget - count
+                s.prefilled, s.drafted, budget = end, end, budget - count
         return tuple(segments)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from helix.config import MAX_QUERIES
 from helix.kv_cache import Placement
 from helix.sampling import SamplingState
 from kernels.commit import PAST, commit
@@ -63,6 +64,7 @@ class DecodeState:
         lengths: tokens in the cache, over all ranks [B] int64.
         starts: kvp rank of the first block [B] int64.
         limits: tokens in the cache at which a sequence ends [B] int64.
+        draft_limits: drafts of a row that are verified [B] int64; rank 0's choice, by decision.
         active: rows that decode [B] bool.
         history: tokens of each sequence from its first on, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
@@ -77,6 +79,7 @@ class DecodeState:
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.starts = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.limits = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.draft_limits = torch.full((max_batch,), MAX_QUERIES, dtype=torch.int64, device=device)
         self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(max_batch, max(max_pages, 1), dtype=torch.int32, device=device)
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
@@ -104,11 +107,18 @@ class DecodeState:
     def retire(self, row: int) -> None:
         self.active[row] = False
 
+    def within_limits(self, drafts: Tensor) -> Tensor:
+        """Drafts [rows, n], with -1 in place of those beyond a row's `draft_limits` or its end."""
+        rows, n = drafts.shape
+        left = torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
+        return torch.where(torch.arange(n, device=drafts.device) < left[:, None], drafts, -1)
+
     def decode_step(self, rows: int, drafts: Tensor | None = None) -> Step:
         """The step that appends the last token of each of the first `rows` rows and predicts its next.
 
         Args:
-            drafts: [rows, n] tokens that might follow, appended and followed as well.
+            drafts: [rows, n] tokens that might follow, appended and followed as well; -1 for no token, which is
+                padding.
         """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         tokens, positions, owner = self.tokens[:rows], lengths, None
@@ -119,7 +129,7 @@ class DecodeState:
             owner = torch.arange(rows, device=drafts.device).repeat_interleave(each)
             tokens = torch.cat((tokens[:, None], drafts), 1).flatten()
             positions = (lengths[:, None] + offsets).flatten()
-            starts, active = starts[owner], active[owner]
+            starts, active = starts[owner], active[owner] & (tokens >= 0)
         return Step(
             self.placement,
             tokens=tokens,

@@ -76,7 +76,7 @@ def _ttl(plan: Plan, comm: Communicator, model: Decoder, batch: int, length: int
     fill(engine, batch, length, reserved, config.seed + comm.rank)
 
     def microseconds(chunks: int) -> float:
-        return 1e6 * engine.step_seconds(batch, chunks, steps)
+        return 1e6 * engine.step_seconds(batch, engine.drafts, chunks, steps)
 
     on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
     off = microseconds(1)

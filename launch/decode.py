@@ -110,6 +110,7 @@ def build_engine(
         prefill_chunk=config.decode.prefill_chunk,
         run_steps=config.decode.run_steps,
         drafter=drafter,
+        adaptive=config.speculation.adaptive,
         hopb=config.hopb.chunks,
         tokenizer=tokenizer,
     )

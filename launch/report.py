@@ -20,10 +20,10 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from helix.engine import Timings
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output
+from helix.timings import Timings
 from launch.distributed import Job
 from launch.plan import Plan
 from launch.prompts import write_atomically

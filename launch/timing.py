@@ -17,10 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
 from helix.config import BenchConfig
-from helix.engine import Engine, Timings
+from helix.engine import Engine
 from helix.models import Decoder
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
+from helix.timings import Timings
 from launch.decode import build_engine
 from launch.plan import Plan
 from launch.report import Console, summary
@@ -81,11 +82,11 @@ def _time_point(
     engine.choose_chunks(batch)
     with torch.inference_mode(), console.progress(f"{batch} x {length:,}", steps) as advance:
         for _ in range(WARM_UP):
-            engine.decode(batch)
+            engine.decode(batch, engine.drafts)
         comm.barrier()
-        seconds = _times(partial(engine.decode, batch), steps, comm.device)
+        seconds = _times(partial(engine.decode, batch, engine.drafts), steps, comm.device)
         advance(steps)
-        traced = _trace(partial(engine.decode, batch), model.spec.layers, comm.device)
+        traced = _trace(partial(engine.decode, batch, engine.drafts), model.spec.layers, comm.device)
     comm.check()
     engine.close()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]

@@ -158,9 +158,9 @@ def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator])
 )
 def test_auto_takes_more_chunks_as_long_as_they_pay(seconds: dict[int, float], chosen: int) -> None:
     engine = object.__new__(Engine)
-    engine.hopb, engine.chosen, engine.layout = "auto", {}, HelixLayout.create("helix", 2)
+    engine.hopb, engine.chosen, engine.layout, engine.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
     engine.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
-    engine.step_seconds = lambda rows, chunks: seconds[chunks]  # type: ignore[method-assign, assignment]
+    engine.step_seconds = lambda rows, drafts, chunks: seconds[chunks]  # type: ignore[method-assign, assignment]
     engine.choose_chunks(8)
     assert engine.chunks(8) == chosen
 

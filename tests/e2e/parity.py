@@ -55,6 +55,7 @@ def build_engine(
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
     drafter: Drafter | None = None,
+    adaptive: bool = True,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     # Without EOS: random models would stop anywhere.
@@ -70,7 +71,7 @@ def build_engine(
     return Engine(
         model, layout, comm, cache, placement,
         max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk,
-        drafter=drafter,
+        drafter=drafter, adaptive=adaptive,
     )  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +14,9 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
+from helix.scheduler import Admission, Pace
 from helix.speculation import Draft, Drafter, NgramDrafter
+from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, build_engine, check, generate
@@ -40,17 +45,33 @@ class Replay(Drafter):
         return Draft(torch.stack(tokens))
 
 
-@pytest.mark.parametrize("drafts, block", [(1, 1), (4, 16), (7, 64), (16, 16)])
+def whimsical() -> Callable[[DraftPolicy, int], Pace]:
+    """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
+    generator = random.Random(0)
+
+    def pace(policy: DraftPolicy, rows: int) -> Pace:
+        limits = tuple(generator.choice([0, 1, 2, policy.sizes[-1]]) for _ in range(rows))
+        return Pace(generator.choice(policy.sizes), 1.5, generator.randint(1, 3), generator.choice([(), limits]))
+
+    return pace
+
+
+@pytest.mark.parametrize("drafts, block, adaptive", [(1, 1, False), (4, 16, True), (7, 64, False), (16, 16, True)])
 @pytest.mark.parametrize(
     "family, kvp, tpa", [("qwen2", 1, 1), ("qwen3", 2, 2), ("mistral-windowed", 3, 1), ("llama-llama3", 4, 1)]
 )
-def test_greedy_tokens_and_logits(family: str, kvp: int, tpa: int, drafts: int, block: int) -> None:
+def test_greedy_tokens_and_logits(
+    family: str, kvp: int, tpa: int, drafts: int, block: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if adaptive:
+        monkeypatch.setattr(DraftPolicy, "pace", whimsical())
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
     layout = HelixLayout.create("helix", kvp, tpa)
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint(family), layout, comm, block, drafter=NgramDrafter(drafts, 3))
+        drafter = NgramDrafter(drafts, 3)
+        engine = build_engine(checkpoint(family), layout, comm, block, drafter=drafter, adaptive=adaptive)
         return generate(engine, wanted)
 
     check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
@@ -68,7 +89,7 @@ def test_experts_sinks_and_latents(family: str) -> None:
     check(run_ranks(3, body, timeout_s=120.0), wanted)
 
 
-def served(drafter: Drafter | None, layout: HelixLayout) -> tuple[Tokens, int]:
+def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False) -> tuple[Tokens, int]:
     """Tokens of sampled requests on rank 0, and in how many decode steps."""
     params = [
         SamplingParams(),
@@ -80,7 +101,7 @@ def served(drafter: Drafter | None, layout: HelixLayout) -> tuple[Tokens, int]:
 
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter)
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=adaptive)
         requests = [Request(i, prompts[i], 24, p) for i, p in enumerate(params)]
         return {int(o.id): o.output_ids for o in engine.generate(requests)}, engine
 
@@ -98,6 +119,63 @@ def test_sampled_tokens_and_fewer_steps() -> None:
             tokens, taken = served(Replay(5, known, wrong), HelixLayout.create("helix", kvp, 1))
             assert tokens == plain
             assert taken <= most, f"{taken} steps, {steps} without drafts"
+            assert served(Replay(5, known, wrong), HelixLayout.create("helix", kvp, 1), adaptive=True)[0] == plain
+
+
+class Witness(Drafter):
+    """Stands for a drafter with a cache: repeats the last token, and knows which token it last read at each place."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.read: dict[int, dict[int, int]] = {}
+        self.missing: list[str] = []
+        self.shown = 0
+
+    def admit(self, admission: Admission) -> None:
+        assert admission.slot not in self.read
+        self.read[admission.slot] = {}
+
+    def retire(self, slot: int) -> None:
+        del self.read[slot]
+
+    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
+        for slot, begin, tokens in segments:
+            self.read[slot] |= {begin + i: token for i, token in enumerate(tokens.tolist())}
+            self.shown += int(state.active[slot])
+
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        for row in state.active[:rows].nonzero()[:, 0].tolist():
+            length = int(state.lengths[row])
+            history = state.history[row].tolist()
+            stale = [i for i in range(length - 1) if self.read[row].get(i) != history[i]]
+            if stale:
+                self.missing.append(f"row {row} of {length}: {stale}")
+            last = history[length]  # it reads the last two tokens, and all but the last draft
+            self.read[row] |= {length - 1: history[length - 1], length: last}
+            self.read[row] |= {length + i: last for i in range(1, drafts)}
+        return Draft(state.tokens[:rows, None].expand(-1, drafts).contiguous())
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_drafter_with_a_cache_reads_every_token(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of steps without drafts, before the next one with drafts."""
+    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    if lost:
+        monkeypatch.setattr(Engine, "_show_drafter", lambda *args: None)
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+    layout = HelixLayout.create("helix", 2, 1)
+    drafters = [Witness(3), Witness(3)]
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, prefill_chunk=7, drafter=drafters[rank])
+        return generate(engine, wanted)
+
+    check(run_ranks(2, body, timeout_s=120.0), wanted)
+    for drafter in drafters:
+        assert (drafter.missing != []) == lost, drafter.missing
+        assert lost or drafter.shown > 0
+        assert drafter.read == {}, "all are retired"
 
 
 def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +183,7 @@ def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
     def trusting(self: DecodeState, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
         if drafts is not None:
-            tokens[:, 0] = drafts[:, 0]
+            tokens[:, 0] = torch.where(drafts[:, 0] >= 0, drafts[:, 0], tokens[:, 0])
         return commit(self, tokens, drafts)
 
     monkeypatch.setattr(DecodeState, "commit", trusting)
@@ -114,7 +192,10 @@ def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, (0,))
         return generate(
-            build_engine(checkpoint("qwen2"), HelixLayout.create(), comm, 16, drafter=NgramDrafter(2, 3)), wanted
+            build_engine(
+                checkpoint("qwen2"), HelixLayout.create(), comm, 16, drafter=NgramDrafter(2, 3), adaptive=False
+            ),
+            wanted,
         )
 
     results = run_ranks(1, body, timeout_s=120.0)

@@ -33,6 +33,7 @@ HELIX_ORDER = [
     {"layers"},
     {"models"},
     {"loading", "speculation"},
+    {"timings"},
     {"engine"},
     {"simulate"},
 ]

@@ -151,6 +151,23 @@ def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
     assert step.bounds(None)[1].tolist() == [2, 2, 2, 3, 0, 0, 0, 0] and step.max_q == 4
 
 
+def test_drafts_beyond_a_rows_limit_are_padding() -> None:
+    s = state(1, 0)
+    for row, limit in enumerate((16, 4, 16)):
+        s.admit(row, 0, [4 * row, 4 * row + 1, 4 * row + 2, 4 * row + 3], limit, ())
+    s.activate(torch.arange(3), torch.tensor([7, 7, 7]), torch.tensor([2, 2, 2]))
+    s.draft_limits[2] = 2
+    drafts = s.within_limits(torch.tensor([[8, 9, 10], [8, 9, 10], [8, 9, 10]]))
+    # The second row takes two more tokens at most: a draft and the one behind it.
+    assert drafts.tolist() == [[8, 9, 10], [8, -1, -1], [8, 9, -1]]
+    step = s.decode_step(3, drafts)
+    assert step.live.view(3, 4).tolist() == [[True] * 4, [True, True, False, False], [True, True, True, False]]
+    slots, hi = step.append_slots.view(3, 4), step.bounds(None)[1].view(3, 4)
+    assert ((slots == -1) == ~step.live.view(3, 4)).all() and hi.tolist()[1:] == [[3, 4, 0, 0], [3, 4, 5, 0]]
+    drawn = torch.tensor([[8, 9, 10, 11]] * 3)
+    assert s.commit(drawn, drafts).tolist() == [[8, 9, 10, 11], [8, 9, PAST, PAST], [8, 9, 10, PAST]]
+
+
 def test_a_prefill_step_is_the_chunks_in_a_row() -> None:
     s = state(1, 0)
     s.admit(0, 0, [3, 1], 16, ())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from helix.engine import Timings
 from helix.layout import HelixLayout
 from helix.request import Output
+from helix.timings import Timings
 from launch.needles import ANSWER_TOKENS, make, score
 from launch.report import Phases, _OneAtATime, percentile_us, summary
 

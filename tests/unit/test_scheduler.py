@@ -13,7 +13,7 @@ from helix.kv_cache import Placement
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Decision, Scheduler, Segment
+from helix.scheduler import Decision, Pace, Scheduler, Segment
 
 GREEDY, DRAWN, FILTERED = SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_k=5)
 
@@ -241,6 +241,38 @@ def test_pages_refuse_what_tokens_would_allow() -> None:
     scheduler = Scheduler(pages_of(2, 16, 16), [1, 4], 1000, 4, 64, 8)
     assert scheduler.submit(request(0, 30, 2)) is None
     assert scheduler.submit(request(1, 30, 3)) is not None
+
+
+def test_a_run_of_steps_goes_at_its_pace() -> None:
+    """Steps of three tokens: so many as the first to end needs, unless the pace says fewer."""
+    asked: list[int] = []
+    paces = [Pace(4, 3.0), Pace(4, 3.0, 2, (4, 1)), Pace(0)]
+
+    def pace(rows: int) -> Pace:
+        asked.append(rows)
+        return paces[len(asked) - 1]
+
+    scheduler = Scheduler(pages_of(1, 16, 16), [9], 144, 4, 64, 8, 4, pace)
+    for name, new in ((0, 30), (1, 17)):
+        assert scheduler.submit(request(name, 5, new)) is None
+    steps = [(d.decode_steps, d.drafts, d.draft_limits) for _ in paces if (d := scheduler.decide()) is not None]
+    assert steps == [(6, 4, ()), (2, 4, (4, 1)), (8, 0, ())] and asked == [2, 2, 2]
+
+
+def test_what_passed_without_drafts_is_shown_to_the_drafter() -> None:
+    paces = iter([Pace(2), Pace(0), Pace(0), Pace(2), Pace(2), Pace(0), Pace(1)])
+    scheduler = Scheduler(pages_of(1, 16, 16), [9], 144, 4, 64, 8, 4, lambda rows: next(paces))
+    scheduler.submit(request(0, 5, 80))
+    unseen = []
+    for number, tokens in enumerate((4, 3, 2, 6, 1, 2, 1)):
+        decision = scheduler.decide()
+        assert decision is not None
+        unseen += [(number, s.begin, s.end) for s in decision.unseen]
+        for _ in range(tokens):
+            scheduler.took(0, False)
+    # In the cache are, after each: 8, 11, 13, 19, 20, 22 tokens. The drafter's next step reads the last of them and the
+    # one behind itself, and the last that it saw may be a draft that it proposed and never read.
+    assert unseen == [(3, 7, 12), (6, 19, 21)]
 
 
 def test_nothing_to_do() -> None:

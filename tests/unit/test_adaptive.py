@@ -1,0 +1,146 @@
+"""The choice of drafts against planted step times and acceptance: what it costs, and what it gets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from statistics import mean
+
+import pytest
+
+from helix.speculation import adaptive
+from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
+
+RUN_STEPS = 8
+LIMIT = 16
+SIZES = draft_sizes(LIMIT, True)
+
+Seconds = Callable[[int], float]
+
+
+def step_seconds(share: float) -> Seconds:
+    """A step of 10 ms, to which each draft adds a share."""
+    return lambda drafts: 0.01 * (1 + share * drafts)
+
+
+class World:
+    """Sequences whose drafts hold by chance, in steps that take planted times, and now and then one ten times that."""
+
+    def __init__(self, rows: int, policy: DraftPolicy) -> None:
+        self.rows = rows
+        self.policy = policy
+        self.random = random.Random(0)
+        self.drafts: list[int] = []  # of each step
+        self.verified: list[list[int]] = [[] for _ in range(rows)]  # of each row, in steps with drafts
+
+    def run(self, seconds: Seconds, chances: list[float], steps: int) -> float:
+        """Tokens per second of a sequence over so many steps; `chances` of the sequences, in turn."""
+        tokens, time, until = 0, 0.0, len(self.drafts) + steps
+        while len(self.drafts) < until:
+            pace = self.policy.pace(self.rows)
+            took, outcomes = [], []
+            for _ in range(min(pace.steps or RUN_STEPS, RUN_STEPS)):
+                usual = seconds(pace.drafts) * self.random.uniform(0.9, 1.1)
+                took.append(usual * (10 if self.random.random() < 0.01 else 1))
+                time += usual  # the hiccups belong to the machine, but are seen
+                self.drafts.append(pace.drafts)
+                for slot in range(self.rows):
+                    tried = min(pace.drafts, self.policy.limit(slot))
+                    chance = chances[slot % len(chances)]
+                    kept = next((i for i in range(tried) if self.random.random() >= chance), tried)
+                    outcomes.append(Outcome(slot, tried, kept))
+                    if tried:
+                        self.verified[slot].append(tried)
+            self.policy.observe(self.rows, pace.drafts, took, outcomes)
+            tokens += sum(1 + o.kept for o in outcomes)
+        return tokens / self.rows / time
+
+
+def best_rate(seconds: Seconds, chances: list[float]) -> float:
+    """Tokens per second of the best fixed count of drafts."""
+    return max(mean(sum(c**i for i in range(n + 1)) for c in chances) / seconds(n) for n in SIZES)
+
+
+def world(rows: int, timed: Seconds | None) -> World:
+    times = {(rows, n): timed(n) for n in SIZES} if timed else {}
+    return World(rows, DraftPolicy(SIZES, times))
+
+
+@pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("share", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_a_constant_chance(chance: float, share: float, rows: int, timed: bool) -> None:
+    """Timed beforehand at another length, where steps took three times as long, or not at all."""
+    seconds = step_seconds(share)
+    rate = world(rows, (lambda n: 3 * seconds(n)) if timed else None).run(seconds, [chance], 1500)
+    assert rate * seconds(0) >= 0.97, "slower than without drafts"
+    assert rate >= 0.9 * best_rate(seconds, [chance])
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("share", [0.02, 0.2])
+def test_chances_and_times_change(share: float, rows: int) -> None:
+    """Each stretch gets what it can: good drafts after bad ones are found, bad ones after good ones dropped."""
+    w, seconds = world(rows, None), step_seconds(share)
+    for chance, slower, steps in ((0.0, 1, 1500), (0.9, 1, 1500), (0.9, 4, 1500), (0.0, 4, 3000), (0.3, 1, 1500)):
+        now: Seconds = lambda n, slower=slower: slower * seconds(n)  # type: ignore[misc] # noqa: E731
+        rate = w.run(now, [chance], steps)
+        assert rate * now(0) >= 0.97, (chance, slower)
+        assert rate >= 0.9 * best_rate(now, [chance]), (chance, slower, rate / best_rate(now, [chance]))
+
+
+def test_a_row_with_poor_drafts_verifies_few() -> None:
+    w, seconds, chances = world(4, None), step_seconds(0.02), [0.9, 0.0, 0.9, 0.9]
+    rate = w.run(seconds, chances, 2000)
+    assert rate >= 0.9 * best_rate(seconds, chances)
+    assert mean(w.verified[1][-400:]) < 3 < 7 < mean(w.verified[0][-400:])
+    w.policy.forget(1)
+    assert w.policy.limit(1) == LIMIT, "the slot's next sequence starts anew"
+
+
+def test_trials_that_are_not_paid_for_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive, "TRIAL_SHARE", 1.0)
+    seconds = step_seconds(1.0)
+    assert world(1, None).run(seconds, [0.0], 1500) * seconds(0) < 0.97
+
+
+def test_a_fixed_count_is_never_left() -> None:
+    w = World(3, DraftPolicy(draft_sizes(4, False), {}))
+    w.run(step_seconds(9.0), [0.0], 100)
+    assert set(w.drafts) == {4} and w.policy.pace(3).draft_limits == () and w.policy.pace(3).steps is None
+    w = World(3, DraftPolicy(draft_sizes(0, True), {}))
+    w.run(step_seconds(9.0), [0.0], 100)
+    assert set(w.drafts) == {0}
+
+
+def test_limits_are_sent_when_they_change() -> None:
+    policy, known, sent = DraftPolicy(SIZES, {}), (), 0  # type: ignore[var-annotated]
+    for _ in range(60):
+        pace = policy.pace(2)
+        sent += pace.draft_limits != ()
+        if pace.drafts:
+            known = pace.draft_limits or known
+            assert known == (policy.limit(0), policy.limit(1))
+        tried = min(pace.drafts, policy.limit(0))
+        kept = [Outcome(0, tried, 0), Outcome(1, pace.drafts, pace.drafts)]
+        policy.observe(2, pace.drafts, [0.01] * 4, kept)
+    assert known == (2, LIMIT) and 2 <= sent <= 6
+    policy.forget(0)
+    assert policy.pace(4).draft_limits == (LIMIT,) * 4
+
+
+def test_sizes() -> None:
+    assert draft_sizes(0, True) == draft_sizes(0, False) == (0,)
+    assert draft_sizes(1, True) == (0, 1) and draft_sizes(6, True) == (0, 1, 2, 4, 6) and draft_sizes(6, False) == (6,)
+    assert draft_sizes(31, True) == (0, 1, 2, 4, 8, 16, 31)
+
+
+def test_acceptance_is_conditional() -> None:
+    acceptance = Acceptance(4)
+    for tried, kept in ((4, 4), (4, 2), (2, 2), (3, 0), (0, 0)):
+        acceptance.add(Outcome(0, tried, kept))
+    assert acceptance.tried == [4, 3, 2, 1] and acceptance.kept == [3, 3, 1, 1]
+    # One more try of each place, as good as the one before it: 3/5, 3.6/4, ..
+    expected = acceptance.expected_tokens()
+    assert expected[0] == 1 and expected[1] == pytest.approx(1.6) and expected[2] == pytest.approx(1.6 + 0.6 * 0.9)
