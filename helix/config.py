@@ -89,16 +89,19 @@ class HopBConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none, or ngram: what followed where the sequence last read as at its end.
+    drafter: none; ngram: what followed where the sequence last read as at its end; replay: random tokens that are
+        kept at a set rate, whatever the model says, for benchmarks.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
     longest: most tokens that ngram compares.
+    acceptance: chance of each draft of replay, given that those before it were kept.
     """
 
     drafter: str = "none"
     gamma: int = 4
     adaptive: bool = True
     longest: int = 3
+    acceptance: float = 0.8
 
 
 @dataclass
@@ -148,7 +151,7 @@ class BenchConfig:
 class Config:
     """Attributes:
     record: file for the run's record, JSON.
-    seed: of random weights.
+    seed: of random weights and replayed drafts.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -172,7 +175,7 @@ def check(config: Config) -> None:
         "attention.policy": ("dense",),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram"),
+        "speculation.drafter": ("none", "ngram", "replay"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }
     for key, allowed in choices.items():
@@ -189,6 +192,8 @@ def check(config: Config) -> None:
     for key, limit in most.items():
         if not 1 <= (value := _get(config, key)) <= limit:
             raise ValueError(f"{key}={value!r} must be from 1 to {limit}")
+    if not 0 <= config.speculation.acceptance <= 1:
+        raise ValueError(f"speculation.acceptance={config.speculation.acceptance!r} must be from 0 to 1")
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
     if config.decode.resume and config.decode.output is None:

@@ -424,7 +424,7 @@ class Engine:
 
     def _decode(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
         self.model.pipeline.chunks = chunks
-        tokens = None
+        draft, tokens = None, None
         if drafts:
             assert self.drafter is not None
             draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
@@ -432,8 +432,10 @@ class Engine:
         step = self.state.decode_step(rows, tokens)
         hidden = self.model.hidden(self.cache, step)
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
-        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered)
-        return self.state.commit(drawn.view(rows, -1), tokens)
+        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered).view(rows, -1)
+        if draft is not None and draft.outcome is not None:
+            drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
+        return self.state.commit(drawn, tokens)
 
     def _draw(
         self,

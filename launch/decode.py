@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from comm.base import Communicator
-from helix.config import Config, SpeculationConfig
+from helix.config import Config
 from helix.engine import Engine
 from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
-from helix.speculation import Drafter, NgramDrafter
+from helix.speculation import Drafter, NgramDrafter, ReplayDrafter
 from launch.plan import Plan
 from launch.prompts import ResultFile, to_request
 from launch.report import Console, summary
@@ -60,8 +60,16 @@ def decode(
     return measured, comm.broadcast_object(refused)
 
 
-def make_drafter(config: SpeculationConfig) -> Drafter | None:
-    return None if config.drafter == "none" else NgramDrafter(config.gamma, config.longest)
+def make_drafter(config: Config, vocab: int) -> Drafter | None:
+    """The drafter that a config names; None for none."""
+    speculation = config.speculation
+    match speculation.drafter:
+        case "ngram":
+            return NgramDrafter(speculation.gamma, speculation.longest)
+        case "replay":
+            return ReplayDrafter(speculation.gamma, speculation.acceptance, config.seed, vocab)
+        case _:
+            return None
 
 
 def build_engine(
@@ -83,7 +91,7 @@ def build_engine(
     entries = spec.entries(layout, comm.rank)
     dtype, device = model.weights.dtype, comm.device
     page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
-    drafter = make_drafter(config.speculation)
+    drafter = make_drafter(config, spec.vocab)
     drafts = 0 if drafter is None else drafter.limit
     budget = kv.tokens or wanted_tokens + drafts * max_batch
     needed = pages_for_tokens(layout, budget, kv.append_block, kv.page_size, max_batch)

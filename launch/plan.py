@@ -71,6 +71,11 @@ def make_plan(config: Config, rank: int, world_size: int) -> Plan:
         )
     spec = make_spec(config)
     check_layout(layout, spec)
+    if config.speculation.drafter == "replay" and config.bench.kind == "none" and config.model.load != "random":
+        raise ValueError(
+            "speculation.drafter=replay keeps drafts whatever the model says, so that its output is not the model's: "
+            "time it with bench=decode or model.load=random, or use speculation.drafter=ngram"
+        )
     checkpoint = None
     if config.model.load == "checkpoint":
         if config.model.path is None:

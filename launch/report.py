@@ -113,6 +113,8 @@ class Console:
             _number(measured["tokens_per_s_gpu"]),
         )
         self._terminal.print(table)
+        if measured["speculation"] is not None:
+            self._terminal.print(_speculation_table(measured["speculation"]))
         held = Table("rank", "KV tokens held", "KV bytes", title="most KV held at a time")
         for rank, (tokens, size) in enumerate(
             zip(measured["kv_tokens_per_rank"], measured["kv_bytes_per_rank"], strict=True)
@@ -128,6 +130,13 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _speculation_table(measured: dict[str, Any]) -> Table:
+    table = Table("mean gamma", "drafts kept a step", "kept of each draft behind kept ones", title="speculation")
+    places = " ".join("-" if share is None else f"{share:.2f}" for share in measured["acceptance_by_place"])
+    table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_kept"]), places)
+    return table
 
 
 class _OneAtATime:
@@ -177,8 +186,24 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
         "ttl_p90_us": percentile_us(ttl_s, 90),
         "tokens_per_s_user": per_step * len(ttl_s) / sum(ttl_s) if ttl_s and per_step else None,
         "tokens_per_s_gpu": timings.decode_tokens / sum(ttl_s) / layout.world_size if ttl_s else None,
+        "speculation": _speculation(timings),
         "kv_tokens_per_rank": tokens,
         "kv_bytes_per_rank": [n * size for n, size in zip(tokens, bytes_per_token, strict=True)],
+    }
+
+
+def _speculation(timings: Timings) -> dict[str, Any] | None:
+    """What became of drafts; None where there were none."""
+    steps, most = sum(timings.drafts.values()), max(timings.drafts, default=0)
+    if most == 0:
+        return None
+    tried, kept = timings.acceptance.tried[:most], timings.acceptance.kept[:most]
+    return {
+        "mean_drafts": sum(n * count for n, count in timings.drafts.items()) / steps,
+        "mean_kept": sum(kept) / max(timings.sequence_steps, 1),
+        "steps_by_drafts": dict(sorted(timings.drafts.items())),
+        "sequence_steps_by_kept": dict(sorted(timings.kept.items())),
+        "acceptance_by_place": [k / n if n else None for k, n in zip(kept, tried, strict=True)],
     }
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
@@ -21,6 +22,8 @@ from helix.engine import Engine
 from helix.models import Decoder
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
+from helix.speculation.adaptive import Acceptance, Outcome
+from helix.step import PAST
 from helix.timings import Timings
 from launch.decode import build_engine
 from launch.plan import Plan
@@ -68,9 +71,13 @@ def time_steps(plan: Plan, comm: Communicator, model: Decoder, console: Console)
 def _time_point(
     plan: Plan, comm: Communicator, model: Decoder, console: Console, batch: int, length: int
 ) -> dict[str, Any]:
-    """A step counts with the time of its slowest rank; no rank waits for its host between steps."""
+    """A step counts with the time of its slowest rank; no rank waits for its host between steps.
+
+    With a drafter, every step has speculation.gamma drafts.
+    """
     config, steps, layout = plan.config, plan.config.bench.steps, plan.layout
-    reserved = length + WARM_UP + steps + 1
+    gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
+    reserved = length + (WARM_UP + steps + 1) * (1 + gamma)
     if reserved > model.spec.max_positions:
         raise ValueError(
             f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
@@ -80,13 +87,21 @@ def _time_point(
     engine = build_engine(layout, comm, model, sized, batch, batch * reserved)
     fill(engine, batch, length, reserved, config.seed + comm.rank)
     engine.choose_chunks(batch)
+    taken: list[Tensor] = []
+
+    def step() -> None:
+        tokens = engine.decode(batch, gamma)
+        if gamma:
+            taken.append(tokens.clone())
+
     with torch.inference_mode(), console.progress(f"{batch} x {length:,}", steps) as advance:
         for _ in range(WARM_UP):
-            engine.decode(batch, engine.drafts)
+            step()
+        taken.clear()
         comm.barrier()
-        seconds = _times(partial(engine.decode, batch, engine.drafts), steps, comm.device)
+        seconds = _times(step, steps, comm.device)
         advance(steps)
-        traced = _trace(partial(engine.decode, batch, engine.drafts), model.spec.layers, comm.device)
+        traced = _trace(partial(engine.decode, batch, gamma), model.spec.layers, comm.device)
     comm.check()
     engine.close()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
@@ -94,7 +109,10 @@ def _time_point(
     for slot in range(batch):
         for k in range(layout.kvp):
             tokens[k] += layout.local_length(reserved, k, config.kv.append_block, slot % layout.kvp)
-    timings = Timings(ttl_s=slowest, decode_tokens=batch * steps, sequence_steps=batch * steps, kv_tokens=tokens)
+    timings = Timings(kv_tokens=tokens, acceptance=Acceptance(gamma))
+    kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
+    for step_s, of_rows in zip(slowest, kept, strict=True):
+        timings.step(step_s, gamma, [Outcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
     measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
     memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
     measured |= {"batch": batch, "length": length, "captured": comm.capturable, **traced}

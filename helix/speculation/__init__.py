@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.ngram import NgramDrafter
+from helix.speculation.replay import ReplayDrafter
 
-__all__ = ["Draft", "Drafter", "NgramDrafter"]
+__all__ = ["Draft", "Drafter", "NgramDrafter", "ReplayDrafter"]

@@ -25,10 +25,12 @@ class Draft:
         tokens: ids [rows, n] int64.
         sampled_from: the distributions, over this rank's columns, from which they were drawn; None where each was the
             only choice.
+        outcome: [rows, n] what counts as drawn in their places, whatever the model says; for benchmarks.
     """
 
     tokens: Tensor
     sampled_from: Distribution | None = None
+    outcome: Tensor | None = None
 
 
 class Drafter(ABC):

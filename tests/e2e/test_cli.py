@@ -60,7 +60,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     ended, lines = decode(
         tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_new_tokens=12", "kv.tokens=200",
-        f"record={record}",
+        "speculation=ngram", f"record={record}",
     )  # fmt: skip
     assert ended.code == 3, ended.output
     assert [line["id"] for line in lines] == ["plain", 1, "empty", "outside", "sampled", "cold", "long", "longer"]
@@ -68,7 +68,11 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     reasons = {line["id"]: line["reason"] for line in lines if line["finish_reason"] == "error"}
     assert set(reasons) == {"empty", "outside", "cold", "long", "longer"}
     assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature = -1" in reasons["cold"]
-    assert "316 tokens of KV" in reasons["long"] and "200" in reasons["long"] and "kv.tokens" in reasons["long"]
+    assert (
+        "4 drafts need 320 tokens of KV" in reasons["long"]
+        and "200" in reasons["long"]
+        and "kv.tokens" in reasons["long"]
+    )
     assert "context of 32768" in reasons["longer"]
     for name in ("plain", 1, "sampled"):
         assert list(by_id[name]) == KEYS
@@ -86,6 +90,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     assert {"torch", "transformers", "python", "triton"} <= set(found["versions"])
     assert {"preflight_s", "connect_s", "load_s", "decode_s"} <= set(found["phases"])
     assert 0 < found["ttl_p50_us"] <= found["ttl_p90_us"]
+    assert found["speculation"]["mean_drafts"] > 0 and "mean gamma" in ended.output
     assert found["tokens_per_s_gpu"] > 0 and found["tokens_per_s_user"] > 0
     layout = HelixLayout.create("helix", 2)
     # Three sequences of 16 tokens and what was drawn; the fullest moment is between these two.
@@ -231,6 +236,15 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     held = [sum(layout.local_length(400 + 4 + 5 + 1, k, 16, s % 2) for s in range(3)) for k in range(2)]
     assert found["kv_tokens_per_rank"] == held and found["decode_steps"] == 5 and found["decode_tokens"] == 15
     assert len(found["weight_bytes_per_rank"]) == 2
+    ended = run(
+        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[2x300]",
+        "bench.steps=5", "speculation=replay", "speculation.gamma=3", "speculation.acceptance=1", f"record={record}",
+    )  # fmt: skip
+    assert ended.code == 0 and "mean gamma" in ended.output, ended.output
+    found = json.loads(record.read_text())["points"][0]
+    assert found["decode_tokens"] == 5 * 2 * 4 and found["tokens_per_step"] == 4
+    assert found["tokens_per_s_user"] == pytest.approx(4 * 5 / found["decode_s"])
+    assert found["speculation"]["acceptance_by_place"] == [1.0] * 3
     ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[1x510]")
     assert ended.code == 1 and "exceed the model's context of 512" in ended.output
 

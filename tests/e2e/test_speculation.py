@@ -15,7 +15,7 @@ from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission, Pace
-from helix.speculation import Draft, Drafter, NgramDrafter
+from helix.speculation import Draft, Drafter, NgramDrafter, ReplayDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -120,6 +120,31 @@ def test_sampled_tokens_and_fewer_steps() -> None:
             assert tokens == plain
             assert taken <= most, f"{taken} steps, {steps} without drafts"
             assert served(Replay(5, known, wrong), HelixLayout.create("helix", kvp, 1), adaptive=True)[0] == plain
+
+
+@pytest.mark.parametrize("acceptance, adaptive", [(0.0, False), (0.6, False), (1.0, False), (0.6, True)])
+def test_replayed_drafts_hold_at_their_rate(acceptance: float, adaptive: bool) -> None:
+    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
+        comm = world.communicator(rank, (0, 1))
+        drafter = ReplayDrafter(3, acceptance, 5, 256)
+        engine = build_engine(
+            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive
+        )
+        requests = [Request(i, (1, i), 121) for i in range(5)]
+        return {int(o.id): o.output_ids for o in engine.generate(requests)}, engine
+
+    tokens, engine = run_ranks(2, body, timeout_s=120.0)[0]
+    assert [len(t) for t in tokens.values()] == [121] * 5
+    found = engine.timings.acceptance
+    if acceptance in (0.0, 1.0):
+        # Of 600 tokens behind the first ones, each step gives one, or four to each of five sequences.
+        assert len(engine.timings.ttl_s) == (120 if acceptance == 0 else 31), "a run may end one short"
+        assert sum(found.kept) == acceptance * 450
+    else:
+        # Five standard deviations of a coin, of which as many are thrown as drafts were tried.
+        for tried, kept in zip(found.tried, found.kept, strict=True):
+            assert abs(kept - 0.6 * tried) <= 5 * (0.24 * tried) ** 0.5
+        assert found.tried[0] > (5 if adaptive else 100)
 
 
 class Witness(Drafter):

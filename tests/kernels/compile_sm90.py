@@ -42,6 +42,7 @@ from kernels.moe import (
     _tile,
 )
 from kernels.paged import tile_shape
+from kernels.replay import _replay_kernel
 from kernels.rms_norm import _rms_norm_kernel
 from kernels.route import _route_kernel
 from kernels.verify import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_and_pack_kernel, _verify_kernel
@@ -63,10 +64,11 @@ SPECIAL = {
     **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
-    **dict.fromkeys(("last", "lengths", "limits", "taken"), ("*i64", True)),
+    **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
     **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
     **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
+    **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active"), ("*i1", True)),
     "history": ("*i32", True),
 }
@@ -152,6 +154,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         )
     yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
     yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
+    yield "replay", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
     yield "verify-fused", bf16, _verify_and_pack_kernel, scan | tile | {"ROWS": 8}, options
 
 

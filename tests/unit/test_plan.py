@@ -50,6 +50,8 @@ def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
 
 def test_a_good_plan(model: Path, prompts: Path) -> None:
     plan(model, prompts, "layout.tpa=3", world=6)
+    plan(model, prompts, "speculation=replay", "bench=decode")
+    plan(model, prompts, "speculation=replay", "model.load=random")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("layout.mode=ring",), 2, ["layout.mode='ring'", "helix, tp, medha"]),
         (("layout.mode=tp",), 2, ["layout.kvp=2", "mode=helix"]),
         (("comm.backend=mpi",), 2, ["comm.backend='mpi'"]),
+        (("speculation=replay",), 2, ["speculation.drafter=replay", "not the model's", "bench=decode"]),
         (("decode.prompts=null",), 2, ["nothing to do", "decode.prompts", "bench=decode"]),
         (("model.path=null",), 2, ["no model", "model.path=DIR"]),
         (("decode.prompts=/nowhere.jsonl",), 2, ["/nowhere.jsonl cannot be read"]),

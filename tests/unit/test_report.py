@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from helix.layout import HelixLayout
 from helix.request import Output
+from helix.speculation.adaptive import Acceptance, Outcome
 from helix.timings import Timings
 from launch.needles import ANSWER_TOKENS, make, score
 from launch.report import Phases, _OneAtATime, percentile_us, summary
@@ -51,9 +52,26 @@ def test_summary_is_the_closed_formula() -> None:
     assert found["tokens_per_s_user"] == pytest.approx(10 / 0.12)
     assert found["tokens_per_s_gpu"] == pytest.approx(40 / 0.12 / 4)
     assert found["ttl_p50_us"] == pytest.approx(10_000) and found["ttl_p90_us"] == pytest.approx(12_000)
+    assert found["speculation"] is None
     nothing = summary(layout, Timings(kv_tokens=[0, 0]), [1] * 4)
     assert nothing["ttl_p50_us"] is None and nothing["tokens_per_s_gpu"] is None
     assert percentile_us([], 50) is None
+
+
+def test_what_became_of_drafts() -> None:
+    timings = Timings(kv_tokens=[0], acceptance=Acceptance(4))
+    timings.step(0.01, 0, [Outcome(0, 0, 0), Outcome(1, 0, 0)])
+    timings.step(0.02, 2, [Outcome(0, 2, 2), Outcome(1, 2, 0)])
+    timings.step(0.02, 2, [Outcome(0, 1, 1)])
+    found = summary(HelixLayout.create(), timings, [1])
+    assert found["decode_tokens"] == 8 and found["tokens_per_step"] == pytest.approx(8 / 5)
+    assert found["speculation"] == {
+        "mean_drafts": pytest.approx(4 / 3),
+        "mean_kept": pytest.approx(3 / 5),
+        "steps_by_drafts": {0: 1, 2: 2},
+        "sequence_steps_by_kept": {0: 3, 1: 1, 2: 1},
+        "acceptance_by_place": [pytest.approx(2 / 3), 1.0],
+    }
 
 
 def test_phases_follow_each_other() -> None:

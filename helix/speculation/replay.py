@@ -1,0 +1,28 @@
+"""Drafts that are kept at a set rate, whatever the model says: for benchmarks alone."""
+
+from __future__ import annotations
+
+from helix.speculation.base import Draft, Drafter
+from helix.step import DecodeState
+from kernels.replay import replay
+
+
+class ReplayDrafter(Drafter):
+    """Stands for drafts of a known quality where weights are random, and nothing that is drawn means anything.
+
+    Args:
+        limit: the most tokens proposed for each sequence and step.
+        acceptance: chance of each draft, given that those before it were kept.
+        seed: of the drafts and of what becomes of them.
+        vocab: tokens that the model knows.
+    """
+
+    def __init__(self, limit: int, acceptance: float, seed: int, vocab: int) -> None:
+        super().__init__(limit)
+        self.acceptance = acceptance
+        self.seed = seed
+        self.vocab = vocab
+
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        tokens, outcome = replay(state.lengths[:rows], drafts, self.acceptance, self.seed, self.vocab)
+        return Draft(tokens, outcome=outcome)
