@@ -150,7 +150,7 @@ class Engine:
             self.choose_chunks(rows)
             if len(self.draft_sizes) > 1:
                 chunks = self.chunks(rows)
-                self.seconds |= {(rows, n): self.step_seconds(rows, n, chunks) for n in self.draft_sizes}
+                self.seconds |= {(rows, n): self.step_seconds(rows, n, chunks, kept=True) for n in self.draft_sizes}
             self._fill(0)
             for (stochastic, filtered), drafts in product(sorted(set(variants)), self.draft_sizes):
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
@@ -192,10 +192,11 @@ class Engine:
         self.chosen[rows] = best
 
     @torch.inference_mode()
-    def step_seconds(self, rows: int, drafts: int, chunks: int, steps: int = 8) -> float:
+    def step_seconds(self, rows: int, drafts: int, chunks: int, steps: int = 8, kept: bool = False) -> float:
         """Median seconds of a greedy decode step of `rows` rows, each step with its slowest rank.
 
-        A collective, to be called between runs of steps. The slots' tokens and lengths stay what they are.
+        A collective, to be called between runs of steps. The slots' tokens and lengths stay what they are. What is
+        captured for it stays where it is `kept`.
         """
         state = self.state
         before = state.tokens.clone(), state.lengths.clone()
@@ -204,7 +205,9 @@ class Engine:
             state.tokens.copy_(before[0])
             state.lengths.copy_(before[1])
 
-        graphs = StepGraphs(self._decode) if self._graphs is not None else None  # of its own: most are not chosen
+        graphs = self._graphs
+        if graphs is not None and not kept:
+            graphs = StepGraphs(self._decode)
         run = graphs.run if graphs is not None else self._decode
 
         def step() -> None:
@@ -214,7 +217,7 @@ class Engine:
         self.comm.barrier()
         seconds = seconds_of_each(step, steps, self.device, restore)
         self.comm.check()
-        if graphs is not None:
+        if graphs is not None and not kept:
             graphs.close()
         return statistics.median(max(of_ranks) for of_ranks in zip(*self.comm.all_gather_object(seconds), strict=True))
 

@@ -84,7 +84,9 @@ def test_experts_sinks_and_latents(family: str) -> None:
 
     def body(world: LoopbackWorld, rank: int) -> Result:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(build_engine(checkpoint(family), layout, comm, 16, drafter=NgramDrafter(3, 2)), wanted)
+        return generate(
+            build_engine(checkpoint(family), layout, comm, 16, drafter=NgramDrafter(3, 2), adaptive=False), wanted
+        )
 
     check(run_ranks(3, body, timeout_s=120.0), wanted)
 
@@ -145,6 +147,24 @@ def test_replayed_drafts_hold_at_their_rate(acceptance: float, adaptive: bool) -
         for tried, kept in zip(found.tried, found.kept, strict=True):
             assert abs(kept - 0.6 * tried) <= 5 * (0.24 * tried) ** 0.5
         assert found.tried[0] > (5 if adaptive else 100)
+
+
+def test_steps_are_timed_with_drafts_that_are_verified() -> None:
+    def body(world: LoopbackWorld, rank: int) -> list[float]:
+        comm = world.communicator(rank, (0, 1))
+        engine = build_engine(
+            checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, max_length=60, drafter=NgramDrafter(5, 3)
+        )
+        engine._fill(3)
+        before = engine.state.lengths.tolist()
+        drafts = torch.zeros(3, 5, dtype=torch.int64)
+        assert torch.equal(engine.state.within_limits(drafts), drafts), "none is beyond a row's end"
+        seconds = [engine.step_seconds(3, n, 1, steps=2) for n in engine.draft_sizes]
+        assert engine.state.lengths.tolist() == before and engine.draft_sizes == (0, 1, 2, 4, 5)
+        return seconds
+
+    first, second = run_ranks(2, body, timeout_s=120.0)
+    assert first == second and min(first) > 0, "those of the slowest rank, on each"
 
 
 class Witness(Drafter):
