@@ -105,6 +105,7 @@ class Engine:
         self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
         self.admitted: dict[int, Admission] = {}
         self._pages: dict[int, list[int]] = {}
+        self._drafting = True  # whether the last steps had drafts
         self._slots = torch.arange(max_batch, device=self.device)
         self._graphs = StepGraphs(self._decode) if comm.capturable else None
         self.chosen: dict[int, int] = {}
@@ -356,8 +357,10 @@ class Engine:
             self.admit(admission)
         if decision.prefill:
             yield self._prefill(decision.prefill, decision)
-        if self.drafter is not None and decision.unseen:
-            self._show_drafter(self.drafter, decision.unseen)
+        if self.drafter is not None and decision.decode_steps:
+            if decision.drafts and not self._drafting:
+                self.drafter.catch_up(self.state)
+            self._drafting = decision.drafts > 0
         if decision.draft_limits:
             limits = torch.tensor(decision.draft_limits)
             self.state.draft_limits[: len(limits)] = limits.to(self.device)
@@ -402,18 +405,6 @@ class Engine:
         self.state.activate(slots, tokens, lengths)
         return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
 
-    def _show_drafter(self, drafter: Drafter, unseen: tuple[Segment, ...]) -> None:
-        """Lets the drafter read what was decoded without it, about a prefill chunk at a time."""
-        prompts: list[tuple[int, int, Tensor]] = []
-        for segment in unseen:
-            size = sum(len(tokens) for _, _, tokens in prompts)
-            if prompts and size + segment.end - segment.begin > self.prefill_chunk:
-                drafter.prefill(self.state, prompts)
-                prompts = []
-            tokens = self.state.history[segment.slot, segment.begin : segment.end].long()
-            prompts.append((segment.slot, segment.begin, tokens))
-        drafter.prefill(self.state, prompts)
-
     def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
         """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
 
@@ -427,7 +418,7 @@ class Engine:
 
     def _decode(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
         self.model.pipeline.chunks = chunks
-        draft, tokens = None, None
+        draft = tokens = None
         if drafts:
             assert self.drafter is not None
             draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)

@@ -66,7 +66,6 @@ class Decision:
     Attributes:
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
         drafts, draft_limits: of the decode steps; see `Pace`.
-        unseen: tokens that were decoded without drafts, for a drafter that has to know them all.
     """
 
     number: int
@@ -79,7 +78,6 @@ class Decision:
     filtered: bool
     drafts: int = 0
     draft_limits: tuple[int, ...] = ()
-    unseen: tuple[Segment, ...] = ()
 
 
 @dataclass
@@ -92,7 +90,6 @@ class Running:
     pages: tuple[int, ...]  # on each kvp rank
     reserved: int
     prefilled: int = 0
-    drafted: int = 0  # tokens of which the drafter knows
     produced: int = 0
     finished: bool = False
 
@@ -137,7 +134,6 @@ class Scheduler:
         pace: Callable[[int], Pace] = lambda rows: Pace(),
     ) -> None:
         self._pace = pace
-        self._drafting = False
         self._drafts = drafts
         self._pages = pages
         self._free_pages = list(free_pages)
@@ -180,7 +176,6 @@ class Scheduler:
             return None
         rows = min(1 << max(self.running).bit_length(), self._max_batch)
         pace = self._pace(rows)
-        unseen = self._unseen(pace.drafts)
         prefill = self._prefill_segments()
         decoding = [s for s in self.running.values() if s.decoding]
         steps = 0
@@ -203,7 +198,6 @@ class Scheduler:
             filtered=any(p.is_filtered for p in sampling),
             drafts=pace.drafts,
             draft_limits=pace.draft_limits,
-            unseen=unseen,
         )
 
     def took(self, slot: int, finished: bool) -> None:
@@ -249,21 +243,6 @@ class Scheduler:
         self._free_tokens += sequence.reserved
         self._free_pages = [free + n for free, n in zip(self._free_pages, sequence.pages, strict=True)]
 
-    def _unseen(self, drafts: int) -> tuple[Segment, ...]:
-        """What the drafter has missed while steps had no drafts, where they are to have some again.
-
-        Its next step reads the last two tokens itself; of those that it has seen, the last may not be in its cache.
-        """
-        if self._drafting:
-            for s in self.running.values():
-                s.drafted = s.cached
-        self._drafting = drafts > 0
-        missing = [s for s in self.running.values() if drafts and s.drafted < s.cached]
-        segments = tuple(Segment(s.slot, s.drafted - 1, s.cached - 1, False) for s in missing)
-        for s in missing:
-            s.drafted = s.cached
-        return segments
-
     def _prefill_segments(self) -> tuple[Segment, ...]:
         budget, segments = self._prefill_chunk, []
         for s in self.running.values():
@@ -271,5 +250,5 @@ class Scheduler:
             if count > 0:
                 end = s.prefilled + count
                 segments.append(Segment(s.slot, s.prefilled, end, end == len(s.request.prompt)))
-                s.prefilled, s.drafted, budget = end, end, budget - count
+                s.prefilled, budget = end, budget - count
         return tuple(segments)

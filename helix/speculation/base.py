@@ -53,6 +53,10 @@ class Drafter(ABC):
         """Prompt chunks have gone through the target, those of `DecodeState.prefill_step`."""
         return
 
+    def catch_up(self, state: DecodeState) -> None:
+        """Steps without drafts have gone by, and one with drafts comes next; may wait for the device."""
+        return
+
     @abstractmethod
     def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
         """`drafts` tokens, from 1 to `limit`, for each of the first `rows` slots.

@@ -259,22 +259,6 @@ def test_a_run_of_steps_goes_at_its_pace() -> None:
     assert steps == [(6, 4, ()), (2, 4, (4, 1)), (8, 0, ())] and asked == [2, 2, 2]
 
 
-def test_what_passed_without_drafts_is_shown_to_the_drafter() -> None:
-    paces = iter([Pace(2), Pace(0), Pace(0), Pace(2), Pace(2), Pace(0), Pace(1)])
-    scheduler = Scheduler(pages_of(1, 16, 16), [9], 144, 4, 64, 8, 4, lambda rows: next(paces))
-    scheduler.submit(request(0, 5, 80))
-    unseen = []
-    for number, tokens in enumerate((4, 3, 2, 6, 1, 2, 1)):
-        decision = scheduler.decide()
-        assert decision is not None
-        unseen += [(number, s.begin, s.end) for s in decision.unseen]
-        for _ in range(tokens):
-            scheduler.took(0, False)
-    # In the cache are, after each: 8, 11, 13, 19, 20, 22 tokens. The drafter's next step reads the last of them and the
-    # one behind itself, and the last that it saw may be a draft that it proposed and never read.
-    assert unseen == [(3, 7, 12), (6, 19, 21)]
-
-
 def test_nothing_to_do() -> None:
     scheduler = Scheduler(pages_of(1, 16, 16), [4], 64, 4, 64, 8)
     assert scheduler.decide() is None
