@@ -27,7 +27,7 @@ from helix.models import Decoder  # noqa: E402
 from helix.request import Request  # noqa: E402
 from launch.decode import build_engine  # noqa: E402
 from launch.needles import SOURCES, make, score  # noqa: E402
-from launch.plan import load_tokenizer, make_spec  # noqa: E402
+from launch.preflight import load_tokenizer, make_spec  # noqa: E402
 
 DEMO = ROOT / "assets" / "demo-model"
 NEEDLE_LENGTH, NEEDLES = 32_768, 50

@@ -34,7 +34,7 @@ from helix.layout import share
 from helix.models import Decoder
 from launch import local
 from launch.decode import build_engine
-from launch.plan import Plan
+from launch.preflight import RunPlan
 from launch.report import Console
 from launch.timing import fill, points
 
@@ -49,7 +49,7 @@ UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
 
-def ablate(plan: Plan, comm: Communicator, model: Decoder, backend: str, console: Console) -> list[dict[str, Any]]:
+def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, console: Console) -> list[dict[str, Any]]:
     """Rows of all kinds, the steps at each of `bench.points` that fits; a collective."""
     rows: list[dict[str, Any]] = []
     todo = points(plan.config.bench)
@@ -69,7 +69,7 @@ def ablate(plan: Plan, comm: Communicator, model: Decoder, backend: str, console
     return rows + delays(comm.device)
 
 
-def _ttl(plan: Plan, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
+def _ttl(plan: RunPlan, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
     config, reserved, steps = plan.config, length + 2, plan.config.bench.steps
     sized = replace(config, kv=replace(config.kv, tokens=batch * reserved), hopb=replace(config.hopb, chunks="auto"))
     engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved)

@@ -28,7 +28,7 @@ from kernels.flash_prefill import flash_prefill
 from launch import local
 from launch.bench_kernels import DIM, PAGE, TORCH
 from launch.decode import build_engine
-from launch.plan import Plan
+from launch.preflight import RunPlan
 from launch.report import Console
 from launch.timing import points
 
@@ -99,7 +99,7 @@ def _seconds(run: Callable[[], Any], gpu: bool) -> float:
     return sorted(times)[2]
 
 
-def time_prompts(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
+def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
     """Seconds from a prompt to its first token at each of `bench.points`, on rank 0."""
     found = []
     generator = torch.Generator().manual_seed(plan.config.seed)

@@ -23,7 +23,7 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch import local
 from launch.bench_kernels import READ_CEILING
-from launch.plan import make_spec
+from launch.preflight import make_spec
 from launch.run import ROOT, as_config
 
 K, M = 1024, 1 << 20

@@ -13,13 +13,13 @@ from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
 from helix.speculation import Drafter, NgramDrafter, ReplayDrafter
-from launch.plan import Plan
+from launch.preflight import RunPlan
 from launch.prompts import ResultFile, to_request
 from launch.report import Console, summary
 
 
 def decode(
-    plan: Plan, comm: Communicator, model: Decoder, tokenizer: Any | None, console: Console
+    plan: RunPlan, comm: Communicator, model: Decoder, tokenizer: Any | None, console: Console
 ) -> tuple[dict[str, Any], int]:
     """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused."""
     config = plan.config

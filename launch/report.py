@@ -25,7 +25,7 @@ from helix.models import Decoder
 from helix.request import Output
 from helix.timings import Timings
 from launch.distributed import Job
-from launch.plan import Plan
+from launch.preflight import RunPlan
 from launch.prompts import write_atomically
 
 
@@ -46,7 +46,7 @@ class Phases:
 class Console:
     """The terminal of rank 0; on the other ranks, and where decode.stream=false, it says less or nothing."""
 
-    def __init__(self, plan: Plan, job: Job) -> None:
+    def __init__(self, plan: RunPlan, job: Job) -> None:
         self._layout = plan.layout
         self._job = job
         self._speaks = job.leads
@@ -211,7 +211,7 @@ def percentile_us(seconds: list[float], percent: float) -> float | None:
     return float(np.percentile(seconds, percent)) * 1e6 if seconds else None
 
 
-def write_record(path: Path, plan: Plan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
+def write_record(path: Path, plan: RunPlan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
     """One JSON object: what was asked for, where it ran, and what was measured."""
     record = {
         "config": asdict(plan.config),

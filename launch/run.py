@@ -26,7 +26,7 @@ from launch.bench_comm import time_collectives
 from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
 from launch.distributed import Job, Place, gpu_facts
-from launch.plan import Plan, load_tokenizer, make_layout, make_plan
+from launch.preflight import RunPlan, load_tokenizer, make_layout, preflight
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
@@ -76,7 +76,7 @@ def _run_rank(job: Job, config: Config) -> int:
     phases = Phases()
     plan, tokenizer, problem = None, None, None
     try:
-        plan = make_plan(config, job.place.rank, job.place.world_size)
+        plan = preflight(config, job.place.rank, job.place.world_size)
         tokenizer = load_tokenizer(config) if job.leads else None
     except ValueError as error:
         problem = str(error)
@@ -114,7 +114,7 @@ def _run_rank(job: Job, config: Config) -> int:
     return REFUSED if refused and job.leads else 0
 
 
-def _load(plan: Plan, comm: Communicator, job: Job, console: Console) -> Decoder:
+def _load(plan: RunPlan, comm: Communicator, job: Job, console: Console) -> Decoder:
     dtype = plan.config.model.dtype
     if dtype == "auto":
         dtype = plan.spec.dtype if job.device.type == "cuda" else "float32"

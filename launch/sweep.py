@@ -25,7 +25,7 @@ from rich.table import Table
 
 from helix.config import Config
 from launch import local
-from launch.plan import check_layout, make_layout, make_spec
+from launch.preflight import check_layout, make_layout, make_spec
 from launch.run import REFUSED, ROOT, as_config
 
 mpl.use("Agg")  # before pyplot: there may be no display

@@ -26,7 +26,7 @@ from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
 from helix.timings import Timings
 from launch.decode import build_engine
-from launch.plan import Plan
+from launch.preflight import RunPlan
 from launch.report import Console, summary
 
 WARM_UP = 4
@@ -47,7 +47,7 @@ def points(bench: BenchConfig) -> list[tuple[int, int]]:
     return found
 
 
-def time_steps(plan: Plan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
+def time_steps(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
     """Times `bench.steps` decode steps at each of `bench.points`.
 
     Raises:
@@ -69,7 +69,7 @@ def time_steps(plan: Plan, comm: Communicator, model: Decoder, console: Console)
 
 
 def _time_point(
-    plan: Plan, comm: Communicator, model: Decoder, console: Console, batch: int, length: int
+    plan: RunPlan, comm: Communicator, model: Decoder, console: Console, batch: int, length: int
 ) -> dict[str, Any]:
     """A step counts with the time of its slowest rank; no rank waits for its host between steps.
 

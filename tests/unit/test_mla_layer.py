@@ -20,7 +20,7 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, randomize, read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from launch.bench_steps import spec_of
-from launch.plan import check_layout
+from launch.preflight import check_layout
 from tests.e2e.checkpoints import checkpoint
 
 

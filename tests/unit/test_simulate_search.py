@@ -18,7 +18,7 @@ from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
 from helix.simulate.search import best_at, frontier, layouts, search
 from helix.simulate.step import predict
 from launch import simulate
-from launch.plan import check_layout
+from launch.preflight import check_layout
 from launch.simulate import HARDWARE, PAGE, ROOT, load_hardware, load_spec, main, recorded, with_tables
 
 M = 10**6

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helix.config import Config
-from launch.plan import load_tokenizer, make_plan
+from launch.preflight import load_tokenizer, preflight
 from launch.run import main
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.unit.test_config import composed
@@ -32,7 +32,7 @@ def prompts(tmp_path: Path) -> Path:
 def plan(model: Path, prompts: Path, *overrides: str, world: int = 2) -> Config:
     config = composed(f"model.path={model}", f"decode.prompts={prompts}", "layout.kvp=2", *overrides)
     for rank in range(world):
-        make_plan(config, rank, world)
+        preflight(config, rank, world)
     return config
 
 
@@ -42,7 +42,7 @@ def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
     messages = set()
     for rank in range(world):
         with pytest.raises(ValueError) as caught:
-            make_plan(config, rank, world)
+            preflight(config, rank, world)
         messages.add(str(caught.value))
     assert len(messages) == 1, messages
     return messages.pop()
@@ -127,8 +127,8 @@ def test_outputs_are_rank_0s_to_check(model: Path, prompts: Path, tmp_path: Path
             f"model.path={model}", f"decode.prompts={prompts}", "layout.kvp=2", f"{key}={tmp_path}/no/file"
         )
         with pytest.raises(ValueError, match=f"{key}=.*cannot be written"):
-            make_plan(config, 0, 2)
-        make_plan(config, 1, 2)
+            preflight(config, 0, 2)
+        preflight(config, 1, 2)
 
 
 def test_results_never_replace_prompts(model: Path, prompts: Path) -> None:

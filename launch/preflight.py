@@ -18,7 +18,7 @@ from launch.prompts import Prompt, check_writable, read_prompts
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A config whose parts fit each other, the machine aside.
 
     Attributes:
@@ -56,8 +56,8 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
-def make_plan(config: Config, rank: int, world_size: int) -> Plan:
-    """The plan of one rank; the same on every rank but for what only that rank's slices can show.
+def preflight(config: Config, rank: int, world_size: int) -> RunPlan:
+    """What one rank is to run; the same on every rank but for what only that rank's slices can show.
 
     Raises:
         ValueError: naming the key, its value and what to do.
@@ -105,7 +105,7 @@ def make_plan(config: Config, rank: int, world_size: int) -> Plan:
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
-    return Plan(config, layout, spec, checkpoint, prompts)
+    return RunPlan(config, layout, spec, checkpoint, prompts)
 
 
 def has_tokenizer(config: Config) -> bool:
