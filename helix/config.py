@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ class ModelConfig:
 @dataclass
 class LayoutConfig:
     """Attributes:
-    mode: helix, tp or medha.
+    mode: helix, tp, medha, or auto: the planner's choice, which leaves the widths to it.
     kvp: KV-parallel width of attention.
     tpa: tensor-parallel width of attention.
     tpf: tensor-parallel width of routed experts; unset: what ep leaves.
@@ -165,6 +166,21 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     record: str | None = None
     seed: int = 0
+
+
+def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
+    """(sequences, tokens in the cache of each) of every point.
+
+    Raises:
+        ValueError: a point is not written as `8x131072`.
+    """
+    found = []
+    for text in bench.points:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if match is None:
+            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072")
+        found.append((int(match[1]), int(match[2])))
+    return found
 
 
 def check(config: Config) -> None:

@@ -126,13 +126,13 @@ def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[
     return p50, p90
 
 
-def run(ranks: int) -> list[dict[str, Any]]:
+def run(ranks: int, *overrides: str) -> list[dict[str, Any]]:
     """A job over 2, 4, .. ranks each, and a table."""
     rows: list[dict[str, Any]] = []
     for width in [w for w in (2, 4, 8) if w <= ranks]:
         with tempfile.TemporaryDirectory() as directory:
             record = Path(directory) / "record.json"
-            code = local.launch(width, ["bench=comm", f"layout.kvp={width}", f"record={record}"])
+            code = local.launch(width, ["bench=comm", f"layout.kvp={width}", f"record={record}", *overrides])
             if code:
                 raise SystemExit(f"error: the job of {width} ranks ended with {code}")
             rows += json.loads(record.read_text())["collectives"]

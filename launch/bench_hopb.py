@@ -28,6 +28,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
+from helix.config import bench_points
 from helix.engine import CHUNKS, Engine
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.layout import share
@@ -36,7 +37,7 @@ from launch import local
 from launch.decode import build_engine
 from launch.preflight import RunPlan
 from launch.report import Console
-from launch.timing import fill, points
+from launch.timing import fill
 
 K = 1024
 # One sequence has nothing to be cut into.
@@ -52,7 +53,7 @@ MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, console: Console) -> list[dict[str, Any]]:
     """Rows of all kinds, the steps at each of `bench.points` that fits; a collective."""
     rows: list[dict[str, Any]] = []
-    todo = points(plan.config.bench)
+    todo = bench_points(plan.config.bench)
     with console.progress("hopb", len(todo)) as advance:
         for done, (batch, length) in enumerate(todo, 1):
             try:

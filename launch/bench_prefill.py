@@ -22,6 +22,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from comm.base import Communicator
+from helix.config import bench_points
 from helix.models import Decoder
 from helix.request import Request
 from kernels.flash_prefill import flash_prefill
@@ -30,7 +31,6 @@ from launch.bench_kernels import DIM, PAGE, TORCH
 from launch.decode import build_engine
 from launch.preflight import RunPlan
 from launch.report import Console
-from launch.timing import points
 
 K = 1024
 KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
@@ -103,7 +103,7 @@ def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Con
     """Seconds from a prompt to its first token at each of `bench.points`, on rank 0."""
     found = []
     generator = torch.Generator().manual_seed(plan.config.seed)
-    for batch, length in points(plan.config.bench):
+    for batch, length in bench_points(plan.config.bench):
         sized = replace(plan.config, kv=replace(plan.config.kv, tokens=batch * (length + 1)))
         engine = build_engine(plan.layout, comm, model, sized, batch, batch * (length + 1))
         ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)

@@ -199,6 +199,12 @@ def gpu_facts(place: Place) -> dict[str, Any]:
     return {"gpus": gpus, "peers": peers}
 
 
+def gpu_name(place: Place) -> str | None:
+    """What this rank's GPU is called; None where this host has not one for each of its ranks."""
+    enough = place.local_world_size <= torch.cuda.device_count()
+    return torch.cuda.get_device_name(place.local_rank) if enough else None
+
+
 class _Watchdog:
     """Ends this process when another rank has failed or gone silent: no rank waits for one that cannot come.
 

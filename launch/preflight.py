@@ -14,6 +14,7 @@ from helix.config import Config, LayoutConfig, check
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_spec_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from launch.auto import choose
 from launch.prompts import Prompt, check_writable, read_prompts
 
 
@@ -24,6 +25,7 @@ class RunPlan:
     Attributes:
         checkpoint: the weights to load, None for random ones.
         prompts: of decode.prompts; empty in a benchmark.
+        reason: why layout=auto took this layout; None: it was given.
     """
 
     config: Config
@@ -31,6 +33,7 @@ class RunPlan:
     spec: DecoderSpec
     checkpoint: Checkpoint | None
     prompts: list[Prompt]
+    reason: str | None
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
@@ -56,20 +59,28 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
-def preflight(config: Config, rank: int, world_size: int) -> RunPlan:
+def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> RunPlan:
     """What one rank is to run; the same on every rank but for what only that rank's slices can show.
+
+    Args:
+        device: name of this rank's GPU, for layout=auto; None on a CPU.
 
     Raises:
         ValueError: naming the key, its value and what to do.
     """
     check(config)
-    layout = make_layout(config.layout)
+    auto = config.layout.mode == "auto"
+    layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
     if layout.world_size != world_size:
         raise ValueError(
             f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but {world_size} were started: "
             f"use torchrun --nproc-per-node={layout.world_size} or change layout.kvp or layout.tpa"
         )
     spec = make_spec(config)
+    prompts = _prompts(config)
+    reason = None
+    if auto:
+        layout, reason = choose(config, spec, prompts, world_size, device)
     check_layout(layout, spec)
     if config.speculation.drafter == "replay" and config.bench.kind == "none" and config.model.load != "random":
         raise ValueError(
@@ -84,16 +95,6 @@ def preflight(config: Config, rank: int, world_size: int) -> RunPlan:
         comm = LoopbackWorld(world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
         shape = Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
         checkpoint.check(shape.weights.slices, spec.tied, spec.unused)
-    prompts: list[Prompt] = []
-    if config.bench.kind == "none":
-        if config.decode.prompts is None:
-            raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
-        prompts = read_prompts(Path(config.decode.prompts))
-        if any(p.text is not None for p in prompts) and not has_tokenizer(config):
-            raise ValueError(
-                f"{config.decode.prompts} holds text, but model.path={config.model.path} has no tokenizer.json; "
-                'use "prompt_ids"'
-            )
     written = [Path(p).resolve() for p in (config.decode.output, config.record) if p is not None]
     read = [Path(config.decode.prompts).resolve()] if config.decode.prompts is not None else []
     if len({*written, *read}) < len(written) + len(read):
@@ -105,7 +106,22 @@ def preflight(config: Config, rank: int, world_size: int) -> RunPlan:
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
-    return RunPlan(config, layout, spec, checkpoint, prompts)
+    return RunPlan(config, layout, spec, checkpoint, prompts, reason)
+
+
+def _prompts(config: Config) -> list[Prompt]:
+    """What is to be decoded; nothing in a benchmark."""
+    if config.bench.kind != "none":
+        return []
+    if config.decode.prompts is None:
+        raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
+    prompts = read_prompts(Path(config.decode.prompts))
+    if any(p.text is not None for p in prompts) and not has_tokenizer(config):
+        raise ValueError(
+            f"{config.decode.prompts} holds text, but model.path={config.model.path} has no tokenizer.json; "
+            'use "prompt_ids"'
+        )
+    return prompts
 
 
 def has_tokenizer(config: Config) -> bool:

@@ -57,6 +57,8 @@ class Console:
         self._text = _OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
+        if plan.reason is not None:
+            self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
         self._terminal.print(f"{plan.layout}: {job.place.world_size} ranks on {where} over {job.backend}{auto}")
 
     @contextmanager
@@ -216,6 +218,7 @@ def write_record(path: Path, plan: RunPlan, job: Job, phases: Phases, measured: 
     record = {
         "config": asdict(plan.config),
         "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
+        "layout_reason": plan.reason,
         "backend": job.backend,
         **provenance(job.device),
         "phases": phases.seconds,

@@ -21,12 +21,12 @@ from helix.attention.dense import DenseAttention
 from helix.config import Config
 from helix.loading import randomize
 from helix.models import Decoder
-from launch import decode, local
+from launch import auto, decode, local
 from launch.bench_comm import time_collectives
 from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
-from launch.distributed import Job, Place, gpu_facts
-from launch.preflight import RunPlan, load_tokenizer, make_layout, preflight
+from launch.distributed import Job, Place, gpu_facts, gpu_name
+from launch.preflight import RunPlan, load_tokenizer, preflight
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
@@ -61,7 +61,7 @@ def run(config: Config, overrides: Sequence[str]) -> int:
     try:
         place = Place.from_environment()
         if place is None:
-            return local.launch(make_layout(config.layout).world_size, overrides)
+            return local.launch(auto.ranks(config), overrides)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -76,12 +76,15 @@ def _run_rank(job: Job, config: Config) -> int:
     phases = Phases()
     plan, tokenizer, problem = None, None, None
     try:
-        plan = preflight(config, job.place.rank, job.place.world_size)
+        device = gpu_name(job.place) if config.comm.backend != "gloo" else None
+        plan = preflight(config, job.place.rank, job.place.world_size, device)
         tokenizer = load_tokenizer(config) if job.leads else None
     except ValueError as error:
         problem = str(error)
-    facts = job.agree(problem, gpu_facts(job.place))
+    facts = job.agree(problem, gpu_facts(job.place) | {"layout": str(plan and plan.layout)})
     assert plan is not None  # or nobody would have agreed
+    if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
+        raise ValueError(f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout")
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)

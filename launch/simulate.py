@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -23,39 +22,24 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from helix.models import DecoderSpec
 from helix.simulate import report
-from helix.simulate.hardware import BYTES, PROVENANCE, Hardware
+from helix.simulate.fit import quantiles
+from helix.simulate.hardware import BYTES, PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.report import CLAIMS, Row, Setting
 from helix.simulate.step import predict
 from launch.bench_steps import spec_of
+from launch.hardware import load_hardware
 from launch.plot import BLACK, BLUE, COLOURS, GREEN, ORANGE
+from launch.recorded import compare, halves, read_cells
 from launch.run import ROOT
 
-HARDWARE = ROOT / "conf" / "hardware"
 PAGE = ROOT / "docs" / "simulator.md"
-RECORDED = ("step", "baselines")  # benchmarks/results/*.jsonl with decode steps of an H200
-FITTED = "qwen2.5-7b"  # whose steps kernel_s and read_bytes_per_s of conf/hardware/h200.yaml were fitted on
-HELD_OUT = ("qwen2.5-3b", "llama-3.1-8b", "llama-3.1-70b")
 SHORT = {"deepseek-r1": "DeepSeek-R1", "llama-3.1-405b": "Llama-405B"}
-
-
-def load_hardware(name: str) -> Hardware:
-    """A description in `conf/hardware/`.
-
-    Raises:
-        ValueError: there is none of this name (the message lists those known), or it is incomplete.
-    """
-    known = sorted(path.stem for path in HARDWARE.glob("*.yaml"))
-    if name not in known:
-        raise ValueError(f"unknown hardware {name!r}; known: {', '.join(known)} (or add conf/hardware/{name}.yaml)")
-    data: Any = OmegaConf.to_container(OmegaConf.load(HARDWARE / f"{name}.yaml"))
-    return Hardware.from_mapping(data)
 
 
 @cache
@@ -169,41 +153,27 @@ def _named(rows: dict[str, list[Row]]) -> list[Row]:
 
 @cache
 def recorded() -> list[Row]:
-    """Recorded decode steps on H200 beside what the model predicts of them."""
-    cells: dict[tuple[Any, ...], Row] = {}
-    for name in RECORDED:
-        for line in (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if row["device"] == "NVIDIA H200" and row["model"] in (FITTED, *HELD_OUT) and row.get("ttl_p50_us"):
-                cells[row["model"], row["layout"], row["batch"], row["length"]] = row
+    """Recorded decode steps of dense models on H200 beside what the model predicts of them."""
     hardware = load_hardware("h200")
-    options = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
+    cells = [cell for cell in read_cells() if cell.device == hardware.name and cell.is_dense]
     rows = []
-    for (model, layout, batch, length), row in cells.items():
-        widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", layout)}
-        points = Points.of(layout.split()[0], batch, **widths)
-        step = predict(load_spec(model), hardware, points, length, options)
-        predicted = 1e6 * float(step.ttl_s[0])
-        rows.append(
-            {
-                "model": model, "layout": layout, "batch": batch, "length": length, "commit": row["commit"],
-                "measured_us": row["ttl_p50_us"], "predicted_us": predicted,
-                "error": predicted / row["ttl_p50_us"] - 1, "provenance": step.provenance(0),
-            }
-        )  # fmt: skip
+    for half, found in zip(("fitted", "held out"), halves(cells), strict=True):
+        rows += [{**compare(cell, hardware), "half": half} for cell in found]
     return rows
 
 
 def _recorded_table(rows: list[Row]) -> list[Sequence[str]]:
-    table: list[Sequence[str]] = [("model", "cells", "median error", "p90 error", "")]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        table.append((*_errors([row for row in rows if row["model"] == model], model), "fitted" * (model == FITTED)))
-    return [*table, (*_errors([row for row in rows if row["model"] != FITTED], "all but the fitted"), "held out")]
+    table: list[Sequence[str]] = [("steps", "cells", "median error", "p90 error")]
+    held_out = [row for row in rows if row["half"] == "held out"]
+    for model in dict.fromkeys(row["model"] for row in held_out):
+        table.append(_errors([row for row in held_out if row["model"] == model], f"held out: {model}"))
+    table.append(_errors(held_out, "held out: all"))
+    return [*table, _errors([row for row in rows if row["half"] == "fitted"], "fitted")]
 
 
 def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
-    sizes = np.abs([row["error"] for row in rows])
-    return name, str(len(rows)), f"{np.median(sizes):.1%}", f"{np.quantile(sizes, 0.9):.1%}"
+    median, p90 = quantiles(np.log1p([row["error"] for row in rows]))
+    return name, str(len(rows)), f"{median:.1%}", f"{p90:.1%}"
 
 
 # ---- drawing

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from helix.config import Config
 from launch import local
+from launch.auto import ranks
 from launch.preflight import check_layout, make_layout, make_spec
 from launch.run import REFUSED, ROOT, as_config
 
@@ -85,7 +86,7 @@ def _point(composed: DictConfig) -> None:
     if point.reason:
         print(f"skipped: {point.reason}")
     else:
-        world_size = make_layout(as_config(composed).layout).world_size
+        world_size = ranks(as_config(composed))
         output = [f"decode.output={directory / f'{number}.jsonl'}"] if composed.bench.kind == "none" else []
         code = local.launch(world_size, [*overrides, *output, f"record={record}"])
         point.status = {0: "ok", REFUSED: "refused"}.get(code, "failed")
@@ -97,6 +98,8 @@ def _point(composed: DictConfig) -> None:
 
 def skip_reason(config: Config) -> str | None:
     """Why a point cannot run here, None where it can; what is wrong with all points alike is left to their jobs."""
+    if config.layout.mode == "auto":
+        return None
     try:
         layout = make_layout(config.layout)
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
-from helix.config import BenchConfig
+from helix.config import bench_points
 from helix.engine import Engine
 from helix.models import Decoder
 from helix.sampling import SamplingParams
@@ -32,21 +31,6 @@ from launch.report import Console, summary
 WARM_UP = 4
 
 
-def points(bench: BenchConfig) -> list[tuple[int, int]]:
-    """(sequences, tokens in the cache of each) of every point.
-
-    Raises:
-        ValueError: a point is not written as `8x131072`.
-    """
-    found = []
-    for text in bench.points:
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-        if match is None:
-            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072")
-        found.append((int(match[1]), int(match[2])))
-    return found
-
-
 def time_steps(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
     """Times `bench.steps` decode steps at each of `bench.points`.
 
@@ -54,7 +38,7 @@ def time_steps(plan: RunPlan, comm: Communicator, model: Decoder, console: Conso
         ValueError: a point is beyond the model's context, or its cache does not fit; on every rank alike.
     """
     found: list[dict[str, Any]] = []
-    todo = points(plan.config.bench)
+    todo = bench_points(plan.config.bench)
     for batch, length in todo:
         try:
             found.append(_time_point(plan, comm, model, console, batch, length))

@@ -84,7 +84,14 @@ def collective_s(hardware: Hardware, op: str, width: Array, message: Array) -> t
 
 
 def attention_and_exchange_s(
-    data: Array, latency: Array, wire: Array, batch: Array, hopb: Array, serial: bool, chunk_s: float
+    data: Array,
+    latency: Array,
+    wire: Array,
+    batch: Array,
+    hopb: Array,
+    serial: bool,
+    chunk_s: float,
+    chunks: int | None = None,
 ) -> Array:
     """Seconds of a layer's attention and its exchange together, kernel launch of the attention left out.
 
@@ -96,14 +103,20 @@ def attention_and_exchange_s(
         latency, wire: seconds of the exchange of the whole batch.
         hopb: whether the exchange of one chunk runs beside the attention of the next.
         chunk_s: what a further chunk costs.
+        chunks: how many there are, where the batch is that large; None: the best number.
     """
     if serial:
         one = latency + wire / batch
         return np.where(hopb, pipelined(data / batch, one, batch), data + batch * one)
+
+    def cut(n: int) -> Array:
+        return pipelined(data / n, wire / n, n) + (n - 1) * chunk_s
+
     best = data + wire
-    chunks = 2
-    while chunks <= np.max(batch):
-        cut = pipelined(data / chunks, wire / chunks, chunks) + (chunks - 1) * chunk_s
-        best = np.where(hopb & (wire > 0) & (chunks <= batch), np.minimum(best, cut), best)
-        chunks *= 2
+    if chunks is not None:
+        return np.where(hopb & (wire > 0) & (chunks <= batch), cut(chunks), best) + latency
+    n = 2
+    while n <= np.max(batch):
+        best = np.where(hopb & (wire > 0) & (n <= batch), np.minimum(best, cut(n)), best)
+        n *= 2
     return best + latency

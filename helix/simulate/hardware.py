@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,15 @@ class Constant:
     source: str
 
 
+def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
+    """Value and provenance at each of `sizes`: between known ones interpolated (log2), beyond them the last one."""
+    at = np.array(sorted(known))
+    values = np.interp(np.log2(sizes), np.log2(at), [known[size].value for size in at])
+    inside = (sizes >= at[0]) & (sizes <= at[-1])
+    level = np.where(np.isin(sizes, at), MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
+    return values, np.maximum(level, max(constant.level for constant in known.values()))
+
+
 @dataclass(frozen=True)
 class Collective:
     """seconds = latency(width) + bytes that a rank sends / rate.
@@ -43,16 +52,12 @@ class Collective:
 
     def latency(self, width: Array) -> tuple[Array, Array]:
         """Seconds and provenance for each width."""
-        known = np.array(sorted(self.latency_s))
-        values = np.array([self.latency_s[w].value for w in known])
-        x, at = np.log2(width), np.log2(known)
-        seconds = np.interp(x, at, values)
-        if len(known) > 1:
-            slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-            seconds = seconds + np.maximum(x - at[-1], 0) * slope
-        inside = (width >= known[0]) & (width <= known[-1])
-        level = np.where(np.isin(width, known), MEASURED, np.where(inside, INTERPOLATED, EXTRAPOLATED))
-        return seconds, np.maximum(level, max(c.level for c in self.latency_s.values()))
+        seconds, level = between(self.latency_s, width)
+        last = sorted(self.latency_s)[-2:]
+        if len(last) > 1:
+            rise = self.latency_s[last[1]].value - self.latency_s[last[0]].value
+            seconds = seconds + np.maximum(np.log2(width / last[1]), 0) * rise / np.log2(last[1] / last[0])
+        return seconds, level
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,13 @@ class Hardware:
         flops: dense matrix rate by dtype.
         kernel_s: what a kernel of a captured step takes beyond its bytes and FLOPs: launch, ramp, tail, and the small
             kernels beside it (norms, RoPE, append, merging of splits).
+        product_s: the same of a projection, by rows of its input; empty: as any kernel.
+        attention_share: of the read rate that attention reaches, by KV heads of a rank; empty: all of it.
+        latent_share: the same of MLA's attention.
+        latent_flops: FLOP/s of MLA's attention, where its heads and not its bytes take the time; None: as any product.
         chunk_s: what each further HOP-B chunk of a layer costs.
+        collectives: of the runtime's own kernels, where it has them on this hardware.
+        nccl: those of the library; empty: not measured.
         finding_s: choosing a layer's blocks in sparse attention (the price of finding), None: not known.
     """
 
@@ -76,9 +87,14 @@ class Hardware:
     read_bytes_per_s: Constant
     flops: Mapping[str, Constant]
     kernel_s: Constant
+    product_s: Mapping[int, Constant]
+    attention_share: Mapping[int, Constant]
+    latent_share: Constant | None
+    latent_flops: Constant | None
     chunk_s: Constant
     finding_s: Constant | None
     collectives: Mapping[str, Collective]
+    nccl: Mapping[str, Collective]
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Hardware:
@@ -100,19 +116,29 @@ class Hardware:
                 raise ValueError(f"hardware {name}: {key} has provenance {given['provenance']!r}; known: {known}")
             return Constant(float(given["value"]), PROVENANCE.index(given["provenance"]), str(given["source"]))
 
+        def optional(key: str) -> Constant | None:
+            return constant(data, key) if key in data else None
+
+        def by_size(key: str) -> dict[int, Constant]:
+            return {int(size): constant(data[key], size) for size in data.get(key, {})}
+
         for key in ("gpus", "flops", "collectives"):
             if key not in data:
                 raise ValueError(f"hardware {name} lacks {key}")
-        if missing := [op for op in COLLECTIVES if op not in data["collectives"]]:
-            raise ValueError(f"hardware {name} lacks the collectives {', '.join(missing)}")
-        collectives = {
-            op: Collective(
-                {int(width): constant(given["latency_s"], width) for width in given["latency_s"]},
-                constant(given, "bytes_per_s"),
-                float(given["measured_bytes"]),
-            )
-            for op, given in data["collectives"].items()
-        }
+
+        def collectives(key: str) -> dict[str, Collective]:
+            if missing := [op for op in COLLECTIVES if op not in data[key]]:
+                raise ValueError(f"hardware {name} lacks the {key} {', '.join(missing)}")
+            return {
+                op: Collective(
+                    {int(width): constant(given["latency_s"], width) for width in given["latency_s"]},
+                    constant(given, "bytes_per_s"),
+                    float(given["measured_bytes"]),
+                )
+                for op, given in data[key].items()
+            }
+
+        own = collectives("collectives")
         return cls(
             name,
             int(data["gpus"]),
@@ -120,10 +146,40 @@ class Hardware:
             constant(data, "read_bytes_per_s"),
             {dtype: constant(data["flops"], dtype) for dtype in data["flops"]},
             constant(data, "kernel_s"),
+            by_size("product_s"),
+            by_size("attention_share"),
+            optional("latent_share"),
+            optional("latent_flops"),
             constant(data, "chunk_s"),
-            constant(data, "finding_s") if "finding_s" in data else None,
-            collectives,
+            optional("finding_s"),
+            own,
+            collectives("nccl") if "nccl" in data else {},
         )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What `from_mapping` reads."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Constant):
+                return {"value": value.value, "provenance": PROVENANCE[value.level], "source": value.source}
+            if isinstance(value, Mapping):
+                return {key: plain(inner) for key, inner in value.items()}
+            if isinstance(value, Collective):
+                return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+            return value
+
+        found = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        return {key: value for key, value in found.items() if value not in (None, {})}
+
+    def over_nccl(self) -> Hardware:
+        """The same hardware where the library does the collectives.
+
+        Raises:
+            ValueError: they were not measured.
+        """
+        if not self.nccl:
+            raise ValueError(f"nothing is known of NCCL's collectives on {self.name}: add nccl to its description")
+        return replace(self, collectives=self.nccl)
 
     def rate(self, dtype: str) -> Constant:
         """FLOP/s in `dtype`.
@@ -145,6 +201,7 @@ class Hardware:
             self,
             read_bytes_per_s=by(self.read_bytes_per_s, read),
             kernel_s=by(self.kernel_s, kernel),
+            product_s={rows: by(fixed, kernel) for rows, fixed in self.product_s.items()},
             chunk_s=by(self.chunk_s, kernel),
             collectives={
                 op: replace(

@@ -6,14 +6,14 @@ experts, and the largest share counts; KV is divided evenly. Experts are chosen 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from helix.models import DecoderSpec
 from helix.simulate import cost
-from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Hardware
+from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Constant, Hardware, between
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points
 
 
@@ -92,15 +92,23 @@ class Layer:
         return self._experts() if experts else self._dense()
 
     def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int = 1, flops: Any = None) -> Phase:
-        """A product of `rows` with matrices of `weights` numbers on this rank."""
-        read = weights * self.item["weights"] + self.zeros
-        flops = (2.0 * rows * weights if flops is None else flops) + self.zeros
-        return self._timed(name, read, flops, kernels)
-
-    def _timed(self, name: str, read: Array, flops: Array, kernels: int) -> Phase:
+        """A product of `rows` with matrices of `weights` numbers on this rank; `flops`: what experts compute of it."""
         hw = self.hardware
-        work = np.maximum(read / hw.read_bytes_per_s.value, flops / self.rate.value)
-        level = max(hw.read_bytes_per_s.level, self.rate.level, hw.kernel_s.level, INTERPOLATED)
+        read = weights * self.item["weights"] + self.zeros
+        found = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
+        if not hw.product_s or flops is not None:
+            return found
+        fixed, level = between(hw.product_s, rows)
+        seconds = found.seconds + kernels * (fixed - hw.kernel_s.value)
+        return replace(found, seconds=seconds, level=np.maximum(found.level, level))
+
+    def _timed(
+        self, name: str, read: Array, flops: Array, kernels: int, share: Any = 1.0, rate: Constant | None = None
+    ) -> Phase:
+        """Kernels that read at `share` of the read rate and compute at `rate`, None: that of the weights' dtype."""
+        hw, rate = self.hardware, rate or self.rate
+        work = np.maximum(read / (share * hw.read_bytes_per_s.value), flops / rate.value)
+        level = max(hw.read_bytes_per_s.level, rate.level, hw.kernel_s.level, INTERPOLATED)
         seconds = work + kernels * hw.kernel_s.value
         return Phase(name, seconds, read, flops, self.zeros, self.zeros + kernels, self.zeros.astype(int) + level)
 
@@ -172,7 +180,10 @@ class Layer:
         p, hw = self.points, self.hardware
         tokens = self.read_tokens(window) / p.kvp
         read = self.sequences * tokens * stored * self.item["kv"]
-        attention = self._timed("attention", read, 2.0 * self.rows * tokens * self.q * per_pair, 1)
+        flops = 2.0 * self.rows * tokens * self.q * per_pair
+        share, level = self._attention_share()
+        attention = self._timed("attention", read, flops, 1, share, hw.latent_flops if self.spec.mla else None)
+        attention = replace(attention, level=np.maximum(attention.level, level))
         message = self.rows * self.q * (value * self.item["messages"] + 4)
         latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
         # Medha: all of a group's heads go to the one rank that goes on, and nothing overlaps.
@@ -180,11 +191,19 @@ class Layer:
         data = attention.seconds - hw.kernel_s.value
         overlaps = (p.mode == HELIX) & self.options.hopb
         both = cost.attention_and_exchange_s(
-            data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value
-        )
+            data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value,
+            self.options.chunks,
+        )  # fmt: skip
         sent = np.where(p.mode == MEDHA, message, cost.sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
         exposed = Phase("exchange", both - data, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
         return attention, exposed
+
+    def _attention_share(self) -> tuple[Any, Any]:
+        """Of the read rate that attention reaches, and its provenance."""
+        hw = self.hardware
+        if self.spec.mla is not None:
+            return (hw.latent_share.value, hw.latent_share.level) if hw.latent_share is not None else (1.0, 0)
+        return between(hw.attention_share, self.kv) if hw.attention_share else (1.0, 0)
 
     def _output(self, value: int) -> list[Phase]:
         p, hidden = self.points, self.spec.hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -58,6 +59,11 @@ class Points:
         """All layouts (mode, pp, dp, kvp, tpa, tpf, ep) with all batches."""
         columns = np.repeat(np.array(layouts, dtype=np.int64).reshape(-1, 7), len(batches), axis=0).T
         return cls(*[*columns, np.tile(batches.astype(np.int64), len(layouts))])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Points]) -> Points:
+        """All points of several, one after the other."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.mode)
@@ -136,6 +142,7 @@ class Options:
     Attributes:
         weights, kv, messages: dtypes; arithmetic runs in that of the weights.
         hopb: the exchange of some sequences runs beside the attention of others (mode helix alone).
+        chunks: of HOP-B; None: the best number for each point.
         exchange: `batched` (one message for all sequences) or `serial` (one collective for each).
         output: the output projection is divided over `all` ranks that serve a sequence, or over `tpa` (appendix A).
         queries: of MLA: every rank makes those of `all` its heads (the paper), or they are gathered where that is
@@ -148,6 +155,7 @@ class Options:
     kv: str = "fp4"
     messages: str = "fp4"
     hopb: bool = True
+    chunks: int | None = None
     exchange: str = "batched"
     output: str = "all"
     queries: str = "faster"
@@ -163,6 +171,8 @@ class Options:
         for key, known in choices.items():
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(known)}")
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks} must be at least 1")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
         if (s := self.speculation) is not None and not (s.gamma >= 0 and 0 <= s.acceptance <= 1 and s.draft_s >= 0):

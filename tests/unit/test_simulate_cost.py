@@ -13,7 +13,8 @@ from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation
 from helix.simulate.step import Step, memory_of, predict
-from launch.simulate import load_hardware, load_spec
+from launch.hardware import load_hardware
+from launch.simulate import load_spec
 
 EXACT = 1e-9  # relative: closed formulas in float64, a few dozen operations of 1e-16 each
 M = 10**6
@@ -217,6 +218,7 @@ def test_gather_decode_throughput(length: int, batch: int, dense: float, sparse:
     h100 = replace(
         h100,
         kernel_s=replace(h100.kernel_s, value=3.2e-3 / kernels),
+        product_s={},
         finding_s=replace(h100.finding_s, value=1.74e-3 / 28),  # type: ignore[type-var]
     )
     bf16 = {"weights": "bf16", "kv": "bf16", "messages": "bf16"}

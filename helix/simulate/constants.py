@@ -1,0 +1,124 @@
+"""Constants of a hardware from timed kernels and collectives: straight lines through seconds over bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from helix.simulate.cost import sent_bytes
+from helix.simulate.hardware import EXTRAPOLATED, MEASURED, Collective, Constant, Hardware
+
+Row = Mapping[str, Any]
+OPS = {"exchange": "all_to_all", "all_reduce_norm": "all_reduce", "all_gather": "all_gather"}
+SLOPE_BYTES = 65536  # sent by the largest message: below it, a line's slope says nothing about the rate
+LEAST_S = 1e-7  # of a fixed time: where a line through noise would start below nothing
+
+
+def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fixed seconds and bytes/s of `seconds = fixed + bytes / rate`, with the least squared relative error.
+
+    One point, or points that do not rise, are taken as rate alone.
+    """
+    x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    if len(set(sizes)) > 1:
+        (fixed, slope), *_ = np.linalg.lstsq(np.stack([1 / y, x / y], 1), np.ones(len(x)), rcond=None)
+        if slope > 0 and fixed >= LEAST_S:
+            return float(fixed), float(1 / slope)
+    largest = int(np.argmax(x))
+    return LEAST_S, float(x[largest] / y[largest])
+
+
+def attention(base: Hardware, rows: Iterable[Row]) -> Hardware:
+    """Read rate, kernel time and attention's share of the rate, from rows with kv_heads, bytes and seconds."""
+    by_heads: dict[int, list[Row]] = {}
+    for row in rows:
+        by_heads.setdefault(row["kv_heads"], []).append(row)
+    lines = {h: line([r["bytes"] for r in of], [r["seconds"] for r in of]) for h, of in by_heads.items()}
+    rate = max(of[1] for of in lines.values())
+    sizes = f"flash_decode, {_range(r['bytes'] for of in by_heads.values() for r in of)}"
+    return replace(
+        base,
+        read_bytes_per_s=Constant(rate, MEASURED, f"{sizes}: slope of the fastest number of KV heads"),
+        kernel_s=Constant(
+            float(np.median([of[0] for of in lines.values()])), MEASURED, f"{sizes}: what is left at no bytes"
+        ),
+        attention_share={h: Constant(of[1] / rate, MEASURED, f"{sizes}: slope") for h, of in lines.items()},
+    )
+
+
+def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
+    """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (other rows), likewise; with flops."""
+    fewest = min(row["heads"] for row in rows)
+    first = max((row for row in rows if row["heads"] == fewest), key=lambda row: row["bytes"])
+    busy = max(first["seconds"] - base.kernel_s.value, LEAST_S)
+    share = min(first["bytes"] / busy / base.read_bytes_per_s.value, 1.0)
+    base = replace(base, latent_share=Constant(share, MEASURED, f"mla_decode, {fewest} heads, {first['bytes']:.3g} B"))
+    if many := [row["flops"] / row["seconds"] for row in rows if row["heads"] > fewest]:
+        rate = Constant(float(np.median(many)), MEASURED, f"mla_decode, more than {fewest} heads: median")
+        base = replace(base, latent_flops=rate)
+    return base
+
+
+def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
+    """What a projection takes beyond its bytes at the read rate, by rows of its input; with rows, bytes, seconds."""
+    found = {}
+    for count in sorted({row["rows"] for row in rows}):
+        same = [r for r in rows if r["rows"] == count]
+        over = [row["seconds"] - row["bytes"] / base.read_bytes_per_s.value for row in same]
+        source = f"linear, median of {len(same)} matrices, {_range(row['bytes'] for row in same)}"
+        found[count] = Constant(max(float(np.median(over)), LEAST_S), MEASURED, source)
+    return replace(base, product_s=found)
+
+
+def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
+    """Latency by width and rate of each, from rows of `launch.bench_comm`; `key`: its column, symm_us or nccl_us."""
+    found: dict[str, Collective] = {}
+    for name, op in OPS.items():
+        same = [row for row in rows if row["op"] == name]
+        points = []  # width, bytes sent, seconds
+        for row in same:
+            width = row["ranks"]
+            message = row["message_bytes"] * (width if op == "all_gather" else 1)
+            points.append((width, float(sent_bytes(op, width, message)), row[key] / 1e6))
+        widths = sorted({width for width, _, _ in points})
+        lines = {w: line(*zip(*((x, y) for of, x, y in points if of == w), strict=True)) for w in widths}
+        largest = max(x for _, x, _ in points)
+        rate = Constant(float(np.median([of[1] for of in lines.values()])), MEASURED, f"{name}: median of the widths")
+        if largest < SLOPE_BYTES and found:
+            rate = replace(found["all_to_all"].bytes_per_s, level=EXTRAPOLATED, source="as all_to_all")
+        latency = {}
+        for width in widths:
+            least = min((x, y) for of, x, y in points if of == width)
+            sent, seconds = least
+            source = f"{name}, {sent:.0f} B sent, less their time at the rate"
+            latency[width] = Constant(max(seconds - sent / rate.value, LEAST_S), MEASURED, source)
+        found[op] = Collective(latency, rate, float(max(row["message_bytes"] for row in same)))
+    exchange = found["all_to_all"]
+    narrow = min(exchange.latency_s)
+    two = replace(exchange.latency_s[narrow], level=EXTRAPOLATED, source="as the narrowest exchange")
+    rate = replace(exchange.bytes_per_s, level=EXTRAPOLATED, source="as all_to_all")
+    found["send"] = Collective({2: two}, rate, 0.0)
+    return found
+
+
+def assumed(hardware: Hardware) -> Hardware:
+    """The same numbers as nothing but an assumption: extrapolated, from this hardware."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Constant):
+            return replace(value, level=max(value.level, EXTRAPOLATED), source=f"{hardware.name}: {value.source}")
+        if isinstance(value, Mapping):
+            return {key: of(inner) for key, inner in value.items()}
+        if isinstance(value, Collective):
+            return Collective(of(value.latency_s), of(value.bytes_per_s), 0.0)
+        return value
+
+    return Hardware(**{name: of(value) for name, value in vars(hardware).items()})
+
+
+def _range(sizes: Iterable[float]) -> str:
+    found = sorted(sizes)
+    return f"{found[0]:.3g} to {found[-1]:.3g} B"

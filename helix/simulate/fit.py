@@ -1,0 +1,91 @@
+"""Constants of a hardware that make recorded decode steps come out right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.simulate.hardware import MEASURED, Array, Constant, Hardware
+from helix.simulate.points import Options, Points
+from helix.simulate.step import predict
+from kernels.linear import MAX_ROWS
+
+LARGEST, LEAST = 0.32, 0.0025  # relative changes of a constant that are tried, each half of the one before
+PRODUCT_ROWS = (1, MAX_ROWS, MAX_ROWS + 1, 32)  # two constants: kernels of our own, and the library's from there on
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Points of one model and length, and the seconds [n] that their steps took."""
+
+    spec: DecoderSpec
+    points: Points
+    length: int
+    ttl_s: Array
+
+
+def errors(hardware: Hardware, steps: Sequence[Measured], options: Options) -> Array:
+    """log(predicted / measured) of all points, one after the other."""
+    predicted = [predict(m.spec, hardware, m.points, m.length, options).ttl_s for m in steps]
+    return np.log(np.concatenate(predicted) / np.concatenate([m.ttl_s for m in steps]))
+
+
+def fit(hardware: Hardware, steps: Sequence[Measured], options: Options, source: str) -> Hardware:
+    """`hardware` with those constants changed that no kernel shows alone, so that the mean of |log error| is least.
+
+    Fitted are the read rate, what a kernel takes beyond its bytes, and what a projection does, of few rows and of
+    more. One at a time is moved up and down, by ever smaller steps: the same points give the same constants.
+    """
+    fixed = {rows: hardware.product_s.get(rows, hardware.kernel_s) for rows in PRODUCT_ROWS}
+    best = replace(hardware, product_s=fixed)
+    moves = [_read_rate, _kernel, _products(lambda rows: rows <= MAX_ROWS), _products(lambda rows: rows > MAX_ROWS)]
+    least = float(np.abs(errors(best, steps, options)).mean())
+    change = LARGEST
+    while change >= LEAST:
+        moved = False
+        for move in moves:
+            for factor in (1 + change, 1 / (1 + change)):
+                tried = move(best, factor)
+                loss = float(np.abs(errors(tried, steps, options)).mean())
+                if loss < least * (1 - 1e-9):
+                    best, least, moved = tried, loss, True
+        change = change if moved else change / 2
+
+    def named(constant: Constant) -> Constant:
+        return Constant(float(f"{constant.value:.3g}"), MEASURED, source)
+
+    return replace(
+        best,
+        read_bytes_per_s=named(best.read_bytes_per_s),
+        kernel_s=named(best.kernel_s),
+        product_s={rows: named(constant) for rows, constant in best.product_s.items()},
+    )
+
+
+def _read_rate(hardware: Hardware, factor: float) -> Hardware:
+    return replace(hardware, read_bytes_per_s=_times(hardware.read_bytes_per_s, factor))
+
+
+def _kernel(hardware: Hardware, factor: float) -> Hardware:
+    return replace(hardware, kernel_s=_times(hardware.kernel_s, factor))
+
+
+def _products(chosen: Callable[[int], bool]) -> Callable[[Hardware, float], Hardware]:
+    def move(hardware: Hardware, factor: float) -> Hardware:
+        known: Mapping[int, Constant] = hardware.product_s
+        return replace(hardware, product_s={r: _times(c, factor) if chosen(r) else c for r, c in known.items()})
+
+    return move
+
+
+def _times(constant: Constant, factor: float) -> Constant:
+    return replace(constant, value=constant.value * factor)
+
+
+def quantiles(sizes: Iterable[float]) -> tuple[float, float]:
+    """Median and p90 of |predicted / measured - 1|, from errors as `errors` gives them."""
+    relative = np.abs(np.expm1(np.array(list(sizes))))
+    return float(np.median(relative)), float(np.quantile(relative, 0.9))

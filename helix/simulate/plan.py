@@ -1,0 +1,325 @@
+"""The planner: which layout of the runtime a model should take on so many GPUs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.simulate import cost
+from helix.simulate.hardware import PROVENANCE, Hardware
+from helix.simulate.points import Options, Points, Speculation
+from helix.simulate.search import layouts
+from helix.simulate.step import Step, memory_of, predict
+
+MODES = ("tp", "medha", "helix")  # those that the runtime has
+CHUNKS = (1, 2, 4, 8)  # of HOP-B, that the runtime takes
+GAMMAS = (1, 2, 4, 8, 16)
+LARGEST_BLOCK = 16  # the runtime's append block
+UNEVEN = 1.01  # the fullest rank's tokens, over the mean, from which on a smaller append block is taken
+BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried where no batch is asked for
+ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
+MENTIONED = 0.02  # of the step: phases that differ by less are not named, but for the largest
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        length: tokens of each sequence in the cache.
+        batch: sequences; None: as many as throughput is best with, within `ttl_s`.
+        ttl_s: the most that a token may take; None: no limit.
+        acceptance: probability that a drafted token is accepted; None: no speculation.
+        gamma: drafted tokens of a step; None: the best of GAMMAS.
+        options: dtypes, page size, share of the memory; what else they hold is the planner's to choose.
+    """
+
+    spec: DecoderSpec
+    hardware: Hardware
+    gpus: int
+    length: int
+    batch: int | None = 1
+    ttl_s: float | None = None
+    acceptance: float | None = None
+    gamma: int | None = None
+    options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "length", "batch", "gamma"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ValueError(f"ttl_ms={1e3 * self.ttl_s:g} must be positive")
+        if self.gpus > self.hardware.gpus:
+            known = f"{self.hardware.name} is described with {self.hardware.gpus} in one NVLink domain"
+            raise ValueError(f"gpus={self.gpus}, but {known}: several domains are not modelled")
+        if self.batch is None and self.ttl_s is None:
+            raise ValueError("give batch, or ttl_ms and the largest batch within it is planned")
+        if self.gamma is not None and self.acceptance is None:
+            raise ValueError(f"gamma={self.gamma} needs acceptance: the probability that a drafted token is accepted")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout as it should be run, and what is expected of it.
+
+    Attributes:
+        chunks: of HOP-B; 1: off.
+        gamma: drafted tokens of a step; 0: no speculation.
+        ttl_s: from one token of a sequence to its next.
+        user, gpu: tokens/s of one sequence, and of one GPU.
+        weight_bytes, kv_bytes: on the fullest rank.
+        free_bytes: what is left there, from which activations, graphs and buffers have to live.
+        largest_batch: sequences of this length for which there is memory.
+        longest: tokens of a sequence for which there is memory at this batch.
+        phases: seconds of a token, by phase.
+        provenance: of the worst input, out of hardware.PROVENANCE.
+    """
+
+    layout: HelixLayout
+    batch: int
+    chunks: int
+    append_block: int
+    gamma: int
+    ttl_s: float
+    user: float
+    gpu: float
+    weight_bytes: float
+    kv_bytes: float
+    free_bytes: float
+    largest_batch: int
+    longest: int
+    phases: dict[str, float]
+    provenance: str
+
+    @property
+    def name(self) -> str:
+        """The layout in words; what is 1 and derived is left out."""
+        row = self.layout
+        words = [row.mode, *(f"{key}={value}" for key in ("kvp", "tpa") if (value := getattr(row, key)) > 1)]
+        return " ".join([*words, *([f"tpf={row.tpf}", f"ep={row.ep}"] if row.ep > 1 else [])])
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout without room for the batch.
+
+    Attributes:
+        missing_bytes: on the fullest rank.
+        largest_batch: for which there would be room; 0: not even for one sequence.
+    """
+
+    layout: HelixLayout
+    missing_bytes: float
+    largest_batch: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All layouts of a question, the best first; those within `ttl_s` before those that are not.
+
+    Attributes:
+        reason: why the first is first.
+        verdict: whether splitting KV over GPUs (kvp of at least 2) pays here, and why.
+    """
+
+    question: Question
+    choices: list[Choice]
+    refused: list[Refused]
+    reason: str
+    verdict: str
+
+    def in_time(self, choice: Choice) -> bool:
+        return self.question.ttl_s is None or choice.ttl_s <= self.question.ttl_s
+
+
+def plan(question: Question) -> Ranking:
+    """Ranks every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, where free, batch.
+
+    Raises:
+        ValueError: the model or hardware cannot be predicted, or no layout has memory for it.
+    """
+    q = question
+    found = layouts(q.spec, [q.gpus], MODES, pp=False)
+    rows = [row for row in found if row[2] == 1]  # no data-parallel groups
+    choices, refused = [], []
+    for kvp in sorted({row[3] for row in rows}):
+        options = replace(q.options, append_block=_append_block(q.length, kvp))
+        for row in (row for row in rows if row[3] == kvp):
+            best, lacking = _best(q, row, options)
+            choices += [best] if best is not None else []
+            refused += [lacking] if lacking is not None else []
+    if not choices:
+        raise ValueError(_nothing_fits(q, refused))
+    ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
+
+    def key(choice: Choice) -> tuple[float, ...]:
+        speed = choice.ttl_s if q.batch is not None else -choice.gpu
+        row = choice.layout
+        # Equal to nine digits is equal: then the layout with the least of everything.
+        return (not ranking.in_time(choice), float(f"{speed:.9e}"), row.kvp, row.ep, row.mode != "tp", row.tpa)
+
+    choices.sort(key=key)
+    return replace(ranking, reason=_reason(ranking), verdict=_verdict(ranking))
+
+
+def _append_block(length: int, kvp: int) -> int:
+    """The runtime's default, halved until the fullest rank has little more than its share of a sequence."""
+    block = LARGEST_BLOCK
+    while block > 1 and -(-length // (block * kvp)) * block > UNEVEN * length / kvp:
+        block //= 2
+    return block
+
+
+def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice | None, Refused | None]:
+    """The best way to run one layout, or what it lacks."""
+    batches = np.array([q.batch]) if q.batch is not None else BATCHES
+    points = Points.crossed([row], batches)
+    memory = memory_of(q.spec, q.hardware, points, q.length, options)
+    fits = points.batch <= memory.largest_batch
+    if not fits.any():
+        room = (q.hardware.memory_bytes.value - memory.weight_bytes[0]) * options.memory_fraction
+        return None, Refused(points.layout(0), float(memory.kv_bytes[0] - room), int(memory.largest_batch[0]))
+    points = points[fits]
+    gammas: Iterable[int] = (0,)
+    if q.acceptance is not None:
+        gammas = (0, q.gamma) if q.gamma is not None else (0, *GAMMAS)
+    best: tuple[float, Choice] | None = None
+    for gamma in gammas:
+        speculation = Speculation(gamma, q.acceptance) if gamma and q.acceptance is not None else None
+        for chunks in CHUNKS if points.kvp[0] > 1 else CHUNKS[:1]:
+            tried = replace(options, speculation=speculation, hopb=chunks > 1, chunks=chunks)
+            step = predict(q.spec, q.hardware, points, q.length, tried)
+            i = _fastest(q, step)
+            if i is None or (chunks > step.points.batch[i]):
+                continue
+            value = float(step.ttl_s[i]) if q.batch is not None else -float(step.gpu[i])
+            late = q.ttl_s is not None and step.ttl_s[i] > q.ttl_s
+            value = value + 1e9 * late  # any within the limit comes before any that is not
+            if best is None or value < best[0]:
+                best = value, _choice(q, step, i, chunks, gamma, tried)
+    assert best is not None  # without speculation and chunks everything that fits was tried
+    return best[1], None
+
+
+def _fastest(q: Question, step: Step) -> int | None:
+    """Which batch of a layout: the one asked for, or that of most tokens/s/GPU within the limit, else the smallest."""
+    fits = np.flatnonzero(step.fits)  # drafts take a few tokens more
+    if not len(fits):
+        return None
+    if q.batch is not None:
+        return int(fits[0])
+    assert q.ttl_s is not None
+    in_time = fits[step.ttl_s[fits] <= q.ttl_s]
+    return int(in_time[np.argmax(step.gpu[in_time])]) if len(in_time) else int(fits[0])
+
+
+def _choice(q: Question, step: Step, i: int, chunks: int, gamma: int, options: Options) -> Choice:
+    weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
+    free = q.hardware.memory_bytes.value - weights
+    tokens = cost.tokens_per_step(gamma, q.acceptance or 0.0)
+    return Choice(
+        layout=step.points.layout(i),
+        batch=int(step.points.batch[i]),
+        chunks=chunks,
+        append_block=options.append_block,
+        gamma=gamma,
+        ttl_s=float(step.ttl_s[i]),
+        user=float(step.user[i]),
+        gpu=float(step.gpu[i]),
+        weight_bytes=weights,
+        kv_bytes=kv,
+        free_bytes=free - kv,
+        largest_batch=int(step.memory.largest_batch[i]),
+        longest=min(_longest(q, step, i, free * options.memory_fraction, options), q.spec.max_positions),
+        phases={phase.name: float(phase.seconds[i]) / tokens for phase in step.phases if phase.launches[i]},
+        provenance=PROVENANCE[step.level[i]],
+    )
+
+
+def _longest(q: Question, step: Step, i: int, room_bytes: float, options: Options) -> int:
+    """Tokens of a sequence that fill the room on the fullest rank: `memory_of`, the other way round."""
+    block, page = options.append_block, options.page_size
+    cycle = block * int(step.points.kvp[i])
+    held = -(-(-(-(q.length + options.step_tokens) // cycle) * block) // page) * page
+    page_bytes = step.memory.kv_bytes[i] / held * page
+    return int(room_bytes / page_bytes) * page // block * cycle - options.step_tokens
+
+
+# ---- in words
+
+
+def _reason(ranking: Ranking) -> str:
+    first, *others = ranking.choices
+    if not others:
+        return f"{first.name} is the only layout with room for it."
+    level = [c for c in others if abs(c.ttl_s / first.ttl_s - 1) < 1e-6 and c.batch == first.batch]
+    behind = next((c for c in others if c not in level), None)
+    same = f"{first.name} is level with {', '.join(c.name for c in level)}"
+    if behind is None:
+        return f"{same}."
+    ahead = f"{first.name} comes before {behind.name}: {_ahead(ranking, first, behind)}."
+    near = [c.name for c in others if c not in level and _speed(ranking, first) < (1 + ERROR) * _speed(ranking, c)]
+    closer = f" Within the {ERROR:.0%} that predictions are off: {', '.join(near)}; time them." if near else ""
+    return ahead + (f" {same}." if level else "") + closer
+
+
+def _speed(ranking: Ranking, choice: Choice) -> float:
+    """What layouts are ranked by; 0 beyond the limit."""
+    if not ranking.in_time(choice):
+        return 0.0
+    return choice.user if ranking.question.batch is not None else choice.gpu
+
+
+def _verdict(ranking: Ranking) -> str:
+    split = next((c for c in ranking.choices if c.layout.mode == "helix" and c.layout.kvp > 1), None)
+    whole = next((c for c in ranking.choices if c.layout.kvp == 1), None)
+    if split is None:
+        none = any(r.layout.mode == "helix" and r.layout.kvp > 1 for r in ranking.refused)
+        why = "none of its layouts has memory for it" if none else "a single GPU has nobody to split KV with"
+        return f"Helix does not help here: {why}."
+    if whole is None:
+        return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."
+    if ranking.choices.index(split) < ranking.choices.index(whole):
+        return f"Helix helps here: {split.name} against {whole.name}: {_ahead(ranking, split, whole)}."
+    return f"Helix does not help here: {whole.name} against {split.name}: {_ahead(ranking, whole, split)}."
+
+
+def _ahead(ranking: Ranking, a: Choice, b: Choice) -> str:
+    """What one choice gains over another, and in which phases; times are of one token."""
+    times = f"{_ms(a.ttl_s)} against {_ms(b.ttl_s)} a token"
+    if a.batch != b.batch:
+        return f"{a.gpu:.1f} against {b.gpu:.1f} tokens/s/GPU, batch {a.batch} against {b.batch} ({times})"
+    if (limit := ranking.question.ttl_s) is not None and b.ttl_s > limit >= a.ttl_s:
+        times += f", where {_ms(limit)} are allowed"
+    names = dict.fromkeys([*a.phases, *b.phases])
+    gains = {name: b.phases.get(name, 0.0) - a.phases.get(name, 0.0) for name in names}
+    named = [n for n in sorted(gains, key=lambda n: -abs(gains[n])) if abs(gains[n]) >= MENTIONED * a.ttl_s]
+    largest = max(gains, key=lambda n: abs(gains[n]))
+    shorter, longer = _phases(gains, named or [largest])
+    why = "; against it ".join(part for part in (shorter, longer) if part)
+    return f"{times} ({b.ttl_s / a.ttl_s - 1:+.1%}): {why}"
+
+
+def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
+    shorter = ", ".join(f"{n} {_ms(gains[n])} shorter" for n in names if gains[n] > 0)
+    longer = ", ".join(f"{n} {_ms(-gains[n])} longer" for n in names if gains[n] < 0)
+    return shorter, longer
+
+
+def _nothing_fits(q: Question, refused: list[Refused]) -> str:
+    least = min(refused, key=lambda r: r.missing_bytes)
+    batch = q.batch or 1
+    asked = f"{batch} sequence{'s' if batch > 1 else ''} of {q.length} tokens"
+    room = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU"
+    most = f"; batch={least.largest_batch} would fit" if least.largest_batch else ""
+    gpus = f"{q.gpus} x {q.hardware.name} ({q.hardware.memory_bytes.value / 1e9:.0f} GB each)"
+    return f"no layout of {gpus} has memory for {asked}: {room}{most}: take more GPUs, or less of either"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"

@@ -1,0 +1,88 @@
+"""`layout=auto`: the layout that the planner takes for what a run is asked to do.
+
+Every rank computes it for itself, from what all of them see, before they meet; ranks then compare what they chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from helix.config import Config, LayoutConfig, bench_points
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.simulate.plan import Question, plan
+from helix.simulate.points import Options
+from launch.hardware import hardware_of
+from launch.prompts import Prompt
+
+TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
+
+
+def ranks(config: Config) -> int:
+    """How many ranks a run without a launcher has: those of its layout, or under `auto` every GPU (one on a CPU).
+
+    Raises:
+        ValueError: the widths form no layout.
+    """
+    layout = config.layout
+    if layout.mode == "auto":
+        return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
+    return HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
+
+
+def choose(
+    config: Config, spec: DecoderSpec, prompts: Sequence[Prompt], world_size: int, device: str | None
+) -> tuple[HelixLayout, str]:
+    """The layout, and why it was taken.
+
+    Args:
+        prompts: what is decoded; without any, `bench.points` say how many tokens there are.
+        device: name of the GPU, None on a CPU.
+
+    Raises:
+        ValueError: widths are set as well, nobody has described the device, or nothing fits on it.
+    """
+    widths = ("kvp", "tpa", "tpf", "ep")
+    if given := [f"layout.{key}" for key in widths if getattr(config.layout, key) != getattr(LayoutConfig(), key)]:
+        raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave unset, or set layout=helix")
+    if device is None:
+        tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
+        chosen = HelixLayout.create("helix", world_size // tpa, tpa)
+        return chosen, f"on CPUs nothing is predicted: tpa as wide as the {spec.kv_heads} KV heads allow, kvp the rest"
+    hardware = hardware_of(device)
+    if config.comm.backend == "nccl":
+        hardware = hardware.over_nccl()
+    batch, length = workload(config, prompts)
+    options = planned(config, spec)
+    ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
+    asked = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}"
+    return ranking.choices[0].layout, f"{asked}: {ranking.reason} {ranking.verdict}"
+
+
+def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Sequences at a time and tokens of each: of the longest prompt with its new tokens, or of the largest point."""
+    if not prompts:
+        return max(bench_points(config.bench), key=lambda point: point[0] * point[1])
+    new = config.decode.max_new_tokens
+    lengths = [_tokens(prompt) + int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
+    return min(len(prompts), config.decode.max_batch), max(lengths)
+
+
+def planned(config: Config, spec: DecoderSpec) -> Options:
+    """What the planner is told of a config: dtypes and the cache.
+
+    Raises:
+        ValueError: steps in this dtype are not predicted.
+    """
+    dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    if dtype == "float32":
+        raise ValueError("steps in model.dtype=float32 are not predicted: set model.dtype=bfloat16, or the layout")
+    # fp16 has as many bytes as bf16, and is as fast.
+    kv = config.kv
+    return Options("bf16", "bf16", "bf16", memory_fraction=kv.memory_fraction, page_size=kv.page_size)
+
+
+def _tokens(prompt: Prompt) -> int:
+    return len(prompt.ids) if prompt.ids is not None else -(-len((prompt.text or "").encode()) // TEXT_BYTES)

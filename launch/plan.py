@@ -1,0 +1,295 @@
+"""The planner: which layout should a model take on these GPUs, and what will it be like?
+
+  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 batch=8
+  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 ttl_ms=20             the largest batch within 20 ms
+  python -m launch.plan model=DIR gpus=4 length=131072 acceptance=0.7 gamma=4         with speculative decoding
+  python -m launch.plan check                                 its first choices against recorded steps
+
+Every layout of exactly so many GPUs is predicted and ranked, with its speed, memory, what else would fit, the reason
+why the first is first, whether splitting KV over GPUs pays at all, and the command that runs it. The runtime takes the
+first one by itself with layout=auto. docs/planner.md explains the columns, docs/simulator.md the predictions.
+
+  model       one of conf/model/, or the directory of a checkpoint
+  gpus        how many, of one NVLink domain
+  length      tokens of each sequence in the cache
+  batch       sequences (default 1); with ttl_ms and no batch: as many as give most tokens/s/GPU within it
+  ttl_ms      the most milliseconds from one token of a sequence to its next; slower layouts come last
+  hardware    one of conf/hardware/, or a file of your own, path/mine.yaml (default: this machine's GPU, else h200)
+  backend     auto: the runtime's own collectives; nccl: the library's, where they were measured
+  acceptance  probability that a drafted token is accepted: plans speculation
+  gamma       drafted tokens of a step (default: the best one)
+  json        a file for all of this, `-` for the terminal
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from rich.console import Console
+from rich.table import Table
+
+from helix.config import Config
+from helix.models import DecoderSpec
+from helix.simulate.hardware import Hardware
+from helix.simulate.plan import Choice, Question, Ranking, plan
+from launch.auto import planned
+from launch.hardware import hardware_of, load_hardware
+from launch.preflight import make_spec
+from launch.prompts import write_atomically
+from launch.recorded import Cell, compare, read_cells
+from launch.run import ROOT, as_config
+
+NUMBERS: dict[str, Callable[[str], Any]] = {
+    "gpus": int, "length": int, "batch": int, "ttl_ms": float, "acceptance": float, "gamma": int
+}  # fmt: skip
+KEYS = ("model", *NUMBERS, "hardware", "backend", "json")
+NEEDED = ("model", "gpus", "length")
+PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
+WITHIN = 0.05  # of the best measured TTL: what counts as a good choice
+
+
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """Values by key.
+
+    Raises:
+        ValueError: a key is unknown, given twice or missing, or a value is of the wrong kind.
+    """
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if key not in KEYS or not equals:
+            raise ValueError(f"{argument!r} is no KEY=VALUE of the planner; keys: {', '.join(KEYS)} (see --help)")
+        if key in found:
+            raise ValueError(f"{key} is given twice")
+        try:
+            found[key] = NUMBERS.get(key, str)(text)
+        except ValueError:
+            kind = "a whole number" if NUMBERS[key] is int else "a number"
+            raise ValueError(f"{key}={text!r} must be {kind}") from None
+    if missing := [key for key in NEEDED if key not in found]:
+        raise ValueError(f"{' and '.join(missing)} missing, as in: model=qwen2.5-7b gpus=8 length=131072 batch=8")
+    return found
+
+
+def load_model(name: str) -> tuple[Config, DecoderSpec, list[str]]:
+    """A model's config and shape, and what names it on the runtime's command line.
+
+    Raises:
+        ValueError: it is neither in conf/model/ nor a directory with a checkpoint that the runtime knows.
+    """
+    known = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+    if name not in known and not Path(name).is_dir():
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(known)}, or the directory of a checkpoint")
+    overrides = [f"model={name}"] if name in known else [f"model.path={name}"]
+    try:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = as_config(compose("config", overrides))
+    except HydraException as error:
+        raise ValueError(f"model={name} cannot be composed: {error}") from error
+    spec = make_spec(config)
+    if config.model.dtype == "auto" and spec.dtype == "float32":
+        overrides.append("model.dtype=bfloat16")
+        config.model.dtype = "bfloat16"
+    return config, spec, overrides
+
+
+def pick_hardware(name: str | None, backend: str) -> Hardware:
+    """The description that is asked for; None: this machine's GPU, on a machine without one an H200's.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    if backend not in ("auto", "nccl"):
+        raise ValueError(f"backend={backend!r} is unknown; choose auto or nccl")
+    if name is not None:
+        hardware = load_hardware(name)
+    elif torch.cuda.is_available():
+        hardware = hardware_of(torch.cuda.get_device_name(0))
+    else:
+        hardware = load_hardware("h200")
+    return hardware.over_nccl() if backend == "nccl" else hardware
+
+
+def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]]]:
+    """The ranking, and the runtime's overrides for each of its choices.
+
+    Raises:
+        ValueError: a value is out of range, or nothing fits.
+    """
+    config, spec, model = load_model(given["model"])
+    if given["length"] > spec.max_positions:
+        raise ValueError(
+            f"length={given['length']} exceeds the context of {given['model']}, {spec.max_positions} tokens"
+        )
+    backend = given.get("backend", "auto")
+    question = Question(
+        spec,
+        pick_hardware(given.get("hardware"), backend),
+        given["gpus"],
+        given["length"],
+        given.get("batch", None if "ttl_ms" in given else 1),
+        given["ttl_ms"] / 1e3 if "ttl_ms" in given else None,
+        given.get("acceptance"),
+        given.get("gamma"),
+        planned(config, spec),
+    )
+    model += ["comm.backend=nccl"] if backend == "nccl" else []
+
+    def overrides(choice: Choice) -> list[str]:
+        layout, chunks = choice.layout, choice.chunks
+        found = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
+        found += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
+        found += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
+        found += ["speculation=ngram", f"speculation.gamma={choice.gamma}"] if choice.gamma else []
+        if config.model.load == "random":  # a shape without weights: there is only time to see
+            return [*found, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
+        return [*found, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
+
+    return plan(question), overrides
+
+
+def command(gpus: int, overrides: Sequence[str]) -> str:
+    return f"torchrun --nproc-per-node={gpus} torchrun_entry.py {shlex.join(overrides)}"
+
+
+def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: dict[str, Any]) -> dict[str, Any]:
+    """Everything that the tables show, and more."""
+    gpus = ranking.question.gpus
+    return {
+        "asked": given,
+        "hardware": ranking.question.hardware.name,
+        "reason": ranking.reason,
+        "verdict": ranking.verdict,
+        "choices": [
+            asdict(choice) | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
+            for choice in ranking.choices
+        ],
+        "refused": [asdict(refused) for refused in ranking.refused],
+    }
+
+
+def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
+    """The tables, the reasons and the command on the terminal."""
+    q = ranking.question
+    speculates = any(choice.gamma for choice in ranking.choices)
+    table = Table(
+        "layout", "batch", "chunks", "block", *(["gamma"] if speculates else []), "TTL", "tok/s/user", "tok/s/GPU",
+        "weights", "KV", "left", "room for", "known", title=f"{q.length:,} tokens on {q.gpus} x {q.hardware.name}",
+        caption="GB on the fullest GPU; room for: sequences of this length, or tokens at this batch",
+    )  # fmt: skip
+    for c in ranking.choices:
+        sizes = (f"{size / 1e9:.1f}" for size in (c.weight_bytes, c.kv_bytes, c.free_bytes))
+        late = "" if ranking.in_time(c) else " (late)"
+        table.add_row(
+            c.name, str(c.batch), str(c.chunks if c.chunks > 1 else "none"), str(c.append_block),
+            *([str(c.gamma)] if speculates else []), f"{1e3 * c.ttl_s:.2f} ms{late}", f"{c.user:.1f}", f"{c.gpu:.1f}",
+            *sizes, f"{c.largest_batch:,}, or {c.longest:,} tokens", c.provenance,
+        )  # fmt: skip
+    terminal = Console(width=max(165, Console().width), highlight=False)
+    terminal.print(table)
+    for refused in ranking.refused:
+        room = f"{refused.largest_batch} would fit" if refused.largest_batch else "not one sequence fits"
+        print(f"no room: {refused.layout} lacks {refused.missing_bytes / 1e9:.1f} GB a GPU; {room}")
+    print(f"\n{ranking.reason}\n{ranking.verdict}\n")
+    if speculates:
+        print("Drafting is counted as free, and acceptance as the same at every place.")
+    print(f"To run it:\n  {command(q.gpus, overrides(ranking.choices[0]))}")
+
+
+# ---- against what was measured
+
+
+def regrets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """For every workload that was measured in several layouts: the planner's choice of them against the best.
+
+    Raises:
+        ValueError: nobody has described the device of a cell.
+    """
+    works: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        works.setdefault((cell.device, cell.ranks, *cell.workload), []).append(cell)
+    rows = []
+    for (device, ranks, model, batch, length), same in works.items():
+        if len(same) < 2:
+            continue
+        hardware = hardware_of(device)
+        predicted = [compare(cell, hardware) for cell in same]
+        chosen = min(predicted, key=lambda row: row["predicted_us"])
+        best = min(predicted, key=lambda row: row["measured_us"])
+        rows.append(
+            {
+                "device": device, "ranks": ranks, "model": model, "batch": batch, "length": length,
+                "layouts": len(same), "chosen": chosen["layout"].split(" ->")[0],
+                "best": best["layout"].split(" ->")[0], "chosen_us": chosen["measured_us"],
+                "best_us": best["measured_us"], "regret": chosen["measured_us"] / best["measured_us"] - 1,
+                "commits": " ".join(sorted({cell.commit for cell in same})),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def check_table(rows: Sequence[dict[str, Any]]) -> list[Sequence[str]]:
+    """Cells of the table of `regrets`, its head first."""
+    table: list[Sequence[str]] = [("model", "KV", "GPUs", "layouts", "chosen", "best", "measured", "regret")]
+    for r in rows:
+        times = f"{r['chosen_us'] / 1e3:.2f}, best {r['best_us'] / 1e3:.2f} ms"
+        kv = f"{r['batch']} x {r['length'] >> 10}K"
+        table.append(
+            (r["model"], kv, str(r["ranks"]), str(r["layouts"]), r["chosen"], r["best"], times, f"{r['regret']:.1%}")
+        )
+    return table
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    good = sum(row["regret"] <= WITHIN for row in rows)
+    worst = max((row["regret"] for row in rows), default=0.0)
+    return f"{good} of {len(rows)} first choices within {WITHIN:.0%} of the best measured; the worst {worst:.1%} off"
+
+
+def check(files: Sequence[str]) -> None:
+    """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
+    rows = regrets(read_cells([Path(file) for file in files]) if files else read_cells())
+    head, *body = check_table(rows)
+    table = Table(*head)
+    for line in body:
+        table.add_row(*line)
+    Console(width=max(130, Console().width), highlight=False).print(table)
+    print(summary(rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answers one question; a wrong value ends with what is known."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    try:
+        if arguments[0] == "check":
+            check(arguments[1:])
+            return
+        given = parse(arguments)
+        ranking, overrides = answer(given)
+        if (path := given.get("json")) is None:
+            show(ranking, overrides)
+            return
+        text = json.dumps(as_json(ranking, overrides, given), indent=1)
+        if path == "-":
+            print(text)
+        else:
+            show(ranking, overrides)
+            write_atomically(Path(path), text + "\n")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
