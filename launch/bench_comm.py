@@ -126,16 +126,28 @@ def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[
     return p50, p90
 
 
-def run(ranks: int, *overrides: str) -> list[dict[str, Any]]:
+def measure(width: int, *overrides: str) -> list[dict[str, Any]]:
+    """A job over so many ranks.
+
+    Raises:
+        RuntimeError: it failed; its ranks have said why.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory) / "record.json"
+        code = local.launch(width, ["bench=comm", f"layout.kvp={width}", f"record={record}", *overrides])
+        if code:
+            raise RuntimeError(f"the job of {width} ranks ended with {code}")
+        rows: list[dict[str, Any]] = json.loads(record.read_text())["collectives"]
+    return rows
+
+
+def widths(ranks: int) -> list[int]:
+    return [width for width in (2, 4, 8) if width <= ranks]
+
+
+def run(ranks: int) -> list[dict[str, Any]]:
     """A job over 2, 4, .. ranks each, and a table."""
-    rows: list[dict[str, Any]] = []
-    for width in [w for w in (2, 4, 8) if w <= ranks]:
-        with tempfile.TemporaryDirectory() as directory:
-            record = Path(directory) / "record.json"
-            code = local.launch(width, ["bench=comm", f"layout.kvp={width}", f"record={record}", *overrides])
-            if code:
-                raise SystemExit(f"error: the job of {width} ranks ended with {code}")
-            rows += json.loads(record.read_text())["collectives"]
+    rows = [row for width in widths(ranks) for row in measure(width)]
     table = Table("collective", "ranks", "bytes", "ours us (p90)", "torch.distributed us (p90)", "bare us", "bar us")
     for r in rows:
         table.add_row(

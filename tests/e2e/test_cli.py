@@ -249,6 +249,22 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     assert ended.code == 1 and "exceed the model's context of 512" in ended.output
 
 
+def test_layout_auto(tmp_path: Path) -> None:
+    """On CPUs: tpa as wide as the 6 KV heads and 4 ranks allow; tokens are those of any layout."""
+    wanted = oracle(FAMILY, (7, 16), 48)
+    prompts = write(tmp_path / "p.jsonl", *({"prompt_ids": c.prompt, "max_new_tokens": len(c.tokens)} for c in wanted))
+    record = tmp_path / "record.json"
+    given = [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout=auto", "model.dtype=float32"]
+    ended, lines = decode(tmp_path, *given, f"record={record}", command=torchrun(4))
+    assert ended.code == 0 and "layout=auto takes helix kvp=2 tpa=2" in " ".join(ended.output.split()), ended.output
+    assert [tuple(line["output_ids"]) for line in lines] == [c.tokens for c in wanted]
+    found = json.loads(record.read_text())
+    assert found["layout"]["kvp"] == found["layout"]["tpa"] == 2 and found["config"]["layout"]["mode"] == "auto"
+    assert "6 KV heads" in found["layout_reason"]
+    ended = run(tmp_path, *given, "layout.kvp=2", command=torchrun(2))
+    assert ended.code == 1 and ended.output.count("layout=auto chooses layout.kvp itself") == 1, ended.output
+
+
 def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_new_tokens": 4})
     sweep = tmp_path / "sweep"

@@ -26,6 +26,7 @@ from launch.preflight import preflight
 from launch.prompts import Prompt
 from launch.recorded import RECORDED, Cell, compare, halves, measured, read_cells
 from launch.simulate import load_spec
+from launch.sweep import skip_reason
 from tests.e2e.checkpoints import checkpoint
 from tests.unit.test_config import composed
 
@@ -271,6 +272,7 @@ def test_auto_on_cpus_and_where_it_cannot_be() -> None:
         auto("layout.kvp=2", "layout.ep=2")
     with pytest.raises(ValueError, match=r"model\.dtype=float32 are not predicted"):
         auto("model.dtype=float32")
+    assert skip_reason(composed("model=qwen2.5-7b", "layout=auto")) is None  # in a sweep its job says what is wrong
     assert ranks(composed("layout.kvp=3")) == 3 and ranks(composed("layout=auto", "comm.backend=gloo")) == 1
 
 

@@ -1,0 +1,216 @@
+"""Calibration: constants out of timed rows, parts that fail or hang, the file that it writes, the fit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helix.simulate import constants
+from helix.simulate.cost import sent_bytes
+from helix.simulate.hardware import EXTRAPOLATED, MEASURED, Hardware
+from helix.simulate.points import Options, Points
+from helix.simulate.step import predict
+from launch import calibrate
+from launch.calibrate import ROWS, assemble, main, measure
+from launch.hardware import load_hardware, read_hardware
+from launch.recorded import FILES
+from launch.simulate import load_spec
+
+H200 = load_hardware("h200")
+CPU = torch.device("cpu")
+# Widths, rates and times from which rows are made; `line` is exact on exact rows, but for float64 in a small lstsq.
+EXACT = 1e-6
+
+
+@given(st.floats(1e-6, 1e-4), st.floats(1e11, 1e13), st.lists(st.integers(1 << 20, 1 << 30), min_size=2, unique=True))
+def test_a_line_through_exact_points_is_found(fixed: float, rate: float, sizes: list[int]) -> None:
+    found = constants.line(sizes, [fixed + size / rate for size in sizes])
+    spread = (max(sizes) - min(sizes)) / rate / (fixed + max(sizes) / rate)
+    if spread > 1e-3:  # points that lie on top of each other say nothing of a slope
+        assert found == pytest.approx((fixed, rate), rel=1e-4)
+
+
+def test_points_that_do_not_rise_are_a_rate() -> None:
+    assert constants.line([100.0, 200.0], [2.0, 1.0]) == (constants.LEAST_S, 200.0)
+    assert constants.line([100.0], [2.0]) == (constants.LEAST_S, 50.0)
+
+
+def test_constants_of_planted_rows() -> None:
+    rates = {1: 4.1e12, 2: 4.2e12, 8: 4.4e12}
+    rows = [
+        {"kv_heads": h, "bytes": size, "seconds": 5e-6 + size / rate}
+        for h, rate in rates.items()
+        for size in (1 << 24, 1 << 27, 1 << 30)
+    ]
+    found = constants.attention(H200, rows)
+    assert found.read_bytes_per_s.value == pytest.approx(4.4e12, rel=EXACT) and found.kernel_s.level == MEASURED
+    assert found.kernel_s.value == pytest.approx(5e-6, rel=EXACT)
+    shares = {heads: share.value for heads, share in found.attention_share.items()}
+    assert shares == pytest.approx({heads: rate / 4.4e12 for heads, rate in rates.items()}, rel=EXACT)
+
+    times = {1: 2e-6, 8: 7e-6}
+    rows = [
+        {"rows": n, "bytes": size, "seconds": fixed + size / 4.4e12}
+        for n, fixed in times.items()
+        for size in (1e7, 3e7)
+    ]
+    found = constants.products(found, rows)
+    assert {n: fixed.value for n, fixed in found.product_s.items()} == pytest.approx(times, rel=1e-4)
+
+    rows = [
+        {"heads": 16, "bytes": 1e9, "flops": 1e10, "seconds": 5e-6 + 1e9 / (0.9 * 4.4e12)},
+        {"heads": 16, "bytes": 1e8, "flops": 1e9, "seconds": 1e-3},  # fewer bytes: they do not count
+        *({"heads": 64, "bytes": 1e8, "flops": 2e10, "seconds": 2e10 / rate} for rate in (1e14, 1.5e14, 2e14)),
+    ]
+    found = constants.latents(found, rows)
+    assert found.latent_share is not None and found.latent_share.value == pytest.approx(0.9, rel=EXACT)
+    assert found.latent_flops is not None and found.latent_flops.value == pytest.approx(1.5e14, rel=EXACT)
+
+
+def comm_rows(rate: float = 2e11) -> list[dict[str, Any]]:
+    """What `launch.bench_comm` would record of collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
+    rows = []
+    for width, latency in ((2, 2e-6), (4, 3e-6)):
+        for name, sizes in (
+            ("exchange", (2048, 1 << 18)),
+            ("all_reduce_norm", (2048, 1 << 19)),
+            ("all_gather", (16, 1024)),
+        ):
+            op = constants.OPS[name]
+            for size in sizes:
+                wire = float(sent_bytes(op, width, size * (width if op == "all_gather" else 1))) / rate
+                times = {"symm_us": 1e6 * (latency + wire), "nccl_us": 1e6 * (10 * latency + wire)}
+                rows.append({"op": name, "ranks": width, "message_bytes": size, **times})
+    return rows
+
+
+def test_collectives_of_planted_rows() -> None:
+    for key, factor in (("symm_us", 1), ("nccl_us", 10)):
+        found = constants.collectives(comm_rows(), key)
+        assert set(found) == {"all_to_all", "all_reduce", "all_gather", "send"}
+        for op in ("all_to_all", "all_reduce", "all_gather"):
+            latency = {width: c.value for width, c in found[op].latency_s.items()}
+            assert latency == pytest.approx({2: factor * 2e-6, 4: factor * 3e-6}, rel=1e-4)
+            assert found[op].bytes_per_s.value == pytest.approx(2e11, rel=1e-3)
+        assert found["all_gather"].bytes_per_s.level == EXTRAPOLATED  # a kilobyte says nothing of a rate
+        assert found["all_to_all"].measured_bytes == 1 << 18
+
+
+# ---- the command
+
+
+def test_what_fails_is_left_out_and_the_rest_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(device: torch.device) -> Iterator[dict[str, Any]]:
+        yield {"kv_heads": 1, "bytes": 1 << 20, "seconds": 1e-3}
+        raise RuntimeError("out of memory")
+
+    def slow(device: torch.device) -> Iterator[dict[str, Any]]:
+        for _ in range(100):
+            time.sleep(0.02)
+            yield {"rows": 1, "bytes": 1 << 20, "seconds": 1e-3}
+
+    def broken(device: torch.device) -> Iterator[dict[str, Any]]:
+        raise ValueError("no peers")
+        yield
+
+    monkeypatch.setattr(calibrate, "PARTS", {"attention": fails, "products": slow, "collectives": broken})
+    monkeypatch.setattr(calibrate, "PART_S", 0.05)
+    kept: dict[str, int] = {}
+    found = measure(CPU, lambda part, rows: kept.update({part: len(rows)}))
+    assert set(found) == set(kept) == {"attention", "products"}
+    assert kept["attention"] == 1 and 2 <= kept["products"] <= 4
+    said = capsys.readouterr()
+    assert "out of memory" in said.err and "no peers" in said.err and "products: stopped after" in said.out
+
+
+def test_a_part_that_hangs_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(device: torch.device) -> Iterator[dict[str, Any]]:
+        time.sleep(0.3)
+        yield {}
+
+    ended: list[int] = []
+    monkeypatch.setattr(calibrate, "PARTS", {"read": hangs})
+    monkeypatch.setattr(calibrate, "HANGS_S", 0.05)
+    monkeypatch.setattr("os._exit", ended.append)
+    measure(CPU, lambda part, rows: None)
+    assert ended == [1]
+
+
+def test_what_was_not_measured_is_an_assumption_on_other_hardware() -> None:
+    rows = [{"kv_heads": 1, "bytes": size, "seconds": size / 1e12 + 1e-6} for size in (1 << 24, 1 << 28)]
+    new = assemble(H200, "NVIDIA X", 2, 5e10, {"attention": rows})
+    assert new.name == "NVIDIA X" and new.gpus == 2 and new.memory_bytes.value == 5e10
+    assert new.read_bytes_per_s.level == MEASURED
+    assert new.collectives["all_to_all"].bytes_per_s.level == EXTRAPOLATED
+    assert new.collectives["all_to_all"].bytes_per_s.source.startswith("NVIDIA H200: ")
+    assert new.collectives["all_to_all"].measured_bytes == 0 and new.chunk_s.level == EXTRAPOLATED
+    same = assemble(H200, H200.name, 4, 5e10, {"collectives": comm_rows()})
+    assert same.gpus == 8 and same.kernel_s == H200.kernel_s
+    assert same.collectives["all_to_all"].latency_s[4].value == pytest.approx(3e-6, rel=1e-3)
+    assert same.over_nccl().collectives["all_to_all"].latency_s[4].value == pytest.approx(3e-5, rel=1e-3)
+
+
+def test_descriptions_survive_writing() -> None:
+    assert Hardware.from_mapping(H200.to_mapping()) == H200
+    assert Hardware.from_mapping(load_hardware("gb200").to_mapping()) == load_hardware("gb200")
+
+
+@pytest.mark.timeout(180)
+def test_calibration_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    main(["--output", str(path)])
+    said = capsys.readouterr()
+    assert "mean nothing" in said.out and "failed" not in said.err, said.err
+    hardware, data = load_hardware(str(path)), read_hardware(path)
+    assert hardware.name == data["calibrated"]["device"] and hardware.gpus == 1
+    assert set(hardware.product_s) == {1, 5} and set(hardware.product_s) <= set(ROWS)
+    assert set(hardware.attention_share) == {1, 2} and hardware.latent_flops is not None
+    assert set(hardware.collectives["all_to_all"].latency_s) == {2} and hardware.nccl
+    assert {"versions", "commit", "date", "measured", "launch_us"} <= set(data["calibrated"])
+    rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows} == {"start", *calibrate.PARTS}
+    assert all(row["seconds"] > 0 for row in rows if row["part"] not in ("start", "collectives"))
+    options = Options(weights="bf16", kv="bf16", messages="bf16")
+    assert predict(load_spec("qwen2.5-7b"), hardware, Points.of("tp"), 1000, options).ttl_s[0] > 0
+
+
+def test_fit_on_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fit.yaml"
+    main(["--fit", *map(str, FILES), "--hardware", "h200", "--output", str(path)])
+    out = capsys.readouterr().out
+    assert "held out: within the bars" in out
+    found = load_hardware(str(path))
+    held = read_hardware(path)["calibrated"]["fitted"]["held_out"]
+    assert held["median_error"] <= 0.10 and held["p90_error"] <= 0.20 and held["cells"] >= 12
+    # What is not fitted stays, but for the fifth digit.
+    assert found.collectives == H200.collectives and found.attention_share == H200.attention_share
+
+
+def test_what_calibration_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 1
+        return capsys.readouterr().err
+
+    assert "must end in .yaml" in refused("--output", "mine.json")
+    assert "unknown hardware 'a100'" in refused("--hardware", "a100")
+    few = tmp_path / "few.jsonl"
+    few.write_text(FILES[0].read_text().splitlines()[0] + "\n")
+    assert "1 recorded steps are too few" in refused("--fit", str(few))
+    few.write_text('{"device": "x", "ttl_p50_us": 1}\n')
+    assert "line 1: no recorded step, it lacks 'model'" in refused("--fit", str(few))
+    monkeypatch.setenv("RANK", "0")
+    assert "run it without torchrun" in refused()
