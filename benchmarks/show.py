@@ -20,9 +20,12 @@ from helix.simulate.points import Options, Points  # noqa: E402
 from helix.simulate.step import predict  # noqa: E402
 from launch.bench_kernels import READ_CEILING  # noqa: E402
 from launch.bench_steps import BUDGETS_MS, largest_batch  # noqa: E402
-from launch.simulate import load_hardware, load_spec  # noqa: E402
+from launch.hardware import load_hardware  # noqa: E402
+from launch.plan import check_table, regrets, summary  # noqa: E402
+from launch.recorded import read_cells  # noqa: E402
+from launch.simulate import load_spec  # noqa: E402
 
-PAGES = ["README.md", "docs/measurements.md"]
+PAGES = ["README.md", "docs/measurements.md", "docs/planner.md"]
 TIMES = "us", "cudnn_us", "flash_us", "flashinfer_us"
 Row = dict[str, Any]
 
@@ -185,9 +188,10 @@ def gap() -> list[str]:
         widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", r["layout"])}
         step = predict(spec, hardware, Points.of(r["layout"].split()[0], r["batch"], **widths), r["length"], options)
         reading = [phase for phase in step.phases if phase.bytes[0]]
-        read = sum(float(phase.bytes[0]) for phase in reading) / READ_CEILING * 1e6
-        fixed = sum(float(phase.launches[0]) for phase in reading) * hardware.kernel_s.value * 1e6
-        slower = sum(float(phase.seconds[0]) for phase in reading) * 1e6 - fixed - read
+        count = sum(float(phase.bytes[0]) for phase in reading)
+        read = count / READ_CEILING * 1e6
+        slower = count / hardware.read_bytes_per_s.value * 1e6 - read
+        fixed = sum(float(phase.seconds[0]) for phase in reading) * 1e6 - read - slower
         collectives = sum(float(phase.seconds[0]) for phase in step.phases if not phase.bytes[0]) * 1e6
         parts = [read - r["floor_us"], slower, fixed, collectives]
         parts.append(r["ttl_p50_us"] - r["floor_us"] - sum(parts))
@@ -280,11 +284,20 @@ def prefill() -> list[str]:
     return rows
 
 
+def planner() -> list[str]:
+    """The planner's first choice among recorded layouts, with the shipped description of an H200."""
+    hardware = load_hardware("h200")
+    rows = regrets([cell for cell in read_cells() if cell.device == hardware.name], lambda device: hardware)
+    head, *body = check_table(rows)
+    lines = [head, ["---"] * len(head), *body]
+    return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {line}" for line in summary(rows).splitlines())]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         foundation, decode_kernel, ragged, linear, mla, moe, comm, steps, gap, best_steps, baselines, budgets, hopb,
-        prefill,
+        prefill, planner,
     )
 }  # fmt: skip
 

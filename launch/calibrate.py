@@ -55,8 +55,16 @@ BARS = (0.10, 0.20)  # median and p90 error of steps that were not fitted
 # Those that say most come first: what the time does not reach is missed least.
 READ_BYTES = 4 << 30
 SQUARE = 8192
-ATTENTION = [(heads, 1, n * K) for n in (512, 32, 128) for heads in (1, 8, 2, 4)]  # KV heads, batch, tokens
-ATTENTION += [(heads, 8, 64 * K) for heads in (1, 8)]
+ATTENTION = [  # KV heads, batch, tokens: 0.5 GB, 67 MB, 2.1 GB, 134 MB
+    (1, 1, 1024 * K),
+    (8, 1, 16 * K),
+    (4, 8, 128 * K),
+    (2, 1, 128 * K),
+    (8, 1, 128 * K),
+    (1, 8, 16 * K),
+    (8, 8, 64 * K),
+    (1, 8, 128 * K),
+]
 LATENTS = [  # heads, batch, tokens
     (16, 1, 1024 * K),
     (128, 1, 128 * K),

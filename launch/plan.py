@@ -208,8 +208,11 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
 # ---- against what was measured
 
 
-def regrets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardware_of) -> list[dict[str, Any]]:
     """For every workload that was measured in several layouts: the planner's choice of them against the best.
+
+    Args:
+        describe: the hardware that a device's steps are predicted with.
 
     Raises:
         ValueError: nobody has described the device of a cell.
@@ -221,7 +224,7 @@ def regrets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for (device, ranks, model, batch, length), same in works.items():
         if len(same) < 2:
             continue
-        hardware = hardware_of(device)
+        hardware = describe(device)
         predicted = [compare(cell, hardware) for cell in same]
         chosen = min(predicted, key=lambda row: row["predicted_us"])
         best = min(predicted, key=lambda row: row["measured_us"])
@@ -231,7 +234,7 @@ def regrets(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "layouts": len(same), "chosen": chosen["layout"].split(" ->")[0],
                 "best": best["layout"].split(" ->")[0], "chosen_us": chosen["measured_us"],
                 "best_us": best["measured_us"], "regret": chosen["measured_us"] / best["measured_us"] - 1,
-                "commits": " ".join(sorted({cell.commit for cell in same})),
+                "measured_us": {row["layout"].split(" ->")[0]: row["measured_us"] for row in predicted},
             }
         )  # fmt: skip
     return rows
@@ -250,9 +253,19 @@ def check_table(rows: Sequence[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    good = sum(row["regret"] <= WITHIN for row in rows)
-    worst = max((row["regret"] for row in rows), default=0.0)
-    return f"{good} of {len(rows)} first choices within {WITHIN:.0%} of the best measured; the worst {worst:.1%} off"
+    """How many choices were good, and how many would have been if one and the same layout had always been taken."""
+
+    def good(regrets: Sequence[float]) -> str:
+        near = sum(regret <= WITHIN for regret in regrets)
+        return f"{near} of {len(regrets)} within {WITHIN:.0%} of the best measured, the worst {max(regrets):.1%} off"
+
+    if not rows:
+        return "no workload was recorded in more than one layout"
+    said = [f"first choices: {good([row['regret'] for row in rows])}"]
+    for layout in rows[0]["measured_us"]:
+        if all(layout in row["measured_us"] for row in rows):
+            said.append(f"always {layout}: {good([row['measured_us'][layout] / row['best_us'] - 1 for row in rows])}")
+    return "\n".join(said)
 
 
 def check(files: Sequence[str]) -> None:

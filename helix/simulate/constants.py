@@ -31,21 +31,14 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     return LEAST_S, float(x[largest] / y[largest])
 
 
-def attention(base: Hardware, rows: Iterable[Row]) -> Hardware:
-    """Read rate, kernel time and attention's share of the rate, from rows with kv_heads, bytes and seconds."""
-    by_heads: dict[int, list[Row]] = {}
-    for row in rows:
-        by_heads.setdefault(row["kv_heads"], []).append(row)
-    lines = {h: line([r["bytes"] for r in of], [r["seconds"] for r in of]) for h, of in by_heads.items()}
-    rate = max(of[1] for of in lines.values())
-    sizes = f"flash_decode, {_range(r['bytes'] for of in by_heads.values() for r in of)}"
+def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
+    """Read rate and kernel time, from rows with bytes and seconds; KV heads make no difference to them."""
+    fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
+    of = f"flash_decode, {_range(row['bytes'] for row in rows)}"
     return replace(
         base,
-        read_bytes_per_s=Constant(rate, MEASURED, f"{sizes}: slope of the fastest number of KV heads"),
-        kernel_s=Constant(
-            float(np.median([of[0] for of in lines.values()])), MEASURED, f"{sizes}: what is left at no bytes"
-        ),
-        attention_share={h: Constant(of[1] / rate, MEASURED, f"{sizes}: slope") for h, of in lines.items()},
+        read_bytes_per_s=Constant(rate, MEASURED, f"{of}: slope over bytes"),
+        kernel_s=Constant(fixed, MEASURED, f"{of}: what is left at no bytes"),
     )
 
 

@@ -72,8 +72,7 @@ class Hardware:
         kernel_s: what a kernel of a captured step takes beyond its bytes and FLOPs: launch, ramp, tail, and the small
             kernels beside it (norms, RoPE, append, merging of splits).
         product_s: the same of a projection, by rows of its input; empty: as any kernel.
-        attention_share: of the read rate that attention reaches, by KV heads of a rank; empty: all of it.
-        latent_share: the same of MLA's attention.
+        latent_share: of the read rate that MLA's attention reaches; None: all of it.
         latent_flops: FLOP/s of MLA's attention, where its heads and not its bytes take the time; None: as any product.
         chunk_s: what each further HOP-B chunk of a layer costs.
         collectives: of the runtime's own kernels, where it has them on this hardware.
@@ -88,7 +87,6 @@ class Hardware:
     flops: Mapping[str, Constant]
     kernel_s: Constant
     product_s: Mapping[int, Constant]
-    attention_share: Mapping[int, Constant]
     latent_share: Constant | None
     latent_flops: Constant | None
     chunk_s: Constant
@@ -147,7 +145,6 @@ class Hardware:
             {dtype: constant(data["flops"], dtype) for dtype in data["flops"]},
             constant(data, "kernel_s"),
             by_size("product_s"),
-            by_size("attention_share"),
             optional("latent_share"),
             optional("latent_flops"),
             constant(data, "chunk_s"),

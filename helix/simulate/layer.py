@@ -103,12 +103,20 @@ class Layer:
         return replace(found, seconds=seconds, level=np.maximum(found.level, level))
 
     def _timed(
-        self, name: str, read: Array, flops: Array, kernels: int, share: Any = 1.0, rate: Constant | None = None
+        self,
+        name: str,
+        read: Array,
+        flops: Array,
+        kernels: int,
+        share: Constant | None = None,
+        rate: Constant | None = None,
     ) -> Phase:
-        """Kernels that read at `share` of the read rate and compute at `rate`, None: that of the weights' dtype."""
+        """Kernels that read at `share` of the read rate (None: all) and compute at `rate` (None: the dtype's)."""
         hw, rate = self.hardware, rate or self.rate
-        work = np.maximum(read / (share * hw.read_bytes_per_s.value), flops / rate.value)
-        level = max(hw.read_bytes_per_s.level, rate.level, hw.kernel_s.level, INTERPOLATED)
+        reached = hw.read_bytes_per_s.value * (share.value if share is not None else 1.0)
+        work = np.maximum(read / reached, flops / rate.value)
+        known = (hw.read_bytes_per_s, rate, hw.kernel_s, *([share] if share is not None else []))
+        level = max(INTERPOLATED, *(constant.level for constant in known))
         seconds = work + kernels * hw.kernel_s.value
         return Phase(name, seconds, read, flops, self.zeros, self.zeros + kernels, self.zeros.astype(int) + level)
 
@@ -181,9 +189,8 @@ class Layer:
         tokens = self.read_tokens(window) / p.kvp
         read = self.sequences * tokens * stored * self.item["kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
-        share, level = self._attention_share()
-        attention = self._timed("attention", read, flops, 1, share, hw.latent_flops if self.spec.mla else None)
-        attention = replace(attention, level=np.maximum(attention.level, level))
+        share, rate = (hw.latent_share, hw.latent_flops) if self.spec.mla is not None else (None, None)
+        attention = self._timed("attention", read, flops, 1, share, rate)
         message = self.rows * self.q * (value * self.item["messages"] + 4)
         latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
         # Medha: all of a group's heads go to the one rank that goes on, and nothing overlaps.
@@ -197,13 +204,6 @@ class Layer:
         sent = np.where(p.mode == MEDHA, message, cost.sent_bytes("all_to_all", p.kvp, message)) * (p.kvp > 1)
         exposed = Phase("exchange", both - data, self.zeros, self.zeros, sent, self.zeros + (p.kvp > 1), level)
         return attention, exposed
-
-    def _attention_share(self) -> tuple[Any, Any]:
-        """Of the read rate that attention reaches, and its provenance."""
-        hw = self.hardware
-        if self.spec.mla is not None:
-            return (hw.latent_share.value, hw.latent_share.level) if hw.latent_share is not None else (1.0, 0)
-        return between(hw.attention_share, self.kv) if hw.attention_share else (1.0, 0)
 
     def _output(self, value: int) -> list[Phase]:
         p, hidden = self.points, self.spec.hidden

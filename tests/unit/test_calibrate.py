@@ -44,17 +44,10 @@ def test_points_that_do_not_rise_are_a_rate() -> None:
 
 
 def test_constants_of_planted_rows() -> None:
-    rates = {1: 4.1e12, 2: 4.2e12, 8: 4.4e12}
-    rows = [
-        {"kv_heads": h, "bytes": size, "seconds": 5e-6 + size / rate}
-        for h, rate in rates.items()
-        for size in (1 << 24, 1 << 27, 1 << 30)
-    ]
+    rows = [{"kv_heads": 1, "bytes": size, "seconds": 5e-6 + size / 4.4e12} for size in (1 << 26, 1 << 29, 1 << 31)]
     found = constants.attention(H200, rows)
     assert found.read_bytes_per_s.value == pytest.approx(4.4e12, rel=EXACT) and found.kernel_s.level == MEASURED
-    assert found.kernel_s.value == pytest.approx(5e-6, rel=EXACT)
-    shares = {heads: share.value for heads, share in found.attention_share.items()}
-    assert shares == pytest.approx({heads: rate / 4.4e12 for heads, rate in rates.items()}, rel=EXACT)
+    assert found.kernel_s.value == pytest.approx(5e-6, rel=1e-4)
 
     times = {1: 2e-6, 8: 7e-6}
     rows = [
@@ -174,7 +167,7 @@ def test_calibration_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFi
     hardware, data = load_hardware(str(path)), read_hardware(path)
     assert hardware.name == data["calibrated"]["device"] and hardware.gpus == 1
     assert set(hardware.product_s) == {1, 5} and set(hardware.product_s) <= set(ROWS)
-    assert set(hardware.attention_share) == {1, 2} and hardware.latent_flops is not None
+    assert hardware.read_bytes_per_s.level == MEASURED and hardware.latent_flops is not None
     assert set(hardware.collectives["all_to_all"].latency_s) == {2} and hardware.nccl
     assert {"versions", "commit", "date", "measured", "launch_us"} <= set(data["calibrated"])
     rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
@@ -192,8 +185,7 @@ def test_fit_on_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = load_hardware(str(path))
     held = read_hardware(path)["calibrated"]["fitted"]["held_out"]
     assert held["median_error"] <= 0.10 and held["p90_error"] <= 0.20 and held["cells"] >= 12
-    # What is not fitted stays, but for the fifth digit.
-    assert found.collectives == H200.collectives and found.attention_share == H200.attention_share
+    assert found.collectives == H200.collectives  # what is not fitted stays
 
 
 def test_what_calibration_refuses(

@@ -47,6 +47,15 @@ def predicted(choice: Choice, model: str, length: int) -> float:
     return float(predict(load_spec(model), H200, points, length, BF16).ttl_s[0])
 
 
+@pytest.fixture(autouse=True)
+def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped descriptions alone: one that was calibrated on this machine would come before them."""
+    directory = tmp_path_factory.mktemp("hardware")
+    for name in ("b200", "gb200", "h100", "h200"):
+        (directory / f"{name}.yaml").symlink_to(HARDWARE / f"{name}.yaml")
+    monkeypatch.setattr("launch.hardware.HARDWARE", directory)
+
+
 # ---- ranking
 
 
@@ -289,12 +298,11 @@ def test_a_calibrated_profile_comes_before_the_shipped_one(tmp_path: Path, monke
 
 
 def test_first_choices_among_recorded_layouts() -> None:
-    """docs/planner.md names those that miss; here: no worse than when the constants were fitted."""
+    """docs/planner.md names those that miss (5 of 20); here: no worse than when the constants were fitted."""
     rows = regrets(read_cells())
     assert len(rows) >= 12
-    assert sum(row["regret"] <= 0.05 for row in rows) >= 0.8 * len(rows)
+    assert sum(row["regret"] <= 0.05 for row in rows) >= 0.75 * len(rows)
     assert np.median([row["regret"] for row in rows]) <= 0.01
-    assert "20 of 20" in summary([row | {"regret": 0.0} for row in rows[:1]] * 20)
 
 
 def test_regret_is_measured_time_lost() -> None:
@@ -306,7 +314,11 @@ def test_regret_is_measured_time_lost() -> None:
     (row,) = regrets(cells)
     assert row["chosen"] == best.layout and row["best"] == "tp kvp=1 tpa=4"
     assert row["regret"] == pytest.approx(best.ttl_us / 100 - 1)
-    assert regrets(cells[:1]) == []  # nothing to choose from
+    said = summary([row, row | {"measured_us": {"tp kvp=1 tpa=4": 106.0, "helix kvp=2 tpa=2": 104.0}}])
+    assert "always helix kvp=2 tpa=2: 1 of 2 within 5% of the best measured, the worst 10.0% off" in said
+    assert "always tp kvp=1 tpa=4: 1 of 2 within 5% of the best measured, the worst 6.0% off" in said
+    assert "medha" not in said  # not measured everywhere
+    assert regrets(cells[:1]) == [] and "no workload" in summary([])  # nothing to choose from
 
 
 def test_halves_share_no_workload() -> None:
