@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from kernels.accept import _accept_kernel, _kept_mass_kernel
 from kernels.all_gather import _all_gather_kernel
@@ -31,6 +32,7 @@ from kernels.linear import _linear_kernel
 from kernels.lse_combine import _lse_combine_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
+from kernels.mla_decode_sm90 import SHARED, TILE, _mla_decode_sm90_kernel
 from kernels.mla_prefill import _mla_prefill_kernel
 from kernels.moe import (
     _down_few_kernel,
@@ -77,6 +79,7 @@ TENSORS = {
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "logits", "gate_up", "down", "h", "outputs", "packed", "p_logits", "q_logits",
 }  # fmt: skip
+DESCRIPTORS = {"latents": 256, "ropes": 64}  # columns of what one load brings
 
 
 def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -104,6 +107,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 8, "ROWS": rows, "EARLY": True, "PDL": True}
         yield f"mla-decode-{rows}", dtype, _mla_decode_kernel, latents | grid | tile, options
         yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | {"GROUP": heads} | tile, options
+    for heads, tokens in ((128, 1), (32, 4)):
+        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
+        yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
     width = {"HEADS": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
     yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 1}
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
@@ -186,12 +192,15 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         kind, aligned = SPECIAL.get(name, ("i32", True))
         if name in TENSORS:
             kind = "*i32" if words else f"*{NAMES[dtype]}"
+        if name in DESCRIPTORS:
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[{TILE.value}, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:
             values[(i,)] = constants[name]
         elif aligned:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, values, attributes)
+    language = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    source = language(function, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
