@@ -151,7 +151,7 @@ def test_many_rows(shape: str) -> None:
     case = make_latent_case(**settings, latent=512, rope=64, device="cuda")
     assert mla_decode_sm90.fits(case.q.unflatten(0, (len(case.counts), -1)), case.cache, case.latent)
     expected = case.expected()
-    for options in ({}, {"programs": 7}, {"early": True}):
+    for options in ({}, {"programs": 7}):
         shape_of_lse = (len(case.counts), case.counts[0], case.q.shape[1])
         out = torch.full((*shape_of_lse, 512), torch.nan, dtype=case.q.dtype, device="cuda")
         lse = torch.full(shape_of_lse, torch.nan, device="cuda")
@@ -160,6 +160,15 @@ def test_many_rows(shape: str) -> None:
         for _ in range(5):
             run(mla_decode, case, out=out, lse=lse, **options)
             assert torch.equal(first, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+def test_bounds_that_are_read_early(heads: int) -> None:
+    case = make_latent_case(
+        [2, 2], [700, 250], heads=heads, latent=512, rope=64, page_size=64, dtype=torch.bfloat16, device="cuda"
+    )
+    check(*run(mla_decode, case, early=True), case)
 
 
 @pytest.mark.parametrize(
