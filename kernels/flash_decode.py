@@ -21,7 +21,9 @@ from kernels.launching import overlapped, sm_count, start_successor, wait_for_pr
 from kernels.paged import attend_tiles, tile_shape, with_sink
 from kernels.reference.flash_decode import flash_decode as reference
 
-SLICE = 32  # of the head dim, a program of the merge
+SLICE = 32  # of the head dim, a program of the merge, at least
+MERGING = 512  # programs of a merge that are enough: beyond, each takes a larger slice
+MERGED = 2048  # numbers that a program of the merge holds at once: parts x slice
 
 
 @triton.jit
@@ -250,16 +252,26 @@ def merge_parts(
     """Launches the merge behind a kernel of `programs` runs over the schedule of `heads` KV heads and these tiles."""
     B, T, Hq, D = out.shape
     group = Hq // heads
-    # Enough for equal lengths in one go; a long sequence among short ones has more parts, and takes several.
     items = B * heads * triton.cdiv(T * group, block_m)
-    parts = min(512, max(16, triton.next_power_of_2(triton.cdiv(programs, items) + 1)))
-    _merge_parts_kernel[B * T * Hq, triton.cdiv(D, SLICE)](
+    parts, width = _merge_shape(B * T * Hq, D, items, programs)
+    _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
         lo, hi, sinks, out, lse, part, part_lse,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
         T=T, HEADS=heads, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_M=block_m, BLOCK_N=block_n,
-        ROWS=part.shape[1], PARTS=parts, SLICE=SLICE, SINKS=sinks is not None,
-        num_warps=max(1, min(8, parts // 32)), **overlapped(out),
+        ROWS=part.shape[1], PARTS=parts, SLICE=width, SINKS=sinks is not None,
+        num_warps=max(1, min(8, parts * width // 1024)), **overlapped(out),
     )  # fmt: skip
+
+
+@cache
+def _merge_shape(rows: int, D: int, items: int, programs: int) -> tuple[int, int]:
+    """Parts that a program of the merge takes at once, and its slice of the head dim."""
+    # What equal lengths need; a long sequence among short ones has more parts, and takes several rounds.
+    expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1))
+    width = SLICE
+    while width < D and rows * triton.cdiv(D, width) > MERGING and expected * width < MERGED:
+        width *= 2
+    return max(expected, min(16, MERGED // width)), width
 
 
 def flash_decode(

@@ -30,6 +30,7 @@ WARPS = 8
 PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first tiles are on their way
 TILE_BYTES = 64 << 10  # 256 bytes a thread
 TOKENS = 1024  # of other sequences that a program compares at once; more, and two programs no longer fit an SM
+WIDE_TOKENS, WIDE_WARPS = 4096, 16  # where there are many tokens to compare, and one program an SM
 ONE_BLOCK_BATCH = 32
 
 
@@ -286,10 +287,12 @@ def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor,
     B, G = _shape(draft, target)
     splits, block = _split(kv, packed)
     block_g = _block(G)
+    wide = B * G >= WIDE_TOKENS // 2 and splits * B <= sm_count(kv.device)
+    tokens, warps = (WIDE_TOKENS, WIDE_WARPS) if wide else (TOKENS, WARPS)
     _verify_and_pack_kernel[splits, B](
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
         draft.stride(0), target.stride(0), kv.stride(0), B, G, kv.shape[2],
-        BLOCK_G=block_g, ROWS=max(1, TOKENS // block_g), BLOCK=block, num_warps=WARPS, **overlapped(draft),
+        BLOCK_G=block_g, ROWS=max(1, tokens // block_g), BLOCK=block, num_warps=warps, **overlapped(draft),
     )  # fmt: skip
     return None
 
