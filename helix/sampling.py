@@ -11,13 +11,14 @@ min-p. Tokens with equal logits are kept or dropped together, so a tie at the th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from kernels.accept import ALL_KEYS, Distribution, descending_keys
 from kernels.best_token import best_of_rank, best_of_ranks
 from kernels.reference.uniform import TARGET, gumbel
 
@@ -26,10 +27,6 @@ _INT64_MAX = torch.iinfo(torch.int64).max
 
 # A key of 32 bits as three digits (shift, bits), most significant first: 16 KB of bins a row in each all-reduce.
 _DIGITS = ((21, 11), (10, 11), (0, 10))
-
-# Units of mass that the best token weighs. Rounding to them moves a filter by at most V * 2^-41 of the mass, less than
-# fp32 probabilities would, and the sum over up to 2^22 tokens fits int64.
-_MASS_UNITS = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -136,26 +133,74 @@ def sample(
     Returns:
         Token ids [B] int64; -1 for a row that is broken: its logits hold NaN or +inf on some rank, or nothing but -inf.
     """
-    assert logits.dtype == torch.float32, f"logits must be torch.float32, got {logits.dtype}"
-    if logits.shape[1] == 0:
-        logits = logits.new_full((len(logits), 1), -torch.inf)  # a rank without rows takes part, and never wins
-    best, greedy = _best(logits, vocab_offset, comm)
+    logits = _with_a_column(logits)
     if not stochastic:
-        return greedy
-    drawn_rows = state.temperature > 0
-    temperature = torch.where(drawn_rows, state.temperature, 1.0).double()[:, None]
-    # NaN throughout a broken row: nothing is kept, and the draw gives -1.
-    scaled = (logits.double() - best[:, None]) / temperature  # [B, V_local], 0 for the best token
-    keep = scaled >= state.min_p.double().log()[:, None]
+        return _best(logits, vocab_offset, comm)[1]
+    p, best = distribution(logits[:, None], vocab_offset, state, comm, filtered=filtered)
+    return draw(p, best, vocab_offset, positions[:, None], state.seed, TARGET, comm)[:, 0]
+
+
+def distribution(
+    logits: Tensor, vocab_offset: int, state: SamplingState, comm: Communicator, *, filtered: bool
+) -> tuple[Distribution, Tensor]:
+    """What tokens are drawn from at T positions of each sequence, over this rank's columns.
+
+    A collective: one all-gather, and five all-reduces where `filtered`.
+
+    Args:
+        logits: [B, T, V_local] fp32; V_local may differ between ranks and may be 0.
+        vocab_offset, filtered: as in `sample`.
+        state: B rows.
+
+    Returns:
+        The distributions, and the best tokens [B, T] int64, -1 where a row is broken; the same on all ranks but for
+        the columns.
+    """
+    B, T, _ = logits.shape
+    logits = _with_a_column(logits)
+    flat = logits.flatten(0, 1)
+    best, tokens = _best(flat, vocab_offset, comm)
+    last_key = torch.full((B, T), ALL_KEYS, dtype=torch.int64, device=logits.device)
+    p = Distribution(logits, best.view(B, T), last_key, state.temperature, state.min_p)
     if filtered:
-        keys = _descending_keys(logits)
-        mass = (scaled.exp() * _MASS_UNITS).round().long()
-        keep &= keys <= _last_kept_key(keys, mass, state, comm)[:, None]
+        mass = replace(p, min_p=torch.zeros_like(p.min_p)).mass().flatten(0, 1)
+        rows = state.rows(torch.arange(B, device=logits.device).repeat_interleave(T))
+        p = replace(p, last_key=_last_kept_key(descending_keys(flat), mass, rows, comm).view(B, T))
+    return p, tokens.view(B, T)
+
+
+def draw(
+    p: Distribution,
+    best: Tensor,
+    vocab_offset: int,
+    positions: Tensor,
+    seed: Tensor,
+    stream: int,
+    comm: Communicator,
+) -> Tensor:
+    """Draws a token [B, T] int64 from each distribution; a collective, one all-gather.
+
+    Args:
+        p, best: what `distribution` gives; `best` is the answer where the temperature is 0.
+        vocab_offset: as there.
+        positions: [B, T] int64, and
+        seed: [B] int64, and
+        stream: of `kernels.reference.uniform`: the counters of the random numbers.
+
+    Returns:
+        Token ids; -1 for a row that is broken.
+    """
     # Gumbel-max: the argmax of log-weights plus independent Gumbel noise is a draw from the normalised weights.
-    ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
-    noise = gumbel(state.seed[:, None], positions[:, None], TARGET, ids)
-    drawn = _best(torch.where(keep, scaled + noise, -torch.inf), vocab_offset, comm)[1]
-    return torch.where(drawn_rows, drawn, greedy)
+    ids = torch.arange(vocab_offset, vocab_offset + p.logits.shape[2], device=p.logits.device)
+    noise = gumbel(seed[:, None, None], positions[..., None], stream, ids)
+    drawn = _best((p.log_weights() + noise).flatten(0, 1), vocab_offset, comm)[1]
+    return torch.where(p.temperature[:, None] > 0, drawn.view_as(best), best)
+
+
+def _with_a_column(logits: Tensor) -> Tensor:
+    """A rank without rows of the vocabulary takes part with one column that never wins."""
+    assert logits.dtype == torch.float32, f"logits must be torch.float32, got {logits.dtype}"
+    return logits if logits.shape[-1] else logits.new_full((*logits.shape[:-1], 1), -torch.inf)
 
 
 def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor, Tensor]:
@@ -163,18 +208,13 @@ def _best(scores: Tensor, vocab_offset: int, comm: Communicator) -> tuple[Tensor
     return best_of_ranks(comm.all_gather(best_of_rank(scores, vocab_offset)))
 
 
-def _descending_keys(logits: Tensor) -> Tensor:
-    """int64 keys in [0, 2^32) of fp32 logits: the larger the logit, the smaller its key; equal where they are equal."""
-    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 and 0.0 one
-    return torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
-
-
 def _last_kept_key(keys: Tensor, mass: Tensor, state: SamplingState, comm: Communicator) -> Tensor:
     """The key [B] up to which top-k and top-p keep, found exactly by radix: one digit an all-reduce.
 
     Args:
-        keys: [B, V_local] from `_descending_keys`.
-        mass: [B, V_local] int64, exp of the scaled logits in fixed point.
+        keys: [B, V_local] from `descending_keys`.
+        mass: [B, V_local] int64, weights in fixed point. Rounding to units moves a filter by at most V * 2^-41 of the
+            mass, less than fp32 probabilities would.
     """
     weights = torch.stack([torch.ones_like(mass), mass])  # [2, B, V_local]
     first = _histogram(keys, weights, torch.zeros_like(state.seed), 0, comm)

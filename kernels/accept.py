@@ -20,11 +20,11 @@ import triton.language as tl
 from kernels import routing
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference import accept as reference
-from kernels.reference.accept import MASS_UNITS, Distribution
+from kernels.reference.accept import ALL_KEYS, MASS_UNITS, Distribution, descending_keys
 from kernels.reference.uniform import ACCEPT, RECOVER, TARGET
 from kernels.uniform import gumbel, uniform
 
-__all__ = ["Distribution", "accept", "kept_mass"]
+__all__ = ["ALL_KEYS", "MASS_UNITS", "Distribution", "accept", "descending_keys", "kept_mass"]
 
 SLICES = 32  # programs of a row: a constant, so that ranks with more and fewer columns gather alike
 BLOCK = 512

@@ -13,6 +13,8 @@ from kernels.reference.uniform import ACCEPT, RECOVER, TARGET, gumbel, uniform
 # Weights in fixed point: the best token weighs 2^40 units, and sums over 2^22 tokens fit int64 and any order.
 MASS_UNITS = 2.0**40
 
+ALL_KEYS = (1 << 32) - 1  # a last key that keeps every token
+
 
 @dataclass(frozen=True)
 class Distribution:
@@ -24,7 +26,7 @@ class Distribution:
         logits: [B, T, V_local] fp32, last dim contiguous; V_local may be 0.
         best: largest logit over all ranks [B, T] fp64, contiguous; NaN of a broken row.
         last_key: what top-k and top-p keep: logits whose key is at most this one [B, T] int64, contiguous. Keys are
-            those of the sampler, in [0, 2^32) and smaller the larger the logit; 2^32 - 1 keeps all.
+            those of `descending_keys`; ALL_KEYS keeps all.
         temperature: [B] fp32, contiguous; 0 takes the best token alone.
         min_p: [B] fp32, contiguous.
     """
@@ -35,14 +37,23 @@ class Distribution:
     temperature: Tensor
     min_p: Tensor
 
-    def mass(self) -> Tensor:
-        """Weights in fixed point [B, T, V_local] int64."""
+    def log_weights(self) -> Tensor:
+        """[B, T, V_local] fp64: 0 for the best token, -inf for those dropped, and throughout a broken row."""
         temperature = torch.where(self.temperature > 0, self.temperature, 1.0).double()[:, None, None]
         scaled = (self.logits.double() - self.best[..., None]) / temperature
-        bits = (self.logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 and 0.0 one
-        keys = torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
-        keep = (scaled >= self.min_p.double().log()[:, None, None]) & (keys <= self.last_key[..., None])
-        return torch.where(keep, scaled.exp() * MASS_UNITS + 0.5, 0.0).long()
+        keep = scaled >= self.min_p.double().log()[:, None, None]
+        keep &= descending_keys(self.logits) <= self.last_key[..., None]
+        return torch.where(keep, scaled, -torch.inf)
+
+    def mass(self) -> Tensor:
+        """Weights in fixed point [B, T, V_local] int64."""
+        return (self.log_weights().exp() * MASS_UNITS + 0.5).long()
+
+
+def descending_keys(logits: Tensor) -> Tensor:
+    """int64 keys in [0, 2^32) of fp32 logits: the larger the logit, the smaller its key; equal where they are equal."""
+    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 and 0.0 one
+    return torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
 
 
 def kept_mass(p: Distribution, tokens: Tensor, first: int) -> Tensor:

@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix import sampling
 from helix.layout import share
-from helix.sampling import SamplingParams, SamplingState, sample
+from helix.sampling import SamplingParams, SamplingState, distribution, sample
 from kernels import accept as kernels
 from kernels.best_token import best_of_ranks
 from kernels.reference import accept as reference
@@ -26,21 +24,6 @@ from tests.unit.test_sampling import MIXED, chi_square, chi_square_limit, oracle
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def distribution(
-    logits: Tensor, offset: int, state: SamplingState, comm: Communicator
-) -> tuple[kernels.Distribution, Tensor]:
-    """A rank's columns [B, T, V_local] and what ranks share of them, as the sampler does; the best tokens [B, T]."""
-    B, T, _ = logits.shape
-    rows = state.rows(torch.arange(B, device=logits.device).repeat_interleave(T))
-    flat = torch.nn.functional.pad(logits.flatten(0, 1), (0, int(logits.shape[2] == 0)), value=-torch.inf)
-    best, greedy = sampling._best(flat, offset, comm)
-    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0).double()[:, None]
-    mass = (((flat.double() - best[:, None]) / temperature).exp() * sampling._MASS_UNITS).round().long()
-    key = sampling._last_kept_key(sampling._descending_keys(flat), mass, rows, comm)
-    shared = best.view(B, T), key.view(B, T), state.temperature.contiguous(), state.min_p.contiguous()
-    return kernels.Distribution(logits, *shared), greedy.view(B, T)
-
-
 def step(
     p_logits: Tensor, q_logits: Tensor | None, draft: Tensor, state: SamplingState, q_state: SamplingState,
     position: Tensor, world: int = 1, ops: object = kernels,
@@ -49,11 +32,11 @@ def step(
 
     def body(ranks: LoopbackWorld, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         comm, ids = ranks.communicator(rank, [rank]), share(p_logits.shape[2], world, rank)
-        p, greedy = distribution(p_logits[..., ids.start : ids.stop], ids.start, state, comm)
+        p, greedy = distribution(p_logits[..., ids.start : ids.stop], ids.start, state, comm, filtered=True)
         p_mass = comm.all_reduce(ops.kept_mass(p, draft, ids.start))  # type: ignore[attr-defined]
         q = q_mass = None
         if q_logits is not None:
-            q = distribution(q_logits[..., ids.start : ids.stop], ids.start, q_state, comm)[0]
+            q = distribution(q_logits[..., ids.start : ids.stop], ids.start, q_state, comm, filtered=True)[0]
             q_mass = comm.all_reduce(ops.kept_mass(q, draft, ids.start))  # type: ignore[attr-defined]
         accepted, has_mismatch, candidates = ops.accept(  # type: ignore[attr-defined]
             p, q, p_mass, q_mass, draft, greedy, state.seed.contiguous(), position, ids.start
@@ -269,10 +252,8 @@ class TestDistribution:
 
         def expand(logits: Tensor, params: SamplingParams) -> tuple[kernels.Distribution, Tensor]:
             """What one row finds out serves all."""
-            state = state_of((params,))
-            one, greedy = distribution(
-                logits[None].to(HOME), 0, SamplingState(**{k: t.to(HOME) for k, t in vars(state).items()}), alone
-            )
+            state = SamplingState(**{k: t.to(HOME) for k, t in vars(state_of((params,))).items()})
+            one, greedy = distribution(logits[None].to(HOME), 0, state, alone, filtered=True)
             many = {k: t.expand(self.N, *t.shape[1:]) for k, t in vars(one).items()}
             rest = {k: t.contiguous() for k, t in many.items() if k != "logits"}
             return kernels.Distribution(many["logits"], **rest), greedy.expand(self.N, -1)
@@ -356,7 +337,7 @@ def test_a_captured_step_serves_other_tokens() -> None:
     p_logits, _, draft, position, params, _ = setting(5000, 4)
     state = SamplingState(**{k: t.cuda() for k, t in vars(state_of(params)).items()})
     alone = LoopbackWorld(1, device=HOME).communicator(0, [0])
-    p, greedy = distribution(p_logits.cuda(), 0, state, alone)
+    p, greedy = distribution(p_logits.cuda(), 0, state, alone, filtered=True)
     tokens, at = draft.cuda(), position.cuda()
 
     def body() -> tuple[Tensor, Tensor]:
