@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -25,7 +26,7 @@ from helix.models import Decoder
 from helix.request import Output, Request
 from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
-from helix.speculation import Drafter
+from helix.speculation import Draft, Drafter, accepted_tokens
 from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
 from helix.step import PAST, DecodeState
 from helix.text import TextStream
@@ -374,6 +375,8 @@ class Engine:
         while pending:
             yield pending.popleft().read()
         self.comm.check()
+        if self.drafter is not None:
+            self.drafter.check()
 
     def admit(self, admission: Admission) -> None:
         """Takes a slot and its pages; every rank alike."""
@@ -418,15 +421,16 @@ class Engine:
 
     def _decode(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
         self.model.pipeline.chunks = chunks
-        draft = tokens = None
+        draft = None
         if drafts:
             assert self.drafter is not None
             draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
-            tokens = self.state.within_limits(draft.tokens)
+            draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
+        tokens = None if draft is None else draft.tokens
         step = self.state.decode_step(rows, tokens)
         hidden = self.model.hidden(self.cache, step)
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
-        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered).view(rows, -1)
+        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
         return self.state.commit(drawn, tokens)
@@ -439,19 +443,20 @@ class Engine:
         live: Tensor,
         stochastic: bool,
         filtered: bool,
+        draft: Draft | None = None,
     ) -> Tensor:
         """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
         logits = self.model.logits(hidden)
         if self.observer:
             self.observer(self._slots[slots][live], positions[live], logits[live])
+        first, sampling = self.model.embedding.rows.start, self.state.sampling
+        if draft is not None and draft.sampled_from is not None:
+            of_rows = sampling.rows(slice(0, len(draft.tokens)))
+            return accepted_tokens(
+                logits, first, draft.tokens, draft.sampled_from, positions, of_rows, self.comm, filtered=filtered
+            ).flatten()
         return sample(
-            logits,
-            self.model.embedding.rows.start,
-            positions,
-            self.state.sampling.rows(slots),
-            self.comm,
-            stochastic=stochastic,
-            filtered=filtered,
+            logits, first, positions, sampling.rows(slots), self.comm, stochastic=stochastic, filtered=filtered
         )
 
     def _free_pages_by_kvp_rank(self) -> list[int]:

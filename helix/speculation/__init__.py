@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from helix.speculation.acceptance import accepted_tokens
 from helix.speculation.base import Draft, Drafter
+from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
 from helix.speculation.replay import ReplayDrafter
 
-__all__ = ["Draft", "Drafter", "NgramDrafter", "ReplayDrafter"]
+__all__ = [
+    "Draft",
+    "DraftModel",
+    "Drafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "ReplayDrafter",
+    "accepted_tokens",
+    "check_draft",
+]

@@ -3,6 +3,9 @@
 A decode step appends a sequence's last token and its drafts, draws a token behind each, and keeps those drafts that
 were drawn: tokens are what they would be without drafts, whatever these are, because every draw depends on the seed,
 the position and the tokens before it alone. So a drafter may guess anything, and nothing but speed depends on it.
+
+A drafter that draws its guesses for sampled requests says from what: then drafts are kept by rejection sampling
+(`helix.speculation.acceptance`), which keeps more of them; tokens are other ones, distributed as before.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ class Draft:
     """Tokens that might follow the last ones of some sequences.
 
     Attributes:
-        tokens: ids [rows, n] int64.
+        tokens: ids [rows, n] int64; -1 for no token, nor is there one behind it.
         sampled_from: the distributions, over this rank's columns, from which they were drawn; None where each was the
             only choice.
         outcome: [rows, n] what counts as drawn in their places, whatever the model says; for benchmarks.
@@ -55,6 +58,10 @@ class Drafter(ABC):
 
     def catch_up(self, state: DecodeState) -> None:
         """Steps without drafts have gone by, and one with drafts comes next; may wait for the device."""
+        return
+
+    def check(self) -> None:
+        """Raises RuntimeError where a collective of its own gave up waiting for a peer."""
         return
 
     @abstractmethod

@@ -20,7 +20,7 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
-from helix.speculation import Drafter
+from helix.speculation import Drafter, DraftModel, ModelDrafter
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -43,6 +43,37 @@ class Result:
     logits: dict[tuple[int, int], torch.Tensor]
 
 
+def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
+    """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
+    spec = replace(spec_from_config(read_config(path)), eos=())
+    model = Decoder(spec, layout, comm, DenseAttention(), dtype, comm.device)
+    Checkpoint(path).load(model.weights)
+    return model
+
+
+def build_drafter(
+    path: Path,
+    layout: HelixLayout,
+    comm: Communicator,
+    limit: int,
+    *,
+    vocab: int = 257,
+    append_block: int = 8,
+    max_batch: int = 5,
+    max_length: int = 512,
+    kind: type[ModelDrafter] = ModelDrafter,
+) -> ModelDrafter:
+    """A drafter for the engines of `build_engine`; memory that nobody wrote is NaN."""
+    draft = DraftModel(build_model(path, layout, comm, torch.float32), layout, comm)
+    drafter = kind(
+        draft, limit, vocab=vocab, max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length,
+        append_block=append_block, page_size=16,
+    )  # fmt: skip
+    for tensor in drafter.cache.tensors:
+        tensor.fill_(torch.nan)
+    return drafter
+
+
 def build_engine(
     path: Path,
     layout: HelixLayout,
@@ -58,11 +89,9 @@ def build_engine(
     adaptive: bool = True,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
-    # Without EOS: random models would stop anywhere.
-    spec = replace(spec_from_config(read_config(path)), eos=())
     device = comm.device
-    model = Decoder(spec, layout, comm, DenseAttention(), dtype, device)
-    Checkpoint(path).load(model.weights)
+    model = build_model(path, layout, comm, dtype)
+    spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages_for_tokens(layout, max_batch * max_length, append_block, page_size, max_batch)
     cache = KVCache(spec.layers, pages, page_size, spec.entries(layout, comm.rank), dtype, device)
@@ -127,11 +156,19 @@ def distributed_rank(
     wanted: list[Continuation],
     device: str,
     kind: type[TorchDistCommunicator] = TorchDistCommunicator,
+    draft: tuple[Path, HelixLayout, int] | None = None,
 ) -> Result:
-    """One rank of an initialised process group; the body of a task for a worker pool."""
+    """One rank of an initialised process group; the body of a task for a worker pool.
+
+    Args:
+        draft: a draft model, its layout and its drafts.
+    """
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
     comm = kind(layout.kvp_groups(), home, timedelta(seconds=60))
-    engine = build_engine(path, layout, comm, block)
+    drafter = None
+    if draft is not None:
+        drafter = build_drafter(*draft[:2], kind(draft[1].kvp_groups(), home, timedelta(seconds=60)), draft[2])
+    engine = build_engine(path, layout, comm, block, drafter=drafter, adaptive=False)
     result = generate(engine, wanted)
     if comm.capturable:  # whoever observes logits gets eager steps: the captured ones have to draw the same tokens
         engine.observer = None
@@ -140,6 +177,8 @@ def distributed_rank(
             tokens = {output.id: output.output_ids for output in engine.generate(requests)}
             assert tokens == result.tokens
     engine.close()
+    if drafter is not None:
+        drafter.comm.close()
     comm.close()
     return result
 

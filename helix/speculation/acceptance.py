@@ -1,0 +1,55 @@
+"""Which drafts a step keeps where they were drawn from a distribution: rejection sampling, over a sharded vocabulary.
+
+Unlike drafts that are compared with the tokens drawn in their place, these change which tokens a request gets, not how
+these are distributed: a drafted token is kept with probability min(1, p / q), and in place of the first that is not
+comes a draw from what q left of p.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.sampling import SamplingState, distribution
+from kernels.accept import Distribution, accept, kept_mass
+from kernels.best_token import best_of_ranks
+
+
+def accepted_tokens(
+    logits: Tensor,
+    vocab_offset: int,
+    drafts: Tensor,
+    q: Distribution,
+    positions: Tensor,
+    state: SamplingState,
+    comm: Communicator,
+    *,
+    filtered: bool,
+) -> Tensor:
+    """The tokens that a step gives, in the form in which `DecodeState.commit` takes those it draws.
+
+    All ranks call alike and get the same. Rows with temperature 0 keep the drafts that are the best tokens.
+
+    Args:
+        logits: [B * (n + 1), V_local] fp32, the target's behind the last token and behind each draft.
+        vocab_offset: token id of the first column.
+        drafts: [B, n] int64.
+        q: what they were drawn from, with columns cut as those of `logits`.
+        positions: of the token behind each of those [B * (n + 1)] int64.
+        state: B rows.
+        filtered: some row with temperature > 0 has top-k or top-p on.
+
+    Returns:
+        [B, n + 1] int64: the drafts, with the token that follows in place of the first that is not kept, or behind
+        them all; -1 there where the target's logits are broken. What stands behind that token has no meaning.
+    """
+    B, n = drafts.shape
+    p, best = distribution(logits.unflatten(0, (B, n + 1)), vocab_offset, state, comm, filtered=filtered)
+    mass = torch.cat((kept_mass(p, drafts, vocab_offset), kept_mass(q, drafts, vocab_offset)), 1)
+    p_mass, q_mass = (part.contiguous() for part in comm.all_reduce(mass).split((n + 1, n), 1))
+    first = positions.view(B, n + 1)[:, 0].contiguous()
+    accepted, _, candidates = accept(p, q, p_mass, q_mass, drafts, best, state.seed, first, vocab_offset)
+    following = best_of_ranks(comm.all_gather(candidates).flatten(0, 1))[1]
+    tokens = torch.cat((drafts, following[:, None]), 1)
+    return tokens.scatter_(1, accepted[:, None], following[:, None])

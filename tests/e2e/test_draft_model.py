@@ -1,0 +1,282 @@
+"""A draft model proposes: greedy tokens stay what they are, sampled ones are distributed as before; its KV is right.
+
+That its KV is right shows in what is kept: of a draft model that is the target itself, everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.scheduler import Pace
+from helix.speculation import Draft, ModelDrafter
+from helix.speculation.adaptive import DraftPolicy
+from helix.step import DecodeState, Step
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import Result, build_drafter, build_engine, check, distributed_rank, generate
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.kernels.test_accept import probabilities
+from tests.pool import Pool, pool
+from tests.unit.test_sampling import chi_square, chi_square_limit
+
+Grid = tuple[str, int, int]
+
+
+@pytest.mark.parametrize(
+    "target, grid, draft, draft_grid, gamma",
+    [
+        ("qwen2", ("helix", 2, 2), "llama-llama3", ("helix", 1, 4), 3),
+        ("qwen3", ("helix", 4, 1), "mistral-windowed", ("helix", 2, 2), 1),
+        ("qwen2", ("tp", 1, 3), "deepseek-v3-yarn", ("helix", 3, 1), 2),
+        ("gpt-oss", ("medha", 2, 1), "qwen3-moe", ("tp", 1, 2), 2),
+        ("deepseek-v2-lite", ("helix", 1, 1), "qwen2-windowed-tied", ("helix", 1, 1), 4),
+    ],
+)
+def test_greedy_tokens_of_other_families_drafts(
+    target: str, grid: Grid, draft: str, draft_grid: Grid, gamma: int
+) -> None:
+    wanted = oracle(target, MOE_LENGTHS, MOE_TOKENS)
+    layout, own = HelixLayout.create(*grid), HelixLayout.create(*draft_grid)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        drafter = build_drafter(checkpoint(draft), own, world.communicator(rank, own.kvp_group(rank)), gamma)
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        return generate(build_engine(checkpoint(target), layout, comm, 16, drafter=drafter, adaptive=False), wanted)
+
+    check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
+
+
+def over_processes(workers: Pool, device: str, kind: type[TorchDistCommunicator]) -> None:
+    """The target itself proposes, in another layout."""
+    wanted = oracle("llama-llama3", MOE_LENGTHS, MOE_TOKENS)
+    path = checkpoint("llama-llama3")
+    draft = (path, HelixLayout.create("helix", 1, 2), 3)
+    task = (path, HelixLayout.create("helix", 2, 1), 16, wanted, device, kind, draft)
+    check(workers.run(distributed_rank, *task, timeout_s=120.0), wanted)
+
+
+def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:
+    over_processes(gloo_pool(2), "cpu", TorchDistCommunicator)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", [TorchDistCommunicator, SymmMemCommunicator], ids=["nccl", "symm_mem"])
+def test_gpus(kind: type[TorchDistCommunicator]) -> None:
+    over_processes(pool(2, "nccl"), "cuda", kind)
+
+
+class Erring(ModelDrafter):
+    """Goes wrong at every 7th position, and goes on from there."""
+
+    def _draw(self, hidden: Tensor, state: DecodeState, positions: Tensor, *rest: object) -> Tensor:  # type: ignore[override]
+        tokens = super()._draw(hidden, state, positions, *rest)  # type: ignore[arg-type]
+        return torch.where(positions % 7 == 0, (tokens + 1) % 257, tokens)
+
+
+def runs(gamma: int, paused: bool) -> Iterator[tuple[int, int]]:
+    """Drafts of the coming steps, and how many these are."""
+    return cycle([(0, 2), (gamma, 3)] if paused else [(gamma, 3)])
+
+
+def steps_of(length: int, tokens: int, gamma: int, paused: bool) -> int:
+    """Decode steps until `tokens` tokens follow a prompt of `length`, where all drafts but those that err are kept."""
+    done, steps = 1, 0  # prefill draws the first
+    for drafts, run in runs(gamma, paused):
+        for _ in range(min(run, tokens - done)):
+            at = length + done  # of the first draft
+            done += 1 + next((i for i in range(drafts) if (at + i) % 7 == 0), drafts)
+            steps += 1
+            if done >= tokens:
+                return steps
+    raise AssertionError("a cycle does not end")
+
+
+def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool) -> int:
+    """Decode steps of a sequence that the target itself drafts, over a layout other than its own."""
+    prompt = tuple(torch.randint(1, 257, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+    layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("tp", 1, 2)
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[list[tuple[int, ...]], int]:
+        ranks = world.communicator(rank, own.kvp_group(rank))
+        drafter = build_drafter(checkpoint(family), own, ranks, gamma, kind=Erring)
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        taken, steps = [], 0
+        for each in (None, drafter):
+            paces = (Pace(drafts, 1.0, run) for drafts, run in runs(gamma if each else 0, paused))
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 0:
+                    patch.setattr(DraftPolicy, "pace", lambda policy, rows, paces=paces: next(paces))
+                engine = build_engine(checkpoint(family), layout, comm, 16, drafter=each)
+                outputs = list(engine.generate([Request(0, prompt, tokens)]))
+            taken.append(outputs[-1].output_ids if outputs else ())
+            steps = engine.timings.sequence_steps
+        return taken, steps
+
+    (plain, drafted), steps = run_ranks(2, body, timeout_s=120.0)[0]
+    assert plain == drafted
+    return steps
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("family, gamma", [("qwen3", 4), ("mistral-windowed", 1), ("deepseek-v3-yarn", 2)])
+def test_all_that_is_right_is_kept(family: str, gamma: int, paused: bool) -> None:
+    """Also behind steps without drafts, which the draft model reads up on."""
+    for length in (1, 45):
+        assert steps_taken(family, length, 24, gamma, paused) == steps_of(length, 24, gamma, paused)
+
+
+@pytest.mark.parametrize("lost", ["the last draft's", "the tokens' of steps without drafts"])
+def test_stale_kv_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lost == "the last draft's":
+        decode_step = DecodeState.decode_step
+
+        def only_the_last(self: DecodeState, rows: int, drafts: Tensor | None = None) -> Step:
+            step = decode_step(self, rows, drafts)
+            if not self.history.shape[1]:  # the drafter's, which needs no history of its own
+                step.append_slots[: rows * (step.max_q - 1)] = -1
+            return step
+
+        monkeypatch.setattr(DecodeState, "decode_step", only_the_last)
+    else:
+        monkeypatch.setattr(ModelDrafter, "catch_up", lambda self, state: None)
+    paused = lost != "the last draft's"
+    assert steps_taken("qwen3", 45, 40, 4, paused) > steps_of(45, 40, 4, paused)
+
+
+def sampled(grid: Grid, draft_grid: Grid, order: Sequence[int], max_batch: int) -> dict[int, tuple[int, ...]]:
+    params = [
+        SamplingParams(temperature=0.9, seed=9),
+        SamplingParams(),
+        SamplingParams(temperature=1.5, top_k=20, seed=2),
+        SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
+    ]
+    prompts = [c.prompt for c in oracle("qwen2", MOE_LENGTHS, MOE_TOKENS)] + [(5, 6, 7)]
+    layout, own = HelixLayout.create(*grid), HelixLayout.create(*draft_grid)
+
+    def body(world: LoopbackWorld, rank: int) -> dict[int, tuple[int, ...]]:
+        ranks = world.communicator(rank, own.kvp_group(rank))
+        drafter = build_drafter(checkpoint("qwen2-windowed-tied"), own, ranks, 3, max_batch=max_batch)
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(
+            checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False, max_batch=max_batch
+        )
+        requests = [Request(i, prompts[i], 10, params[i]) for i in order]
+        return {int(o.id): o.output_ids for o in engine.generate(requests)}
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+
+
+def test_sampled_tokens_depend_neither_on_layouts_nor_on_the_batch() -> None:
+    alone = sampled(("helix", 1, 1), ("helix", 1, 1), [0, 1, 2, 3], 4)
+    assert sampled(("helix", 2, 2), ("helix", 4, 1), [2, 0, 3, 1], 4) == alone
+    assert sampled(("tp", 1, 2), ("helix", 2, 1), [3, 2, 1, 0], 1) == alone
+
+
+def test_a_target_that_is_no_number_is_an_error_and_a_draft_that_is_none_no_harm() -> None:
+    layout = HelixLayout.create()
+
+    def engine(broken: str) -> Engine:
+        comm = LoopbackWorld(1).communicator(0, [0])
+        drafter = build_drafter(checkpoint("qwen3"), layout, comm, 2)
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False)
+        model = drafter.model if broken == "draft" else engine.model
+        if broken != "none":
+            model.head.weight.fill_(torch.nan)
+        return engine
+
+    for temperature in (0.0, 1.0):
+        requests = [Request(0, (1, 2, 3), 9, SamplingParams(temperature=temperature, seed=1))]
+        drafted = list(engine("draft").generate(requests))[-1].output_ids
+        assert len(drafted) == 9 and min(drafted) >= 0
+        with pytest.raises(RuntimeError, match="NaN"):
+            list(engine("target").generate(requests))
+
+
+class TestDistribution:
+    """Each token given those before, over the engine's own steps and two ranks; the models are tables of transitions.
+
+    A model whose next token depends on the last one alone needs no oracle but its table, and 20,000 draws no attention.
+    """
+
+    IDS = (3, 60, 128, 129, 200, 256)  # the tokens that follow; ranks share 257
+    SEQUENCES, TOKENS = 210, 100
+    PARAMS = SamplingParams(temperature=1.0, min_p=0.1)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Logits [257, 257] behind each token, the target's and the draft's, which resemble each other."""
+        generator = torch.Generator().manual_seed(5)
+        target, noise = (torch.randn(257, 257, generator=generator) for _ in range(2))
+        others = torch.ones(257, dtype=torch.bool).index_fill(0, torch.tensor(self.IDS), False)
+        return target.masked_fill(others, -torch.inf), (target + 0.6 * noise).masked_fill(others, -torch.inf)
+
+    def drawn(self, tamper: Callable[[Draft], Draft] = lambda draft: draft) -> Tensor:
+        """[SEQUENCES, TOKENS], a seed each, behind the same prompt."""
+        layout, own = HelixLayout.create("helix", 2, 1), HelixLayout.create("helix", 1, 2)
+        requests = [Request(i, (7, 8), self.TOKENS, replace(self.PARAMS, seed=i)) for i in range(self.SEQUENCES)]
+        rows = dict(max_batch=self.SEQUENCES, max_length=128)
+
+        class Tampered(ModelDrafter):
+            def propose(self, *args: object) -> Draft:  # type: ignore[override]
+                return tamper(super().propose(*args))  # type: ignore[arg-type]
+
+        def read(model: Decoder, table: Tensor) -> None:
+            columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
+            model.hidden = lambda cache, step: step.tokens  # type: ignore[assignment,method-assign]
+            model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
+
+        def body(world: LoopbackWorld, rank: int) -> Tensor:
+            comm = world.communicator(rank, own.kvp_group(rank))
+            drafter = build_drafter(checkpoint("qwen3"), own, comm, 3, kind=Tampered, **rows)
+            comm = world.communicator(rank, layout.kvp_group(rank))
+            engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, **rows)
+            for model, table in zip((engine.model, drafter.model), self.tables(), strict=True):
+                read(model, table)
+            found = {int(o.id): o.output_ids for o in engine.generate(requests)}
+            kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)
+            assert rank or 1.5 < kept < 3.5, f"{kept} tokens a step: some drafts should be kept, and some not"
+            return torch.tensor([found[i] for i in range(len(found))])
+
+        return run_ranks(2, body, timeout_s=120.0)[0]
+
+    def statistic(self, tokens: Tensor) -> tuple[float, float]:
+        """Chi-square and its limit: of each token given the last one, for each token before that."""
+        n = len(self.IDS)
+        place = torch.full((257,), -1).index_copy(0, torch.tensor(self.IDS), torch.arange(n))
+        x = place[tokens]
+        assert int(x.min()) >= 0, "a token that cannot follow"
+        counts = torch.bincount((x[:, :-2] * n * n + x[:, 1:-1] * n + x[:, 2:]).flatten(), minlength=n**3).view(n, n, n)
+        wanted = torch.stack([probabilities(self.tables()[0][i], self.PARAMS)[list(self.IDS)] for i in self.IDS])
+        behind = counts.sum(-1, keepdim=True)
+        cells = (wanted > 0) & (behind > 0)
+        expected = (behind * wanted)[cells]
+        assert int(counts[~cells].sum()) == 0 and bool((wanted == 0).any()), "a filter that does some work"
+        assert float(expected.min()) > 2
+        return chi_square(counts[cells], expected), chi_square_limit(len(expected) - int((behind > 0).sum()) + 1)
+
+    def test_is_the_targets(self) -> None:
+        tokens = self.drawn()
+        assert tokens.numel() > 20_000
+        statistic, limit = self.statistic(tokens)
+        assert statistic < limit
+
+    def test_a_wrong_draft_distribution_is_caught(self) -> None:
+        def hotter(draft: Draft) -> Draft:
+            assert draft.sampled_from is not None
+            told = replace(draft.sampled_from, temperature=1.3 * draft.sampled_from.temperature)
+            return replace(draft, sampled_from=told)
+
+        statistic, limit = self.statistic(self.drawn(hotter))
+        assert statistic > limit
