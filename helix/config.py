@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
@@ -88,14 +89,33 @@ class HopBConfig:
 
 
 @dataclass
+class DraftLayoutConfig:
+    """The draft model's layout, over all ranks of the run.
+
+    Attributes:
+        mode, tpf, ep: as in layout.
+        kvp, tpa: as there; unset: the widest tpa that divides the draft model's KV heads, and what it leaves.
+    """
+
+    mode: str = "helix"
+    kvp: int | None = None
+    tpa: int | None = None
+    tpf: int | None = None
+    ep: int = 1
+
+
+@dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: what followed where the sequence last read as at its end; replay: random tokens that are
-        kept at a set rate, whatever the model says, for benchmarks.
+    drafter: none; ngram: what followed where the sequence last read as at its end; model: what a smaller model says;
+        replay: random tokens that are kept at a set rate, whatever the model says, for benchmarks.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
+        Where `model` drafts, which tokens a sampled request gets depends on it, not how they are distributed.
     longest: most tokens that ngram compares.
     acceptance: chance of each draft of replay, given that those before it were kept.
+    model: the smaller model, of the same vocabulary.
+    layout: how the ranks share it.
     """
 
     drafter: str = "none"
@@ -103,6 +123,8 @@ class SpeculationConfig:
     adaptive: bool = True
     longest: int = 3
     acceptance: float = 0.8
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: DraftLayoutConfig = field(default_factory=DraftLayoutConfig)
 
 
 @dataclass
@@ -188,10 +210,12 @@ def check(config: Config) -> None:
     choices = {
         "model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "model.load": ("checkpoint", "random"),
+        "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
+        "speculation.model.load": ("checkpoint", "random"),
         "attention.policy": ("dense",),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "replay"),
+        "speculation.drafter": ("none", "ngram", "model", "replay"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }
     for key, allowed in choices.items():
@@ -212,10 +236,14 @@ def check(config: Config) -> None:
         raise ValueError(f"speculation.acceptance={config.speculation.acceptance!r} must be from 0 to 1")
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
+    if config.speculation.drafter == "model" and config.bench.kind not in ("none", "decode"):
+        raise ValueError(
+            f"bench.kind={config.bench.kind} has no draft model: set speculation=none (speculation.drafter=model goes "
+            "with bench.kind=none and decode)"
+        )
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
 
 
 def _get(config: Config, key: str) -> Any:
-    group, name = key.split(".")
-    return getattr(getattr(config, group), name)
+    return attrgetter(key)(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, tok
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
-from helix.speculation import Drafter, NgramDrafter, ReplayDrafter
+from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, ReplayDrafter
 from launch.preflight import RunPlan
 from launch.prompts import ResultFile, to_request
 from launch.report import Console, summary
 
 
 def decode(
-    plan: RunPlan, comm: Communicator, model: Decoder, tokenizer: Any | None, console: Console
+    plan: RunPlan,
+    comm: Communicator,
+    model: Decoder,
+    draft: DraftModel | None,
+    tokenizer: Any | None,
+    console: Console,
 ) -> tuple[dict[str, Any], int]:
     """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused."""
     config = plan.config
@@ -37,7 +43,7 @@ def decode(
             {(not r.sampling.is_greedy, r.sampling.is_filtered) for r in requests},
         )
     )
-    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer)
+    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
     if comm.device.type == "cuda":
         engine.warm_up(variants)
     engine.on_prefill = console.prefill
@@ -60,14 +66,28 @@ def decode(
     return measured, comm.broadcast_object(refused)
 
 
-def make_drafter(config: Config, vocab: int) -> Drafter | None:
-    """The drafter that a config names; None for none."""
-    speculation = config.speculation
+def make_drafter(
+    config: Config, draft: DraftModel | None, vocab: int, max_batch: int, max_length: int, token_budget: int
+) -> Drafter | None:
+    """The drafter that a config names, for an engine of these sizes; None for none."""
+    speculation, kv = config.speculation, config.kv
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
         case "replay":
             return ReplayDrafter(speculation.gamma, speculation.acceptance, config.seed, vocab)
+        case "model":
+            assert draft is not None, "loaded with the model that it drafts for"
+            return ModelDrafter(
+                draft,
+                speculation.gamma,
+                vocab=vocab,
+                max_batch=max_batch,
+                max_length=max_length,
+                token_budget=token_budget,
+                append_block=kv.append_block,
+                page_size=kv.page_size,
+            )
         case _:
             return None
 
@@ -80,8 +100,12 @@ def build_engine(
     max_batch: int,
     wanted_tokens: int,
     tokenizer: Any | None = None,
+    draft: DraftModel | None = None,
 ) -> Engine:
     """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
+
+    Args:
+        draft: of speculation.drafter=model; its cache holds as many tokens.
 
     Raises:
         ValueError: kv.tokens does not fit, on every rank alike.
@@ -91,20 +115,32 @@ def build_engine(
     entries = spec.entries(layout, comm.rank)
     dtype, device = model.weights.dtype, comm.device
     page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
-    drafter = make_drafter(config, spec.vocab)
-    drafts = 0 if drafter is None else drafter.limit
-    budget = kv.tokens or wanted_tokens + drafts * max_batch
-    needed = pages_for_tokens(layout, budget, kv.append_block, kv.page_size, max_batch)
-    fitting = int(free_bytes(device) * kv.memory_fraction) // page_bytes
-    fitting_everywhere = min(comm.all_gather_object(fitting))
-    if kv.tokens is not None and fitting_everywhere < needed:
+    drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
+    wanted = kv.tokens or wanted_tokens + drafts * max_batch
+    needed = pages_for_tokens(layout, wanted, kv.append_block, kv.page_size, max_batch)
+
+    def tokens_of(pages: int) -> int:
+        return min(wanted, pages * kv.page_size * layout.kvp)
+
+    def bytes_of(pages: int) -> int:
+        """Of this many pages, and of the draft model's for the tokens that are let in with them."""
+        if draft is None:
+            return pages * page_bytes
+        own = draft.pages(tokens_of(pages), kv.append_block, kv.page_size, max_batch)
+        return pages * page_bytes + own * kv.page_size * draft.bytes_per_token
+
+    free = int(free_bytes(device) * kv.memory_fraction)
+    fitting = max(0, bisect_right(range(needed + 1), free, key=bytes_of) - 1)
+    pages = min(comm.all_gather_object(fitting))
+    if kv.tokens is not None and pages < needed:
+        own_pages = "" if draft is None else ", besides those of the draft model"
         raise ValueError(
             f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {fitting_everywhere}"
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}"
         )
-    pages = min(needed, fitting_everywhere)
-    if pages < needed:
-        budget = min(budget, pages * kv.page_size * layout.kvp)
+    budget = tokens_of(pages)
+    max_length = min(budget, spec.max_positions)
+    drafter = make_drafter(config, draft, spec.vocab, max_batch, max_length, budget)
     cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device)
     return Engine(
         model,
@@ -113,7 +149,7 @@ def build_engine(
         cache,
         placement,
         max_batch=max_batch,
-        max_length=min(budget, spec.max_positions),
+        max_length=max_length,
         token_budget=budget,
         prefill_chunk=config.decode.prefill_chunk,
         run_steps=config.decode.run_steps,

@@ -146,8 +146,12 @@ class Job:
         self._watchdog.tell(cause)
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
 
-    def leave(self, comm: Communicator) -> None:
-        """Ends the job once all ranks have come here; rank 0, whose host may hold the store, goes last."""
+    def leave(self, *comms: Communicator) -> None:
+        """Ends the job once all ranks have come here; rank 0, whose host may hold the store, goes last.
+
+        Args:
+            comms: in the order in which they were made.
+        """
         # Nobody watches from here on, and taking a process group down may wait for peers.
         guard = threading.Timer(LEAVING_S, self._give_up_leaving)
         guard.daemon = True
@@ -156,7 +160,8 @@ class Job:
         self._watchdog.stop()
         if self.leads:
             self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=30))
-        comm.close()
+        for comm in reversed(comms):
+            comm.close()
         dist.destroy_process_group()
         guard.cancel()
 

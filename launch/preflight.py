@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,22 @@ import torch
 
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
-from helix.config import Config, LayoutConfig, check
+from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, check
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_spec_config
+from helix.loading import Checkpoint, load_spec_config, read_json
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.speculation import check_draft
 from launch.auto import choose
 from launch.prompts import Prompt, check_writable, read_prompts
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The draft model of a plan; attributes as there."""
+
+    layout: HelixLayout
+    spec: DecoderSpec
+    checkpoint: Checkpoint | None
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class RunPlan:
 
     Attributes:
         checkpoint: the weights to load, None for random ones.
+        draft: the model of speculation.drafter=model.
         prompts: of decode.prompts; empty in a benchmark.
         reason: why layout=auto took this layout; None: it was given.
     """
@@ -32,6 +43,7 @@ class RunPlan:
     layout: HelixLayout
     spec: DecoderSpec
     checkpoint: Checkpoint | None
+    draft: DraftPlan | None
     prompts: list[Prompt]
     reason: str | None
 
@@ -57,6 +69,69 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
             f"layout.ep={layout.ep} but the model has {spec.moe.experts} experts, so that some ranks would hold none: "
             f"set layout.ep to {spec.moe.experts} or less, and the rest splits each expert (layout.tpf)"
         )
+
+
+def make_checkpoint(config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int) -> Checkpoint | None:
+    """The weights of a model, None for random ones; raises ValueError where they do not fit its config."""
+    if config.load != "checkpoint":
+        return None
+    if config.path is None:
+        raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
+    checkpoint = Checkpoint(Path(config.path))
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+    shape = Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
+    checkpoint.check(shape.weights.slices, spec.tied, spec.unused)
+    return checkpoint
+
+
+def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:
+    """The draft model's layout over `world_size` ranks; raises ValueError where the widths do not form one."""
+    kvp, tpa = config.kvp, config.tpa
+    if kvp is None and tpa is None:
+        widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
+        tpa = world_size if config.mode == "tp" else widest
+    if tpa is None:
+        tpa = max(1, world_size // max(1, kvp or 1))
+    if kvp is None:
+        kvp = max(1, world_size // max(1, tpa))
+    return HelixLayout.create(config.mode, kvp, tpa, config.tpf, config.ep)
+
+
+def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) -> DraftPlan:
+    """Raises ValueError unless the draft model can propose to the target."""
+    speculation = config.speculation
+    try:
+        spec = make_spec(replace(config, model=speculation.model))
+        layout = make_draft_layout(speculation.layout, spec, world_size)
+        check_draft(target.vocab, world_size, spec.vocab, layout)
+        check_layout(layout, spec)
+        if has_tokenizer(config.model) and has_tokenizer(speculation.model):
+            check_tokenizers(Path(str(config.model.path)), Path(str(speculation.model.path)))
+        return DraftPlan(layout, spec, make_checkpoint(speculation.model, spec, layout, rank))
+    except ValueError as error:
+        raise ValueError(f"the draft model (speculation.model and speculation.layout): {error}") from error
+
+
+def check_tokenizers(target: Path, draft: Path) -> None:
+    """Raises ValueError where a token id is one text to the target and another to the draft model."""
+    files = [path / "tokenizer.json" for path in (target, draft)]
+    if files[0].read_bytes() == files[1].read_bytes():
+        return
+    ours, theirs = (_token_ids(file) for file in files)
+    differing = sorted(text for text in {*ours, *theirs} if ours.get(text) != theirs.get(text))
+    if differing:
+        text = differing[0]
+        raise ValueError(
+            f"the tokenizers in {target} and {draft} differ in {len(differing)} tokens, such as {text!r}: id "
+            f"{ours.get(text, 'none')} and {theirs.get(text, 'none')}; a draft model has to share the target's tokens"
+        )
+
+
+def _token_ids(file: Path) -> dict[str, int]:
+    content = read_json(file)
+    vocab = content.get("model", {}).get("vocab", {})
+    ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
+    return ids | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
 
 
 def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> RunPlan:
@@ -87,14 +162,8 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
             "speculation.drafter=replay keeps drafts whatever the model says, so that its output is not the model's: "
             "time it with bench=decode or model.load=random, or use speculation.drafter=ngram"
         )
-    checkpoint = None
-    if config.model.load == "checkpoint":
-        if config.model.path is None:
-            raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
-        checkpoint = Checkpoint(Path(config.model.path))
-        comm = LoopbackWorld(world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
-        shape = Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
-        checkpoint.check(shape.weights.slices, spec.tied, spec.unused)
+    checkpoint = make_checkpoint(config.model, spec, layout, rank)
+    draft = make_draft(config, spec, rank, world_size) if config.speculation.drafter == "model" else None
     written = [Path(p).resolve() for p in (config.decode.output, config.record) if p is not None]
     read = [Path(config.decode.prompts).resolve()] if config.decode.prompts is not None else []
     if len({*written, *read}) < len(written) + len(read):
@@ -106,7 +175,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
-    return RunPlan(config, layout, spec, checkpoint, prompts, reason)
+    return RunPlan(config, layout, spec, checkpoint, draft, prompts, reason)
 
 
 def _prompts(config: Config) -> list[Prompt]:
@@ -116,7 +185,7 @@ def _prompts(config: Config) -> list[Prompt]:
     if config.decode.prompts is None:
         raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
     prompts = read_prompts(Path(config.decode.prompts))
-    if any(p.text is not None for p in prompts) and not has_tokenizer(config):
+    if any(p.text is not None for p in prompts) and not has_tokenizer(config.model):
         raise ValueError(
             f"{config.decode.prompts} holds text, but model.path={config.model.path} has no tokenizer.json; "
             'use "prompt_ids"'
@@ -124,8 +193,8 @@ def _prompts(config: Config) -> list[Prompt]:
     return prompts
 
 
-def has_tokenizer(config: Config) -> bool:
-    return config.model.path is not None and (Path(config.model.path) / "tokenizer.json").is_file()
+def has_tokenizer(config: ModelConfig) -> bool:
+    return config.path is not None and (Path(config.path) / "tokenizer.json").is_file()
 
 
 def load_tokenizer(config: Config) -> Any | None:
@@ -134,7 +203,7 @@ def load_tokenizer(config: Config) -> Any | None:
     Raises:
         ValueError: it cannot be read.
     """
-    if not has_tokenizer(config):
+    if not has_tokenizer(config.model):
         return None
     from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
 

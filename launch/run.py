@@ -18,15 +18,16 @@ from comm.base import Communicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
-from helix.config import Config
+from helix.config import Config, ModelConfig
 from helix.loading import randomize
 from helix.models import Decoder
+from helix.speculation import DraftModel
 from launch import auto, decode, local
 from launch.bench_comm import time_collectives
 from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
 from launch.distributed import Job, Place, gpu_facts, gpu_name
-from launch.preflight import RunPlan, load_tokenizer, preflight
+from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
@@ -90,6 +91,9 @@ def _run_rank(job: Job, config: Config) -> int:
     job.connect(config.comm.backend, facts, config.comm.timeout_s)
     kind = SymmMemCommunicator if job.backend == "symm_mem" else TorchDistCommunicator
     comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
+    comms: list[Communicator] = [comm]
+    if plan.draft is not None:
+        comms.append(kind(plan.draft.layout.kvp_groups(), job.device, job.timeout))
     console = Console(plan, job)
     phases.mark("connect")
 
@@ -98,32 +102,36 @@ def _run_rank(job: Job, config: Config) -> int:
     if config.bench.kind == "comm":
         measured = {"collectives": time_collectives(comm)}
     else:
-        model = _load(plan, comm, job, console)
+        model = _load(plan, config.model, config.seed, comm, console)
+        draft = None
+        if plan.draft is not None:
+            own = _load(plan.draft, config.speculation.model, config.seed, comms[1], console)
+            draft = DraftModel(own, plan.draft.layout, comms[1])
         comm.barrier()
         phases.mark("load")
         if config.bench.kind == "decode":
-            measured = time_steps(plan, comm, model, console)
+            measured = time_steps(plan, comm, model, draft, console)
         elif config.bench.kind == "hopb":
             measured = {"hopb": ablate(plan, comm, model, job.backend, console)}
         elif config.bench.kind == "prefill":
             measured = time_prompts(plan, comm, model, console)
         else:
-            measured, refused = decode.decode(plan, comm, model, tokenizer, console)
+            measured, refused = decode.decode(plan, comm, model, draft, tokenizer, console)
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()
     if job.leads and config.record is not None:
         write_record(Path(config.record), plan, job, phases, measured)
-    job.leave(comm)
+    job.leave(*comms)
     return REFUSED if refused and job.leads else 0
 
 
-def _load(plan: RunPlan, comm: Communicator, job: Job, console: Console) -> Decoder:
-    dtype = plan.config.model.dtype
+def _load(plan: RunPlan | DraftPlan, config: ModelConfig, seed: int, comm: Communicator, console: Console) -> Decoder:
+    dtype = config.dtype
     if dtype == "auto":
-        dtype = plan.spec.dtype if job.device.type == "cuda" else "float32"
-    model = Decoder(plan.spec, plan.layout, comm, DenseAttention(), getattr(torch, dtype), job.device)
+        dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
+    model = Decoder(plan.spec, plan.layout, comm, DenseAttention(), getattr(torch, dtype), comm.device)
     if plan.checkpoint is None:
-        randomize(model.weights, plan.config.seed)
+        randomize(model.weights, seed)
     else:
         with console.progress("loading", len(model.weights.slices)) as advance:
             plan.checkpoint.load(model.weights, advance)

@@ -21,6 +21,7 @@ from helix.engine import Engine
 from helix.models import Decoder
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
+from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
 from helix.timings import Timings
@@ -31,7 +32,9 @@ from launch.report import Console, summary
 WARM_UP = 4
 
 
-def time_steps(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
+def time_steps(
+    plan: RunPlan, comm: Communicator, model: Decoder, draft: DraftModel | None, console: Console
+) -> dict[str, Any]:
     """Times `bench.steps` decode steps at each of `bench.points`.
 
     Raises:
@@ -41,7 +44,7 @@ def time_steps(plan: RunPlan, comm: Communicator, model: Decoder, console: Conso
     todo = bench_points(plan.config.bench)
     for batch, length in todo:
         try:
-            found.append(_time_point(plan, comm, model, console, batch, length))
+            found.append(_time_point(plan, comm, model, draft, console, batch, length))
         except ValueError as error:  # alike on every rank; of several points, the others count
             if len(todo) == 1:
                 raise
@@ -53,7 +56,13 @@ def time_steps(plan: RunPlan, comm: Communicator, model: Decoder, console: Conso
 
 
 def _time_point(
-    plan: RunPlan, comm: Communicator, model: Decoder, console: Console, batch: int, length: int
+    plan: RunPlan,
+    comm: Communicator,
+    model: Decoder,
+    draft: DraftModel | None,
+    console: Console,
+    batch: int,
+    length: int,
 ) -> dict[str, Any]:
     """A step counts with the time of its slowest rank; no rank waits for its host between steps.
 
@@ -68,7 +77,7 @@ def _time_point(
             "set model.config.max_position_embeddings"
         )
     sized = replace(config, kv=replace(config.kv, tokens=batch * reserved))
-    engine = build_engine(layout, comm, model, sized, batch, batch * reserved)
+    engine = build_engine(layout, comm, model, sized, batch, batch * reserved, draft=draft)
     fill(engine, batch, length, reserved, config.seed + comm.rank)
     engine.choose_chunks(batch)
     taken: list[Tensor] = []
@@ -110,7 +119,8 @@ def _time_point(
 def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
     """`batch` sequences of `length` tokens, whose keys and values are random."""
     generator = torch.Generator(engine.device).manual_seed(seed)
-    for tensor in engine.cache.tensors:
+    caches = [engine.cache, *([engine.drafter.cache] if isinstance(engine.drafter, ModelDrafter) else [])]
+    for tensor in (tensor for cache in caches for tensor in cache.tensors):
         for layer in tensor:
             layer.normal_(generator=generator)
     for slot in range(batch):

@@ -130,6 +130,21 @@ def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many
     assert resumed == fresh
 
 
+def test_a_draft_model_over_the_same_ranks(tmp_path: Path) -> None:
+    """The target drafts for itself: all is kept, and the tokens are transformers'."""
+    wanted = oracle(FAMILY, (7, 40), 24)[1:]
+    prompts = write(tmp_path / "p.jsonl", *({"prompt_ids": c.prompt, "max_new_tokens": 24} for c in wanted))
+    ended, found = decode(
+        tmp_path, f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=2", "speculation=model",
+        f"speculation.model.path={checkpoint(FAMILY)}", "speculation.adaptive=false",
+        f"record={tmp_path}/record.json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.output
+    assert [tuple(line["output_ids"]) for line in found] == [c.tokens for c in wanted]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["speculation"]["acceptance_by_place"] == [1.0] * 4
+
+
 def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) -> None:
     ended = run(tmp_path, *common(many), "layout.kvp=3", command=torchrun(2))
     assert ended.code == 1 and ended.output.count("3 ranks, but 2 were started") == 1, ended.output

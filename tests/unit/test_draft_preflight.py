@@ -1,0 +1,167 @@
+"""A draft model that cannot propose is refused by name before anything starts; one that can always has room."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from comm.loopback import LoopbackWorld
+from helix.attention.dense import DenseAttention
+from helix.config import Config
+from helix.kv_cache import KVCache
+from helix.layout import HelixLayout
+from helix.loading import read_config
+from helix.models import Decoder, spec_from_config
+from helix.request import Request
+from helix.scheduler import Scheduler
+from helix.speculation import DraftModel, ModelDrafter
+from launch import decode
+from launch.preflight import DraftPlan, preflight
+from tests.e2e.checkpoints import DEMO, checkpoint
+from tests.unit.test_config import composed
+
+
+def config(draft: Path | str, *overrides: str, target: Path | None = None) -> Config:
+    return composed(
+        f"model.path={target or checkpoint('qwen3')}", "bench=decode", "speculation=model",
+        f"speculation.model.path={draft}", *overrides,
+    )  # fmt: skip
+
+
+def draft_of(config: Config, world: int) -> DraftPlan:
+    plans = [preflight(config, rank, world).draft for rank in range(world)]
+    assert plans[0] is not None and all(p is not None and p.layout == plans[0].layout for p in plans)
+    return plans[0]
+
+
+def problem(config: Config, world: int) -> str:
+    """The message of every rank, which is one and the same."""
+    messages = set()
+    for rank in range(world):
+        with pytest.raises(ValueError) as caught:
+            preflight(config, rank, world)
+        messages.add(str(caught.value))
+    assert len(messages) == 1, messages
+    return messages.pop()
+
+
+@pytest.mark.parametrize(
+    "family, overrides, kvp, tpa",
+    [
+        ("qwen3", [], 2, 2),  # 6 KV heads
+        ("llama-llama3", [], 1, 4),
+        ("llama-llama3", ["speculation.layout.kvp=2"], 2, 2),
+        ("qwen3", ["speculation.layout.tpa=1"], 4, 1),
+        ("llama-llama3", ["speculation.layout.mode=tp"], 1, 4),
+        ("deepseek-v3-yarn", [], 4, 1),
+        ("qwen3-moe", ["speculation.layout.ep=2"], 1, 4),
+    ],
+)
+def test_a_layout_of_its_own(family: str, overrides: list[str], kvp: int, tpa: int) -> None:
+    found = draft_of(config(checkpoint(family), "layout.kvp=4", *overrides), 4).layout
+    assert (found.kvp, found.tpa) == (kvp, tpa)
+
+
+def test_unset_under_an_automatic_layout() -> None:
+    """The target's is chosen by its 6 KV heads, the draft model's by its own 4."""
+    plans = [preflight(config(checkpoint("llama-llama3"), "layout=auto"), rank, 4) for rank in range(4)]
+    assert {(p.layout.kvp, p.layout.tpa) for p in plans} == {(2, 2)}
+    assert {p.draft and (p.draft.layout.kvp, p.draft.layout.tpa) for p in plans} == {(1, 4)}
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["speculation.layout.kvp=3"], ["speculation.layout.kvp*tpa = 3*1 = 3 ranks", "runs on 4"]),
+        (["speculation.layout.kvp=8"], ["8*1 = 8 ranks", "runs on 4"]),
+        (["speculation.layout.tpa=4"], ["speculation.layout", "tpa=4", "12 query and 6 KV heads", "kvp=2 tpa=2"]),
+        (["speculation.layout.kvp=0"], ["speculation.layout", "kvp=0"]),
+        (["speculation.layout.ep=2"], ["speculation.layout", "ep=2", "no experts"]),
+        (["speculation.model.path=null"], ["draft model", "no model"]),
+        (["speculation.model.path=/nowhere"], ["draft model", "/nowhere is not a directory"]),
+        (["+speculation.model.config.vocab_size=300"], ["300 token ids", "the target 257"]),
+        (["+speculation.model.config.architectures=[GPT2LMHeadModel]"], ["draft model", "GPT2LMHeadModel", "Qwen3"]),
+        (["+speculation.model.config.num_hidden_layers=3"], ["draft model", "missing: model.layers.2"]),
+        (["speculation.gamma=32"], ["speculation.gamma=32", "from 1 to 31"]),
+        (["speculation.model.dtype=int8"], ["speculation.model.dtype='int8'"]),
+        (["bench=hopb"], ["bench.kind=hopb", "speculation.drafter=model"]),
+    ],
+)
+def test_what_is_refused(overrides: list[str], words: list[str]) -> None:
+    message = problem(config(checkpoint("qwen3"), "layout.kvp=4", *overrides), 4)
+    assert all(word in message for word in words), message
+
+
+def test_tokenizers_that_differ(tmp_path: Path) -> None:
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(content))  # the same tokens in another file
+    assert draft_of(config(other, target=DEMO), 1)
+    vocab = content["model"]["vocab"]
+    first, second = sorted(vocab, key=vocab.__getitem__)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    message = problem(config(other, target=DEMO), 1)
+    assert "differ in 2 tokens" in message and f"{min(first, second)!r}" in message and str(other) in message
+    assert "300" in message and "301" in message
+
+
+def model_of(family: str, layout: HelixLayout) -> Decoder:
+    comm = LoopbackWorld(layout.world_size).communicator(0, layout.kvp_group(0))
+    spec = spec_from_config(read_config(checkpoint(family)))
+    return Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    free=st.integers(100_000, 3_000_000),
+    wanted=st.integers(1, 3000),
+    max_batch=st.integers(1, 6),
+    block=st.sampled_from([1, 16, 48]),
+    family=st.sampled_from(["mistral-windowed", "deepseek-v3-yarn"]),
+    lengths=st.lists(st.integers(1, 400), max_size=12),
+)
+def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
+    monkeypatch: pytest.MonkeyPatch, free: int, wanted: int, max_batch: int, block: int, family: str, lengths: list[int]
+) -> None:
+    layout = HelixLayout.create()  # the draft model's pages are what counts: one rank's
+    world = LoopbackWorld(1)
+    draft = DraftModel(model_of(family, layout), layout, world.communicator(0, [0]))
+    target = model_of("qwen3", layout)
+    sizes = composed("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
+    monkeypatch.setattr(decode, "free_bytes", lambda device: free)
+    engine = decode.build_engine(
+        layout, world.communicator(0, [0]), target, sizes, max_batch, wanted, draft=draft
+    )  # fmt: skip
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelDrafter)
+
+    def size(cache: KVCache) -> int:
+        return sum(t.numel() * t.itemsize for t in cache.tensors)
+
+    used = size(engine.cache) + size(drafter.cache)
+    assert engine.cache.pages == 0 or used <= free * sizes.kv.memory_fraction
+    # A page more, and what it lets the draft model hold, would not fit, or is not wanted.
+    one = 32 * engine.cache.bytes_per_token
+    more = drafter.cache.pages + -(-(32 + 2 * block) // 32) + 1
+    spare = one + (more - drafter.cache.pages) * 32 * draft.bytes_per_token
+    assert engine.token_budget >= wanted or used + spare > free * sizes.kv.memory_fraction
+
+    scheduler = Scheduler(
+        engine.placement.pages, [engine.cache.pages], engine.token_budget, max_batch, 64, 8, engine.drafts
+    )
+    for i, length in enumerate(lengths):
+        scheduler.submit(Request(i, tuple(range(length)), 5))
+    while (decision := scheduler.decide()) is not None:
+        for slot in decision.retire:
+            drafter.retire(slot)
+        for admission in decision.admit:
+            drafter.admit(admission)  # would fail if a page were missing
+        for slot in scheduler.running:
+            scheduler.took(slot, True)
