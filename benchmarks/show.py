@@ -156,9 +156,10 @@ def steps() -> list[str]:
             rows.append(f"{start}| does not fit | | | | | |")
             continue
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
+        launches = f"{r['launches_per_layer']:.1f}" if "launches_per_layer" in r else "-"
         rows.append(
             f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms | {r['floor_us'] / 1e3:.2f} ms "
-            f"| {r['ttl_p50_us'] / r['floor_us']:.2f} | {r['bar'] or '-'} | {vllm} | {r['launches_per_layer']:.1f} |"
+            f"| {r['ttl_p50_us'] / r['floor_us']:.2f} | {r['bar'] or '-'} | {vllm} | {launches} |"
         )
     return rows
 
