@@ -32,12 +32,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.flash_decode import _first_slot, _workspace, merge_parts
 from kernels.launching import sm_count
+from kernels.sm90 import COPIED, SHARED, silence
 
 TILE = gl.constexpr(64)  # rows of queries, and keys, that a group multiplies at once
-SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -132,19 +131,6 @@ def _load(
             tma.async_copy_global_to_shared(latents, [row, R // 2], right_ready.index(slot), k_right.index(slot))
             loaded += 1
         at = gl.minimum(end, item_end)
-
-
-@gluon.jit
-def _silence(values, key, start, stop):
-    """Zeroes the values of dead keys: the NaN of a slot that nobody wrote would survive a weight of zero."""
-    n = key + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPIED))
-    live = (n >= start) & (n < stop)
-    for c in gl.static_range(values.shape[1] // 64):
-        piece = values.slice(c * 64, 64, dim=1)
-        x = piece.load(COPIED)
-        piece.store(gl.where(live[:, None], x, gl.zeros_like(x)))
-    fence_async_shared()
-    tl.debug_barrier()
 
 
 @gluon.jit
@@ -270,7 +256,7 @@ def _score_and_left(
                 scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi
             )
             if key < start:
-                _silence(k_left.index(slot), key, start, stop)
+                silence(k_left.index(slot), key, start, stop)
             _hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
             acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
@@ -288,7 +274,7 @@ def _score_and_left(
                 scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi
             )
             if (key < start) | (key + TILE > stop):
-                _silence(k_left.index(slot), key, start, stop)
+                silence(k_left.index(slot), key, start, stop)
             _hand_over(weights, rescale, handed, weights_shared, factors_shared, weighed, taken)
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, VALUES))[:, None]
             acc = warpgroup_mma(weights_shared, k_left.index(slot), acc, is_async=True)
@@ -342,7 +328,7 @@ def _right(
             mbarrier.wait(weighed, handed % 2)
             rescale = factors_shared.load(gl.SliceLayout(1, VALUES))
             if (tile * TILE < start) | (tile * TILE + TILE > stop):
-                _silence(k_right.index(slot), tile * TILE, start, stop)
+                silence(k_right.index(slot), tile * TILE, start, stop)
             acc = warpgroup_mma(weights_shared, k_right.index(slot), acc * rescale[:, None], is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             tl.debug_barrier()

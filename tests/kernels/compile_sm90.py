@@ -32,7 +32,7 @@ from kernels.linear import _linear_kernel
 from kernels.lse_combine import _lse_combine_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
-from kernels.mla_decode_sm90 import SHARED, TILE, _mla_decode_sm90_kernel
+from kernels.mla_decode_sm90 import _mla_decode_sm90_kernel
 from kernels.mla_prefill import _mla_prefill_kernel
 from kernels.moe import (
     _down_few_kernel,
@@ -47,6 +47,7 @@ from kernels.paged import tile_shape
 from kernels.replay import _replay_kernel
 from kernels.rms_norm import _rms_norm_kernel
 from kernels.route import _route_kernel
+from kernels.sm90 import SHARED
 from kernels.verify import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_and_pack_kernel, _verify_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -193,7 +194,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name in TENSORS:
             kind = "*i32" if words else f"*{NAMES[dtype]}"
         if name in DESCRIPTORS:
-            kind, aligned = f"tensordesc<{NAMES[dtype]}[{TILE.value}, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
+            kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:
             values[(i,)] = constants[name]
