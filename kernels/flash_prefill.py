@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import routing
+from kernels import flash_prefill_sm90, routing
 from kernels.paged import attend_tiles, tile_shape, with_sink
 from kernels.reference.flash_prefill import flash_prefill as reference
 
@@ -129,6 +129,9 @@ def flash_prefill(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
+    if q.is_cuda and flash_prefill_sm90.fits(q, k_cache, v_cache, max_q, scale):
+        flash_prefill_sm90.launch(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, sinks, out, lse)
+        return out, lse
     tile = tile_shape(max_q * group, 64, D, q.dtype)
     grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
     _flash_prefill_kernel[grid](

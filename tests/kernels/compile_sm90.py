@@ -26,6 +26,7 @@ from kernels.commit import _commit_kernel
 from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
+from kernels.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.kv_append import _kv_append_kernel
 from kernels.latents import latent_tile
 from kernels.linear import _linear_kernel
@@ -80,7 +81,7 @@ TENSORS = {
     "residual", "total", "y", "result", "cache", "kv", "gain",
     "logits", "gate_up", "down", "h", "outputs", "packed", "p_logits", "q_logits",
 }  # fmt: skip
-DESCRIPTORS = {"latents": 256, "ropes": 64}  # columns of what one load brings
+DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
 
 def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -100,6 +101,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         constants = {"GROUP": group, "D": dim, "PAGE": page, "SINKS": dim == 64, **tile}
         yield "prefill", dtype, _flash_prefill_kernel, constants, options
+    for group, page, sinks in ((7, 64, False), (16, 128, True)):
+        constants = {"GROUP": group, "PAGE": page, "SINKS": sinks}
+        yield "prefill-sm90", bf16, _flash_prefill_sm90_kernel, constants, {"num_warps": 4}
     latents = {"R": 512, "P": 64, "PAGE": 64}
     for dtype, heads, tokens in ((bf16, 16, 1), (bf16, 16, 2), (bf16, 128, 2), (fp32, 16, 1)):
         tile = latent_tile(tokens * heads, 512, 64, dtype)

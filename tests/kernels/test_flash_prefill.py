@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import flash_prefill_sm90
 from kernels.flash_prefill import flash_prefill
 from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, make_case
@@ -98,3 +99,90 @@ def test_long(dtype: torch.dtype, heads: tuple[int, int], dim: int, sinks: bool)
     shape: dict[str, Any] = dict(heads=heads, dim=dim, page_size=64, dtype=dtype, sinks=sinks, device="cuda")
     case = make_case([300, 129], [3000, 129], **shape)
     check(*run(flash_prefill, case), case)
+
+
+# Hopper's kernel, at sizes around those of its tiles: 64 rows a group, 128 a program, 128 keys of two pieces.
+ODD = dict(counts=[1, 17, 63, 65, 129, 300], lengths=[301, 18, 63, 60, 513, 600])
+LONG = {
+    **{f"{q}-over-{kv}": dict(heads=(q, kv), **ODD) for q, kv in ((4, 4), (14, 2), (8, 1), (16, 1))},
+    **{f"window-{w}": dict(counts=[200, 90], lengths=[900, 91], heads=(14, 2), window=w) for w in (1, 64, 130, 257)},
+    "one-tile-each": dict(counts=[1] * 9, lengths=[1, 63, 64, 65, 127, 128, 129, 191, 192]),
+    "empty-segment-between": dict(counts=[40, 0, 9], lengths=[70, 0, 75], heads=(14, 2)),
+    "empty-shard": dict(counts=[140, 150], lengths=[0, 9], heads=(8, 1)),
+    "shard-shorter-than-chunk": dict(counts=[400, 130], lengths=[70, 129], heads=(8, 1)),
+    "sinks": dict(counts=[300, 129, 5], lengths=[3000, 129, 0], heads=(28, 4), sinks=True),
+    "sinks-window": dict(counts=[200, 90], lengths=[900, 91], heads=(14, 2), window=23, sinks=True),
+    "page-128": dict(counts=[200, 3], lengths=[700, 3], heads=(14, 2), page_size=128),
+    "page-192": dict(counts=[200, 3], lengths=[700, 3], heads=(14, 2), page_size=192, window=150),
+    "fp16": dict(counts=[300, 65], lengths=[900, 65], heads=(14, 2), dtype=torch.float16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LONG)
+def test_hopper(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into outputs full of NaN, and bitwise the same when repeated."""
+    monkeypatch.setattr(flash_prefill_sm90, "MIN_QUERIES", 1)
+    case = make_case(**dict(dim=128, page_size=64, dtype=torch.bfloat16, device="cuda") | LONG[shape])
+    assert flash_prefill_sm90.fits(case.q, case.k_cache, case.v_cache, max(case.counts), case.scale)
+    out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype, device="cuda")
+    lse = torch.full(case.q.shape[:2], torch.nan, device="cuda")
+    check(*run(flash_prefill, case, out=out, lse=lse), case)
+    first, first_lse = out.clone(), lse.clone()
+    for _ in range(5):
+        run(flash_prefill, case, out=out, lse=lse)
+        assert torch.equal(first, out) and torch.equal(first_lse, lse)
+
+
+@pytest.mark.gpu
+def test_long_chunks_take_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    launch = flash_prefill_sm90.launch
+    monkeypatch.setattr(flash_prefill_sm90, "launch", lambda *args: (launched.append(args), launch(*args)))
+    for queries in (1023, 1024):
+        case = make_case([queries], [1300], heads=(7, 1), dim=128, page_size=64, dtype=torch.bfloat16, device="cuda")
+        check(*run(flash_prefill, case), case)
+    assert [len(args[0]) for args in launched] == [1024]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [100, 1100], ids=["triton", "hopper"])
+def test_offsets_beyond_2_to_the_31(queries: int) -> None:
+    """The last pages of caches of 2^32 elements hold what is read."""
+    case = make_case([queries], [1200], heads=(1, 1), dim=128, page_size=64, dtype=torch.bfloat16, device="cuda")
+    pages = (1 << 32) // (64 * 128) + 1
+    k_cache, v_cache = (torch.empty(pages, 64, 1, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for i in range(-(-1200 // 64)):
+        k_cache[pages - 1 - i] = case.k_cache[int(case.block_table[0, i])]
+        v_cache[pages - 1 - i] = case.v_cache[int(case.block_table[0, i])]
+        case.block_table[0, i] = pages - 1 - i
+    case.k_cache, case.v_cache = k_cache, v_cache
+    check(*run(flash_prefill, case), case)
+
+
+@pytest.mark.parametrize(
+    "change, fits",
+    [
+        ({}, True),
+        ({"dtype": torch.float16, "page_size": 192}, True),
+        ({"max_q": 1023}, False),
+        ({"dim": 64}, False),
+        ({"dtype": torch.float32}, False),
+        ({"page_size": 96}, False),
+        ({"scale": 0.0}, False),
+        ({"scale": -1.0}, False),
+        ({"capability": (8, 0)}, False),
+        ({"capability": (10, 0)}, False),
+        ({"kv_heads": 1}, False),  # of two: the slots of the rest lie between
+    ],
+    ids=str,
+)
+def test_shapes_of_the_kernel_for_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (
+        dict(max_q=1024, scale=0.1, kv_heads=2, capability=(9, 0), dim=128, dtype=torch.bfloat16, page_size=64) | change
+    )
+    max_q, scale, kv_heads, capability = (given.pop(name) for name in ("max_q", "scale", "kv_heads", "capability"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    case = make_case([2], [3], heads=(4, 2), **given)
+    k_cache, v_cache = (cache[:, :, :kv_heads] for cache in (case.k_cache, case.v_cache))
+    assert flash_prefill_sm90.fits(case.q, k_cache, v_cache, max_q, scale) == fits
