@@ -162,11 +162,13 @@ class BenchConfig:
     kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
         hopb: time decode steps with and without HOP-B; prefill: time prompts.
     points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each.
+    gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
     steps: timed steps of each point.
     """
 
     kind: str = "none"
     points: list[str] = field(default_factory=lambda: ["1x131072"])
+    gammas: list[int] = field(default_factory=list)
     steps: int = 32
 
 
@@ -232,6 +234,12 @@ def check(config: Config) -> None:
     for key, limit in most.items():
         if not 1 <= (value := _get(config, key)) <= limit:
             raise ValueError(f"{key}={value!r} must be from 1 to {limit}")
+    gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
+    if bad := [n for n in config.bench.gammas if not 0 <= n <= gamma]:
+        raise ValueError(
+            f"bench.gammas has {bad[0]}, but speculation.drafter={config.speculation.drafter} with "
+            f"speculation.gamma={config.speculation.gamma} proposes {gamma} at most"
+        )
     if not 0 <= config.speculation.acceptance <= 1:
         raise ValueError(f"speculation.acceptance={config.speculation.acceptance!r} must be from 0 to 1")
     if not 0 < config.kv.memory_fraction <= 1:

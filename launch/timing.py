@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
-from helix.config import bench_points
+from helix.config import Config, bench_points
 from helix.engine import Engine
 from helix.models import Decoder
 from helix.sampling import SamplingParams
@@ -30,12 +30,18 @@ from launch.preflight import RunPlan
 from launch.report import Console, summary
 
 WARM_UP = 4
+NAME = 100  # characters of a kernel's name that are kept
+
+
+def gammas(config: Config) -> list[int]:
+    """Drafts of a step with which each point is timed."""
+    return config.bench.gammas or [0 if config.speculation.drafter == "none" else config.speculation.gamma]
 
 
 def time_steps(
     plan: RunPlan, comm: Communicator, model: Decoder, draft: DraftModel | None, console: Console
 ) -> dict[str, Any]:
-    """Times `bench.steps` decode steps at each of `bench.points`.
+    """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
 
     Raises:
         ValueError: a point is beyond the model's context, or its cache does not fit; on every rank alike.
@@ -44,11 +50,12 @@ def time_steps(
     todo = bench_points(plan.config.bench)
     for batch, length in todo:
         try:
-            found.append(_time_point(plan, comm, model, draft, console, batch, length))
+            found += _time_point(plan, comm, model, draft, console, batch, length)
         except ValueError as error:  # alike on every rank; of several points, the others count
             if len(todo) == 1:
                 raise
-            found.append({"batch": batch, "length": length, "failed": str(error)})
+            failed = {"batch": batch, "length": length, "failed": str(error)}
+            found += [{**failed, "gamma": gamma} for gamma in gammas(plan.config)]
         if comm.device.type == "cuda":
             gc.collect()  # an engine and its graphs refer to each other
             torch.cuda.empty_cache()
@@ -63,23 +70,55 @@ def _time_point(
     console: Console,
     batch: int,
     length: int,
-) -> dict[str, Any]:
-    """A step counts with the time of its slowest rank; no rank waits for its host between steps.
-
-    With a drafter, every step has speculation.gamma drafts.
-    """
-    config, steps, layout = plan.config, plan.config.bench.steps, plan.layout
-    gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    reserved = length + (WARM_UP + steps + 1) * (1 + gamma)
+) -> list[dict[str, Any]]:
+    """What is measured at a point, for each count of drafts, always over the same cache."""
+    config = plan.config
+    reserved = length + (WARM_UP + config.bench.steps + 1) * (1 + max(gammas(config)))
     if reserved > model.spec.max_positions:
         raise ValueError(
             f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
             "set model.config.max_position_embeddings"
         )
     sized = replace(config, kv=replace(config.kv, tokens=batch * reserved))
-    engine = build_engine(layout, comm, model, sized, batch, batch * reserved, draft=draft)
+    engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft)
     fill(engine, batch, length, reserved, config.seed + comm.rank)
     engine.choose_chunks(batch)
+    tokens = [0] * plan.layout.kvp
+    for slot in range(batch):
+        for k in range(plan.layout.kvp):
+            tokens[k] += plan.layout.local_length(reserved, k, config.kv.append_block, slot % plan.layout.kvp)
+    shared = {
+        "batch": batch,
+        "length": length,
+        "captured": comm.capturable,
+        "hopb_chunks": engine.chunks(batch),
+        "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
+    }
+    found = []
+    for gamma in gammas(config):
+        rewind(engine, batch, length)
+        drafts = f", {gamma} drafts" if gamma else ""
+        with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
+            timings, traced = _time_drafts(engine, comm, batch, gamma, config.bench.steps)
+            advance(config.bench.steps)
+        timings.kv_tokens = tokens
+        memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
+        measured = summary(plan.layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
+        measured |= {"gamma": gamma, **shared, **traced}
+        measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
+        console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
+        found.append(measured)
+    engine.close()
+    return found
+
+
+def _time_drafts(
+    engine: Engine, comm: Communicator, batch: int, gamma: int, steps: int
+) -> tuple[Timings, dict[str, Any]]:
+    """Steps with `gamma` drafts, and what one of them consists of.
+
+    A step counts with the time of its slowest rank; no rank waits for its host between steps.
+    """
     taken: list[Tensor] = []
 
     def step() -> None:
@@ -87,33 +126,19 @@ def _time_point(
         if gamma:
             taken.append(tokens.clone())
 
-    with torch.inference_mode(), console.progress(f"{batch} x {length:,}", steps) as advance:
-        for _ in range(WARM_UP):
-            step()
-        taken.clear()
-        comm.barrier()
-        seconds = _times(step, steps, comm.device)
-        advance(steps)
-        traced = _trace(partial(engine.decode, batch, gamma), model.spec.layers, comm.device)
+    for _ in range(WARM_UP):
+        step()
+    taken.clear()
+    comm.barrier()
+    seconds = _times(step, steps, comm.device)
+    traced = _trace(partial(engine.decode, batch, gamma), engine.model.spec.layers, comm)
     comm.check()
-    engine.close()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
-    tokens = [0] * layout.kvp
-    for slot in range(batch):
-        for k in range(layout.kvp):
-            tokens[k] += layout.local_length(reserved, k, config.kv.append_block, slot % layout.kvp)
-    timings = Timings(kv_tokens=tokens, acceptance=Acceptance(gamma))
+    timings = Timings(acceptance=Acceptance(gamma))
     kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
     for step_s, of_rows in zip(slowest, kept, strict=True):
         timings.step(step_s, gamma, [Outcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
-    measured = summary(layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
-    memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
-    measured |= {"batch": batch, "length": length, "captured": comm.capturable, **traced}
-    measured["hopb_chunks"] = engine.chunks(batch)
-    measured["weight_bytes_per_rank"] = comm.all_gather_object(model.weights.bytes)
-    measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
-    console.finish(f"{batch} x {length:,} tokens of random KV", measured)
-    return measured
+    return timings, traced
 
 
 def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
@@ -125,6 +150,11 @@ def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> N
             layer.normal_(generator=generator)
     for slot in range(batch):
         engine.admit(Admission(slot, slot, (), slot % engine.layout.kvp, reserved, reserved, SamplingParams()))
+    rewind(engine, batch, length)
+
+
+def rewind(engine: Engine, batch: int, length: int) -> None:
+    """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
     slots = torch.arange(batch, device=engine.device)
     engine.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
 
@@ -147,24 +177,27 @@ def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[fl
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
-def _trace(step: Callable[[], Any], layers: int, device: torch.device) -> dict[str, Any]:
-    """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels."""
-    if device.type != "cuda":
+def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:
+    """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels.
+
+    Kernels start while others run out, and wait as running ones: each counts from the end of those before it.
+    """
+    if comm.device.type != "cuda":
         step()
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        comm.barrier()  # profilers take their time to start, and peers would wait inside the first kernels
         step()
         torch.cuda.synchronize()
     kernels = [e for e in trace.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
-    busy, until, microseconds = 0.0, float("-inf"), Counter[str]()
+    until, microseconds = float("-inf"), Counter[str]()
     for start, end, name in spans:
-        busy += max(0.0, end - max(start, until))
+        microseconds[name[:NAME]] += max(0.0, end - max(start, until))
         until = max(until, end)
-        microseconds[name] += end - start
     total = until - spans[0][0] if spans else 0.0
     return {
         "launches_per_layer": len(spans) / layers,
-        "idle_share": 1 - busy / total if total else None,
-        "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common(25)},
+        "idle_share": 1 - microseconds.total() / total if total else None,
+        "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common()},
     }

@@ -252,14 +252,20 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     assert found["kv_tokens_per_rank"] == held and found["decode_steps"] == 5 and found["decode_tokens"] == 15
     assert len(found["weight_bytes_per_rank"]) == 2
     ended = run(
-        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[2x300]",
-        "bench.steps=5", "speculation=replay", "speculation.gamma=3", "speculation.acceptance=1", f"record={record}",
+        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[2x300,1x510]",
+        "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=replay", "speculation.gamma=3",
+        "speculation.acceptance=1", f"record={record}",
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output
-    found = json.loads(record.read_text())["points"][0]
-    assert found["decode_tokens"] == 5 * 2 * 4 and found["tokens_per_step"] == 4
-    assert found["tokens_per_s_user"] == pytest.approx(4 * 5 / found["decode_s"])
-    assert found["speculation"]["acceptance_by_place"] == [1.0] * 3
+    points = json.loads(record.read_text())["points"]
+    assert [(p["batch"], p["gamma"], "failed" in p) for p in points] == [
+        (batch, gamma, batch == 1) for batch in (2, 1) for gamma in (3, 0, 1)
+    ]  # fmt: skip
+    for found in points[:3]:
+        each = 1 + found["gamma"]
+        assert found["decode_tokens"] == 5 * 2 * each and found["tokens_per_step"] == each
+        assert found["tokens_per_s_user"] == pytest.approx(each * 5 / found["decode_s"])
+    assert points[0]["speculation"]["acceptance_by_place"] == [1.0] * 3 and points[1]["speculation"] is None
     ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[1x510]")
     assert ended.code == 1 and "exceed the model's context of 512" in ended.output
 

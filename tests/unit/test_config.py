@@ -69,6 +69,7 @@ def test_help_names_every_group() -> None:
         ("speculation.acceptance=1.5", ["speculation.acceptance", "1.5", "from 0 to 1"]),
         ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
         ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),
+        ("bench.gammas=[0,1]", ["bench.gammas", "1", "speculation.drafter=none"]),
         ("kv.append_block=0", ["kv.append_block", "0", "positive"]),
         ("kv.page_size=-1", ["kv.page_size", "-1"]),
         ("kv.tokens=0", ["kv.tokens", "0"]),
@@ -84,6 +85,12 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         check(composed(override))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_drafts_to_time_are_those_that_are_proposed() -> None:
+    check(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,1,7]"))
+    with pytest.raises(ValueError, match=r"bench\.gammas has 8, but speculation.drafter=ngram .* proposes 7 at most"):
+        check(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,8]"))
 
 
 def test_the_schema_has_these_groups() -> None:
