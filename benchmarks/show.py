@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from helix.simulate.points import Options, Points  # noqa: E402
 from helix.simulate.step import predict  # noqa: E402
 from launch.bench_kernels import READ_CEILING  # noqa: E402
+from launch.bench_speculate import PARTS, REST  # noqa: E402
 from launch.bench_steps import BUDGETS_MS, largest_batch  # noqa: E402
 from launch.hardware import load_hardware  # noqa: E402
 from launch.plan import check_table, regrets, summary  # noqa: E402
@@ -31,8 +32,9 @@ Row = dict[str, Any]
 
 
 def results(name: str, *key: str) -> list[Row]:
-    """The newest line of each point of `benchmarks/results/NAME.jsonl`."""
-    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text().splitlines()
+    """The newest line of each point of `benchmarks/results/NAME.jsonl`; none where nothing was recorded yet."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return list({tuple(row.get(k) for k in key): row for row in map(json.loads, lines)}.values())
 
 
@@ -262,6 +264,45 @@ def hopb() -> list[str]:
     return rows
 
 
+def speculate() -> list[str]:
+    """Steps with replayed drafts, and the share of each part of a step in its time."""
+    found = results("speculate", "kind", "model", "layout", "batch", "length", "gamma")
+    found = [r for r in found if r["kind"] == "replay"]
+    rows = [
+        "| shape | KV | drafts | step p50 (p90) | tokens a step | tokens/s/user | gain | gain at the rate "
+        f"| {' | '.join([*PARTS, REST])} |",
+        "|---" * (8 + len(PARTS) + 1) + "|",
+    ]
+    for r in found:
+        start = f"| {_point(r)} | {r['gamma']} "
+        if "failed" in r:
+            rows.append(f"{start}| does not fit {'| ' * (5 + len(PARTS))}|")
+            continue
+        total = sum(r["split_us"].values())
+        shares = " | ".join(f"{us / total:.1%}" for us in r["split_us"].values())
+        rows.append(
+            f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms ({r['ttl_p90_us'] / 1e3:.2f}) | {r['tokens_per_step']:.2f} "
+            f"| {r['tokens_per_s_user']:.1f} | {r['gain']:.2f} | {r['gain_at_rate']:.2f} | {shares} |"
+        )
+    return rows if found else []
+
+
+def edits() -> list[str]:
+    """The demo model's copies of files."""
+    found = [r for r in results("speculate", "kind", "layout", "drafting") if r["kind"] == "edits"]
+    rows = [
+        "| drafts | layout | tokens a step | step p50 | tokens/s/user | gain | drafts a step | answers as without |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in found:
+        drafts = f"{r['speculation']['mean_drafts']:.1f}" if r["speculation"] else "-"
+        rows.append(
+            f"| {r['drafting']} | {r['layout']} | {r['tokens_per_step']:.2f} | {r['ttl_p50_us'] / 1e3:.2f} ms "
+            f"| {r['tokens_per_s_user']:.0f} | {r['gain']:.2f} | {drafts} | {r['as_plain']} of {r['prompts']} |"
+        )
+    return rows if found else []
+
+
 def prefill() -> list[str]:
     """The prefill kernel, and prompts."""
     found = results("prefill", "kind", "heads", "q_tokens", "length", "layout")
@@ -298,7 +339,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         foundation, decode_kernel, ragged, linear, mla, moe, comm, steps, gap, best_steps, baselines, budgets, hopb,
-        prefill, planner,
+        prefill, planner, speculate, edits,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m launch.bench kernels | moe | mla | verify | comm | step | baselines | hopb | prefill`."""
+"""Benchmarks: `python -m launch.bench WHAT`, where `--help` says what there is."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from launch import (
     bench_mla,
     bench_moe,
     bench_prefill,
+    bench_speculate,
     bench_steps,
     bench_verify,
 )
 from launch.report import provenance
+
+MODELS = "of step, baselines (default all), hopb (default qwen2.5-7b), speculate (default llama-3.1-70b demo)"
 
 
 def main() -> None:
@@ -37,11 +40,12 @@ def main() -> None:
         "comm": "the collectives of a step beside torch.distributed's, over 2, 4, .. GPUs",
         "step": "decode steps of whole models beside their floor, over all GPUs",
         "baselines": "the same under plain TP, Medha's layout and Helix",
+        "speculate": "decode steps of Llama-3.1-70B with drafts, and copies of files by the demo model, over all GPUs",
         "prefill": "the prefill kernel beside torch's attention, and whole prompts over all GPUs",
         "hopb": "decode steps with and without HOP-B, and the paper's example of it",
     }
     parser.add_argument("what", choices=what, help="; ".join(f"{k}: {v}" for k, v in what.items()))
-    parser.add_argument("--models", nargs="*", help="of step, baselines (default all) and hopb (default qwen2.5-7b)")
+    parser.add_argument("--models", nargs="*", help=MODELS)
     parser.add_argument("--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
@@ -57,6 +61,7 @@ def main() -> None:
         "comm": [partial(bench_comm.run, ranks)],
         "step": [partial(bench_steps.run, ranks, baselines=False, models=models)],
         "baselines": [partial(bench_steps.run, ranks, baselines=True, models=models)],
+        "speculate": [partial(bench_speculate.run, ranks, models)],
         "hopb": [partial(bench_hopb.run, ranks, models)],
         "prefill": [partial(bench_prefill.run, ranks, device)],
     }

@@ -322,6 +322,29 @@ def timeline(rows: list[Row]) -> Figure:
     return figure
 
 
+def speculate(rows: list[Row]) -> Figure:
+    """What drafts gain and what one user sees, a line for each batch and length."""
+    rows = [{**r, "workload": f"{r['batch']} x {_short(r['length'])}"} for r in rows if "failed" not in r]
+    models = _groups(rows, "model")
+    workloads = _styles(rows, "workload", "{}", color=COLOURS, marker=MARKERS)
+    figure, axes = _panels(2, max(len(models), 1))
+    for panels, ((model,), found) in zip(axes, models.items(), strict=True):
+        rate = found[-1]["acceptance"]
+        for (workload,), same in _groups(found, "workload").items():
+            style = workloads[workload]
+            _line(panels[0], same, "gamma", "gain_at_rate", {**style, "marker": ""})
+            _line(panels[0], same, "gamma", "gain", {**style, "linestyle": ""})
+            _line(panels[1], same, "gamma", "tokens_per_s_user", style)
+        panels[0].axhline(1, color=BLACK, linewidth=0.8, linestyle=":")
+        panels[0].set(ylabel="tokens/s/user, in those without drafts", title=f"{model}, drafts kept at {rate}")
+        panels[1].set(ylabel="tokens/s/user, as they came", title=model)
+        for panel in panels:
+            panel.set(xlabel="drafts of a step", xticks=sorted({row["gamma"] for row in found}))
+    came: Style = {"label": "as they came", "marker": "o", "linestyle": ""}
+    _legend(figure, [*workloads.values(), {"label": "tokens expected of a step"}, came])
+    return figure
+
+
 class Drawing(NamedTuple):
     """A figure: how it is drawn, from which results, what names a point there, and which kind of line if of several."""
 
@@ -342,6 +365,7 @@ DRAWINGS = {
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
+    "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "replay"),
 }
 
 

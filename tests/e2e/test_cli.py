@@ -329,6 +329,19 @@ def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)
 
 
+def test_speculation_is_timed_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "bench.jsonl"
+    ended = run(tmp_path, "speculate", f"--output={out}", command=[sys.executable, "-m", "launch.bench"])
+    assert ended.code == 0 and "mean nothing" in ended.output, ended.output
+    plain, drafted, *copies = jsonl(out)
+    assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2
+    assert drafted["gain"] > 0 and 1 <= drafted["tokens_per_step"] <= 3
+    assert drafted["gain_at_rate"] == pytest.approx((1 + 0.8 + 0.64) * plain["ttl_p50_us"] / drafted["ttl_p50_us"])
+    assert [row["drafting"] for row in copies] == ["none", "4"]
+    assert all(row["as_plain"] == row["prompts"] for row in copies), "fp32: drafts change no token"
+    assert copies[1]["tokens_per_step"] > 2 > copies[0]["tokens_per_step"] == 1
+
+
 def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
     lines = jsonl(DEMO.parent / "prompts.jsonl")
     needle = next(line for line in lines if "The magic number" in line["prompt"][-60:])

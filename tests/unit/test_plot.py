@@ -64,6 +64,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
          "matrix_tflops": 800.0}
         for heads in ("8/1", "32/8") for n in (8, 128)
     ],
+    "speculate": [
+        {"kind": "replay", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": batch, "length": length,
+         "gamma": gamma, "gain": 1.1 + gamma / 9, "gain_at_rate": 1 + gamma / 8, "tokens_per_s_user": 70.0 + gamma}
+        for batch, length in ((1, 8 * K), (32, 8 * K), (1, K * K)) for gamma in (0, 1, 4, 15)
+    ] + [{"kind": "replay", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": 8, "length": K * K,
+          "gamma": 4, "failed": "does not fit"}],
 }  # fmt: skip
 PROVENANCE = {"device": "NVIDIA H200", "commit": "0123456789ab", "versions": {"torch": "2.11.0"}}
 
@@ -121,6 +127,15 @@ def test_grids_are_shares_of_the_first() -> None:
     drawn = [list(zip(*line.get_data(), strict=True)) for line in panel.get_lines()]
     assert drawn == [[(1, 1.0), (2, 702 / 701), (8, 708 / 701)]] * 2
     plt.close("all")
+
+
+def test_gains_are_drawn_as_expected_and_as_they_came() -> None:
+    figure = plot.speculate(ROWS["speculate"])
+    gain, rate = figure.axes
+    drawn = [(line.get_linestyle(), list(line.get_ydata())) for line in gain.get_lines() if len(line.get_xdata()) == 4]
+    assert drawn == [("-", [1, 1.125, 1.5, 2.875]), ("None", [1.1 + g / 9 for g in (0, 1, 4, 15)])] * 3
+    assert [list(line.get_xdata()) for line in rate.get_lines()] == [[0, 1, 4, 15]] * 3, "what failed is left out"
+    plt.close(figure)
 
 
 def test_roofline_is_the_measured_ceiling() -> None:
