@@ -156,17 +156,17 @@ def distributed_rank(
     wanted: list[Continuation],
     device: str,
     kind: type[TorchDistCommunicator] = TorchDistCommunicator,
-    draft: tuple[Path, HelixLayout, int] | None = None,
+    draft: tuple[Path, HelixLayout, int] | Drafter | None = None,
 ) -> Result:
     """One rank of an initialised process group; the body of a task for a worker pool.
 
     Args:
-        draft: a draft model, its layout and its drafts.
+        draft: a drafter, or a draft model, its layout and its drafts.
     """
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
     comm = kind(layout.kvp_groups(), home, timedelta(seconds=60))
-    drafter = None
-    if draft is not None:
+    drafter = draft
+    if isinstance(draft, tuple):
         drafter = build_drafter(*draft[:2], kind(draft[1].kvp_groups(), home, timedelta(seconds=60)), draft[2])
     engine = build_engine(path, layout, comm, block, drafter=drafter, adaptive=False)
     result = generate(engine, wanted)
@@ -177,7 +177,7 @@ def distributed_rank(
             tokens = {output.id: output.output_ids for output in engine.generate(requests)}
             assert tokens == result.tokens
     engine.close()
-    if drafter is not None:
+    if isinstance(drafter, ModelDrafter):
         drafter.comm.close()
     comm.close()
     return result
@@ -186,22 +186,30 @@ def distributed_rank(
 def agreement(
     rank: int, world_size: int, path: Path, layout: HelixLayout, wanted: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[int, int]]:
-    """Steps (prompt, number) at which a bf16 run over NCCL takes another token than wanted (prompt, tokens).
-
-    After such a step the run starts over from what was wanted up to there, so that every step is judged on its own.
-    """
+    """Steps (prompt, number) at which a bf16 run takes another token than wanted; the body of a task for a pool."""
     comm = SymmMemCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
     longest = max(len(prompt) + len(tokens) for prompt, tokens in wanted)
     engine = build_engine(
         path, layout, comm, 16, max_batch=8, max_length=longest, prefill_chunk=4096, dtype=torch.bfloat16
     )
+    differing = differences(engine, wanted)
+    engine.close()
+    comm.close()
+    return differing
+
+
+def differences(engine: Engine, wanted: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[tuple[int, int]]:
+    """Steps (prompt, number) at which an engine takes another token than wanted (prompt, tokens).
+
+    After such a step the run starts over from what was wanted up to there, so that every step is judged on its own.
+    """
     differing = []
     begins = dict.fromkeys(range(len(wanted)), 0)
     while begins:
         requests = [Request(i, wanted[i][0] + wanted[i][1][:n], len(wanted[i][1]) - n) for i, n in begins.items()]
         taken = {int(output.id): output.output_ids for output in engine.generate(requests)}
         # Only rank 0 knows what was taken; the others follow it into the next round.
-        taken = comm.broadcast_object(taken)
+        taken = engine.comm.broadcast_object(taken)
         following = {}
         for i, n in begins.items():
             tokens = wanted[i][1]
@@ -211,6 +219,4 @@ def agreement(
                 if first + 1 < len(tokens):
                     following[i] = first + 1
         begins = following
-    engine.close()
-    comm.close()
     return differing

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
+from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -18,9 +22,11 @@ from helix.scheduler import Admission, Pace
 from helix.speculation import Draft, Drafter, NgramDrafter, ReplayDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState
-from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import Result, build_engine, check, generate
+from launch.edits import edits
+from tests.e2e.checkpoints import DEMO, checkpoint, oracle
+from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+from tests.pool import pool
 
 Tokens = dict[int, tuple[int, ...]]
 
@@ -77,18 +83,21 @@ def test_greedy_tokens_and_logits(
     check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
 
 
+def with_lookup(
+    family: str, layout: HelixLayout, drafts: int, wanted: list[Continuation], device: str = "cpu"
+) -> list[Result]:
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        drafter = NgramDrafter(drafts, 2)
+        return generate(build_engine(checkpoint(family), layout, comm, 16, drafter=drafter, adaptive=False), wanted)
+
+    return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)
+
+
 @pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3-yarn"])
 def test_experts_sinks_and_latents(family: str) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    layout = HelixLayout.create("helix", 3, 1)
-
-    def body(world: LoopbackWorld, rank: int) -> Result:
-        comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(
-            build_engine(checkpoint(family), layout, comm, 16, drafter=NgramDrafter(3, 2), adaptive=False), wanted
-        )
-
-    check(run_ranks(3, body, timeout_s=120.0), wanted)
+    check(with_lookup(family, HelixLayout.create("helix", 3, 1), 3, wanted), wanted)
 
 
 def served(drafter: Drafter | None, layout: HelixLayout, adaptive: bool = False) -> tuple[Tokens, int]:
@@ -250,3 +259,109 @@ def test_a_draft_taken_unseen_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     results = run_ranks(1, body, timeout_s=120.0)
     with pytest.raises(AssertionError, match="prompt"):
         check(results, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [1, 4, 15])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-windowed", "demo"])
+def test_fp32_of_loopback_ranks_on_one_gpu(family: str, drafts: int) -> None:
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    for kvp in (1, 4):
+        check(with_lookup(family, HelixLayout.create("helix", kvp, 1), drafts, wanted, "cuda"), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3-yarn"])
+def test_fp32_experts_sinks_and_latents_on_one_gpu(family: str) -> None:
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    check(with_lookup(family, HelixLayout.create("helix", 3, 1), 3, wanted, "cuda"), wanted)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kvp", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3", "demo"])
+def test_fp32_over_gpus(family: str, kvp: int) -> None:
+    """Eager steps and captured ones."""
+    wanted = oracle(family, LENGTHS, NEW_TOKENS)
+    layout = HelixLayout.create("helix", kvp, 2 // kvp)
+    task = (checkpoint(family), layout, 16, wanted, "cuda", SymmMemCommunicator, NgramDrafter(4, 3))
+    check(pool(2, "nccl").run(distributed_rank, *task, timeout_s=120.0), wanted)
+
+
+class Garbage(Drafter):
+    """Proposes what hardly ever comes, so that a step with drafts gives one token."""
+
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        offsets = torch.arange(1, 1 + drafts, device=state.tokens.device)
+        return Draft((state.tokens[:rows, None] * 31 + offsets * 977) % 4096)
+
+
+def in_bf16(
+    comm: Communicator, layout: HelixLayout, wanted: list[Continuation], drafter: Drafter | None, judges: bool
+) -> tuple[Result | None, list[tuple[int, int]], int]:
+    """The demo model's tokens and logits, or where it takes other tokens than wanted; and drafts kept, on rank 0."""
+    longest = max(len(c.prompt) + len(c.tokens) for c in wanted)
+    engine = build_engine(
+        DEMO, layout, comm, 16, max_batch=8, max_length=longest, prefill_chunk=4096, dtype=torch.bfloat16,
+        drafter=drafter, adaptive=False,
+    )  # fmt: skip
+    result = None if judges else generate(engine, wanted)
+    differing = differences(engine, [(c.prompt, c.tokens) for c in wanted]) if judges else []
+    engine.close()
+    return result, differing, int(sum(engine.timings.acceptance.kept))
+
+
+def over_gpus(rank: int, world_size: int, layout: HelixLayout, *task: object) -> object:
+    """`in_bf16` in a task for a worker pool."""
+    comm = SymmMemCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
+    found = in_bf16(comm, layout, *task)
+    comm.close()
+    return found
+
+
+# Where the best token leads by more than this, rounding to bf16 (2^-8 of logits below 32, over a few layers) cannot
+# turn the choice.
+CLEAR_MARGIN = 1.0
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param("loopback", marks=pytest.mark.gpu), pytest.param("symm_mem", marks=pytest.mark.gpu(2))]
+)
+def test_bf16_differs_only_where_two_tokens_are_close(ranks: str) -> None:
+    """Drafts against no drafts, and against drafts that are refused: the same steps, and each token from the first row.
+
+    Every difference is printed with the lead of the best token over the second.
+    """
+    from tokenizers import Tokenizer
+
+    layout = HelixLayout.create("helix", 2, 1)
+
+    def run(*task: object) -> list[tuple[Result, list[tuple[int, int]], int]]:
+        if ranks == "symm_mem":
+            return pool(2, "nccl").run(over_gpus, layout, *task, timeout_s=120.0)
+
+        def body(world: LoopbackWorld, rank: int) -> object:
+            return in_bf16(world.communicator(rank, layout.kvp_group(rank)), layout, *task)
+
+        return run_ranks(2, body, timeout_s=240.0, device="cuda")
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    prompts = [tuple(tokenizer.encode(str(prompt["prompt"])).ids) for prompt in edits(NEW_TOKENS)]
+    asked = [Continuation(prompt, (0,) * NEW_TOKENS, torch.empty(0)) for prompt in prompts]
+    lookup = NgramDrafter(4, 3)
+    kept = run(asked, lookup, False)[0][2]
+    assert kept > len(prompts) * NEW_TOKENS / 4, "too few drafts held for the test to mean something"
+    for name, drafter in (("none", None), ("refused", Garbage(4))):
+        found = run(asked, drafter, False)
+        tokens = found[0][0].tokens
+        leads: dict[tuple[int, int], float] = {}
+        for i, n in ((i, n) for i in range(len(prompts)) for n in range(NEW_TOKENS)):
+            best, second = torch.cat([result.logits[i, n] for result, _, _ in found]).topk(2).values.tolist()
+            leads[i, n] = best - second
+        wanted = [Continuation(prompt, tokens[i], torch.empty(0)) for i, prompt in enumerate(prompts)]
+        assert drafter is None or found[0][2] < 0.02 * len(leads), "refused drafts were kept"
+        differing = run(wanted, lookup, True)[0][1]
+        listed = sorted(((round(leads[step], 4), *step) for step in differing), reverse=True)
+        print(json.dumps({"ranks": ranks, "against": name, "steps": len(leads), "kept": kept, "differing": listed}))
+        assert sum(lead > CLEAR_MARGIN for lead in leads.values()) > len(leads) / 4, "too few clear steps"
+        assert all(lead <= CLEAR_MARGIN for lead, _, _ in listed), listed
