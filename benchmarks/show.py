@@ -111,6 +111,45 @@ def mla() -> list[str]:
     return rows
 
 
+def verify() -> list[str]:
+    """Verification: the paper's findings beside ours, and the fused kernel's rows that are not the fastest."""
+    found = results("verify", "kind", "batch", "gamma", "alpha", "kv_dim")
+    scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in found if r["kind"] == "scan"}
+    packs = [r for r in found if r["kind"] == "pack"]
+    low, high = scans[32, 128, 0.3], scans[32, 128, 0.9]
+    small = [r["two_step_torch_us"] / r["fused_us"] for r in packs if r["gamma"] == 8 and r["batch"] <= 32]
+    rows = ["| | paper, L40S, eager | ours, eager | ours, in a graph |", "|---|---|---|---|"]
+    for name in ("naive", "scan"):
+        cells = (f"{low[name + kind]:.1f} to {high[name + kind]:.1f} us" for kind in ("_us", "_graph_us"))
+        paper = {"naive": "14.7 to 23.8 us", "scan": "13.0 to 12.9 us"}[name]
+        rows.append(f"| {name}, 32 x 128 tokens, acceptance 0.3 to 0.9 | {paper} | {' | '.join(cells)} |")
+    for name, paper in (("naive", "1.84 x"), ("torch", "6.56 x")):
+        cells = (f"{high[name + kind] / high['scan' + kind]:.2f} x" for kind in ("_us", "_graph_us"))
+        rows.append(f"| {name} over scan, 32 x 128, acceptance 0.9 | {paper} | {' | '.join(cells)} |")
+    rows.append(
+        f"| scan and torch's packing over fused, gamma 8 | 3.2 to 3.8 x | {min(small):.1f} to {max(small):.1f} x | - |"
+    )
+    for batch, gamma, width in ((32, 128, 2048), (128, 8, 2048), (512, 8, 2048), (128, 128, 2048)):
+        (r,) = [r for r in packs if (r["batch"], r["gamma"], r["alpha"], r["kv_dim"]) == (batch, gamma, 0.9, width)]
+        paper = "386 us; two steps 109" if (batch, gamma) == (32, 128) else "-"
+        graph = f"{r['fused_graph_us']:.1f} us (p95 {r['fused_graph_p95_us']:.1f})"
+        rows.append(
+            f"| fused, {batch} x {gamma} x {width}, {r['packed_bytes'] / 1e6:.1f} MB packed | {paper} "
+            f"| {r['fused_us']:.1f} us | {graph}; our scan and pack {r['two_step_graph_us']:.1f} |"
+        )
+    for name, kind in (("eager", ""), ("in a graph", "_graph")):
+        papers = [n + f"{kind}_us" for n in ("one_block", "two_step_torch", "torch")]
+        times = [[r[n] / r[f"fused{kind}_us"] for n in papers if n in r] for r in packs]
+        behind = [min(of_row) for of_row in times if of_row]
+        own = [r[f"two_step{kind}_us"] / r[f"fused{kind}_us"] for r in packs]
+        rows.append(
+            f"| rows where fused is behind, {name} | - | the paper's kernels: {sum(x < 1 for x in behind)} of "
+            f"{len(behind)} (at worst {min(behind):.2f} x) | our scan and pack: {sum(x < 1 for x in own)} of "
+            f"{len(own)} (at worst {min(own):.2f} x) |"
+        )
+    return rows
+
+
 def moe() -> list[str]:
     """A rank's routed experts, routing included: microseconds (share of the bar), by tokens."""
     found = results("moe", "model", "tpf", "ep", "tokens")
@@ -338,8 +377,8 @@ def planner() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, mla, moe, comm, steps, gap, best_steps, baselines, budgets, hopb,
-        prefill, planner, speculate, edits,
+        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, gap, best_steps, baselines, budgets,
+        hopb, prefill, planner, speculate, edits,
     )
 }  # fmt: skip
 

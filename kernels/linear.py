@@ -18,6 +18,7 @@ from kernels.reference.linear import linear as reference
 from kernels.silu_mul import silu_mul
 
 MAX_ROWS = 4  # of x; beyond, a library's kernels are as fast
+LARGE, LARGE_ROWS = 64 << 20, 2  # of a matrix of so many numbers they are with more than these rows already
 RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
 
 
@@ -80,7 +81,7 @@ def linear(
     R = len(weight) // 2 if gated else len(weight)
     if not routing.on_gpu(x):
         return reference(x, weight, bias, gated)
-    if not 0 < N <= MAX_ROWS or R == 0 or K == 0:
+    if not 0 < N <= (LARGE_ROWS if weight.numel() > LARGE else MAX_ROWS) or R == 0 or K == 0:
         y = F.linear(x, weight, bias)
         return silu_mul(y) if gated else y
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
