@@ -43,14 +43,14 @@ def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (other rows), likewise; with flops."""
-    fewest = min(row["heads"] for row in rows)
+    """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads), likewise; with flops."""
+    fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
     first = max((row for row in rows if row["heads"] == fewest), key=lambda row: row["bytes"])
     busy = max(first["seconds"] - base.kernel_s.value, LEAST_S)
     share = min(first["bytes"] / busy / base.read_bytes_per_s.value, 1.0)
     base = replace(base, latent_share=Constant(share, MEASURED, f"mla_decode, {fewest} heads, {first['bytes']:.3g} B"))
-    if many := [row["flops"] / row["seconds"] for row in rows if row["heads"] > fewest]:
-        rate = Constant(float(np.median(many)), MEASURED, f"mla_decode, more than {fewest} heads: median")
+    if many := [row["flops"] / row["seconds"] for row in rows if row["heads"] == most > fewest]:
+        rate = Constant(float(np.median(many)), MEASURED, f"mla_decode, {most} heads: median")
         base = replace(base, latent_flops=rate)
     return base
 
