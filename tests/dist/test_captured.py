@@ -1,0 +1,129 @@
+"""Collectives in CUDA graphs: the bits of the eager ones, ten thousand replays, and recovery from one that gave up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from comm.symm_mem import SymmMemCommunicator
+from tests.dist.ranks import (
+    balanced,
+    on_ranks,
+)
+
+
+def check_graph(comm: Communicator) -> None:
+    """A captured exchange and all-reduce, replayed on new inputs, give the bits of the eager ones."""
+    K = len(comm.kvp_group)
+    out = torch.empty(5, 3 * K + 1, 64, dtype=torch.bfloat16, device=comm.device)
+    lse = torch.empty(5, 3 * K + 1, device=comm.device)
+    shares = balanced(3 * K + 1, K)
+
+    def refill(seed: int) -> None:
+        torch.manual_seed(100 * seed + comm.rank)
+        out.normal_()
+        lse.normal_()
+
+    def step() -> tuple[Tensor, Tensor]:
+        return comm.exchange(out, lse, shares), comm.all_reduce(out.clone())
+
+    refill(0)
+    step()  # connections, and the kernel's compilation
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    for seed in (1, 2):
+        refill(seed)
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", ["nccl", "symm_mem"])
+def test_collectives_in_a_cuda_graph(transport: str) -> None:
+    on_ranks(transport, 2, 2, check_graph)
+
+
+def check_replays(comm: Communicator, replays: int) -> int:
+    """Wrong elements over many replays of graphs of several sizes, a random rank late now and then."""
+    K, H, D = len(comm.kvp_group), 3584, 128
+    shares = balanced(2 * K + 1, K)
+    number = torch.zeros((), dtype=torch.int64, device=comm.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
+    weight = torch.ones(H, dtype=torch.bfloat16, device=comm.device)
+
+    def value(rank: int, *shape: int) -> Tensor:
+        """Small integers that bf16 holds, as do their sums over 8 ranks; another in each place, step and rank."""
+        place = torch.arange(torch.Size(shape).numel(), device=comm.device).view(shape)
+        return (7 * number + 3 * place + 5 * rank) % 29
+
+    def step(N: int) -> None:
+        number.add_(1)
+        total = comm.all_reduce_norm(value(comm.rank, N, H).bfloat16(), None, weight, 1e-5)[1]
+        wrong.add_((total != sum(value(r, N, H) for r in range(comm.world_size))).sum())
+        gathered = comm.all_gather(value(comm.rank, N, 2))
+        wrong.add_((gathered != torch.stack([value(r, N, 2) for r in range(comm.world_size)])).sum())
+        # Equal weights of a power of two of ranks: the mean is exact.
+        out = value(comm.rank, N, 2 * K + 1, D).bfloat16()
+        result = comm.exchange(out, torch.zeros(out.shape[:2], device=comm.device), shares)
+        first = sum(shares[: comm.kvp_rank])
+        wanted = sum(value(r, N, 2 * K + 1, D) for r in comm.kvp_group) / K
+        wrong.add_((result != wanted[:, first : first + shares[comm.kvp_rank]].bfloat16()).sum())
+
+    graphs = {}
+    for N in (1, 2, 7, 16, 40):
+        step(N)
+        torch.cuda.synchronize()
+        graphs[N] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[N], capture_error_mode="thread_local"):
+            step(N)
+    same, own = random.Random(0), random.Random(comm.rank)
+    for _ in range(replays):
+        if own.random() < 0.01:
+            torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
+        graphs[same.choice(list(graphs))].replay()
+    torch.cuda.synchronize()
+    comm.check()
+    assert int(number) == replays + len(graphs)
+    for graph in graphs.values():
+        graph.reset()
+    return int(wrong)
+
+
+@pytest.mark.parametrize(
+    "world_size, kvp",
+    [pytest.param(*case, marks=pytest.mark.gpu(case[0])) for case in ((2, 2), (4, 2), (4, 4), (8, 8))],
+)
+@pytest.mark.timeout(200)
+def test_ten_thousand_replays(world_size: int, kvp: int) -> None:
+    assert on_ranks("symm_mem", world_size, kvp, check_replays, 10_000) == [0] * world_size
+
+
+def check_recovery(comm: Communicator) -> str:
+    """Rank 1 leaves a collective out; what rank 0 is told, and that all is well after a reset."""
+    assert isinstance(comm, SymmMemCommunicator)
+    comm._spins = 100_000
+    x = torch.full((3,), comm.rank, dtype=torch.int32, device=comm.device)
+    comm.all_gather(x)
+    told = ""
+    if comm.rank == 0:
+        comm.all_gather(x)
+        with pytest.raises(RuntimeError) as error:
+            comm.check()
+        told = str(error.value)
+    comm.reset()
+    comm.check()
+    for _ in range(3):
+        assert comm.all_gather(x)[:, 0].tolist() == [0, 1]
+    return told
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_stays_away_is_named_and_a_reset_recovers() -> None:
+    assert "for rank 1 " in on_ranks("symm_mem", 2, 2, check_recovery)[0]
