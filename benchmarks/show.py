@@ -182,8 +182,8 @@ def comm() -> list[str]:
 
 def _point(r: Row) -> str:
     length = f"{r['length'] >> 20}M" if r["length"] >= 1 << 20 else f"{r['length'] >> 10}K"
-    name, layers = r["model"], load_spec(r["model"]).layers
-    if r.get("layers", layers) < layers:
+    name = r["model"]
+    if "layers" in r and r["layers"] < (layers := load_spec(name).layers):
         name += f", {r['layers']} of {layers} layers"
     return f"{name} | {r['batch']} x {length}"
 
