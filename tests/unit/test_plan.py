@@ -318,6 +318,10 @@ def test_regret_is_measured_time_lost() -> None:
     assert "always helix kvp=2 tpa=2: 1 of 2 within 5% of the best measured, the worst 10.0% off" in said
     assert "always tp kvp=1 tpa=4: 1 of 2 within 5% of the best measured, the worst 6.0% off" in said
     assert "medha" not in said  # not measured everywhere
+    spread = [
+        replace(cells[0], model="qwen3-30b-a3b", layout=f"helix kvp=2 tpa=2 -> tpf={4 // ep} ep={ep}") for ep in (1, 4)
+    ]
+    assert set(regrets(spread)[0]["measured_us"]) == {"helix kvp=2 tpa=2", "helix kvp=2 tpa=2 ep=4"}
     assert regrets(cells[:1]) == [] and "no workload" in summary([])  # nothing to choose from
 
 
