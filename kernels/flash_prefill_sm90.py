@@ -37,7 +37,7 @@ PIECE = gl.constexpr(64)  # keys of one load, all in one page
 STAGES = gl.constexpr(3)  # pairs in shared memory
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT.value, k_width=2))
-MIN_QUERIES = 1024  # fewer are faster in programs of one group, which start sooner
+MIN_ROWS = 24 << 10  # queries x heads; fewer are faster in programs of one group, which start sooner
 
 
 @gluon.jit
@@ -262,7 +262,7 @@ def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, max_q: i
     """Whether `launch` takes these arguments of `kernels.flash_prefill.flash_prefill`, and is the faster one."""
     page_size, heads, dim = k_cache.shape[1:]
     return (
-        max_q >= MIN_QUERIES
+        max_q * q.shape[1] >= MIN_ROWS
         and dim == D.value
         and q.dtype in (torch.bfloat16, torch.float16)
         and page_size % PIECE.value == 0

@@ -122,7 +122,7 @@ LONG = {
 @pytest.mark.parametrize("shape", LONG)
 def test_hopper(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into outputs full of NaN, and bitwise the same when repeated."""
-    monkeypatch.setattr(flash_prefill_sm90, "MIN_QUERIES", 1)
+    monkeypatch.setattr(flash_prefill_sm90, "MIN_ROWS", 1)
     case = make_case(**dict(dim=128, page_size=64, dtype=torch.bfloat16, device="cuda") | LONG[shape])
     assert flash_prefill_sm90.fits(case.q, case.k_cache, case.v_cache, max(case.counts), case.scale)
     out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype, device="cuda")
