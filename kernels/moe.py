@@ -124,7 +124,11 @@ def _expert_pairs(
     block, ids, bounds, block_ends, P, first,
     EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """A program's local expert, and where its pairs begin and end: a block of sorted ones, or all of expert `block`."""
+    """A program's local expert, and its pairs: a block of sorted ones, or all of expert `block`.
+
+    Returns the expert, where its pairs begin and end, and, of pairs that are not sorted, how many of the expert's there
+    are up to each.
+    """
     if SORTED:
         e = tl.arange(0, BLOCK_E)
         ends = tl.load(block_ends + e, mask=e < EXPERTS, other=0x7FFFFFFF)
@@ -132,28 +136,21 @@ def _expert_pairs(
         before = tl.max(tl.where(ends <= block, ends, 0), 0)
         begin = tl.load(bounds + expert) + (block - before) * BLOCK_N
         stop = tl.minimum(tl.load(bounds + tl.minimum(expert + 1, EXPERTS)), begin + BLOCK_N)
-        return expert, begin, stop
+        return expert, begin, stop, ends
     else:
         p = tl.arange(0, BLOCK_P)
-        mine = tl.load(ids + p, mask=p < P, other=first - 1) == first + block
-        return block, 0, tl.sum(mine.to(tl.int32), 0)
+        mine = (tl.load(ids + p, mask=p < P, other=first - 1) == first + block).to(tl.int32)
+        return block, 0, tl.sum(mine, 0), tl.cumsum(mine, 0)
 
 
 @triton.jit
-def _pairs_at(lane, stop, expert, ids, order, P, first, SORTED: tl.constexpr):
+def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
     """The pairs at places `lane` [BLOCK_N] of the order, or of the expert's own; 0 from `stop` on."""
     if SORTED:
         pair = tl.load(order + lane, mask=lane < stop, other=0)
     else:
         # The i-th pair of the expert stands behind all those up to which it has at most i.
-        pair = tl.zeros_like(lane)
-        count = 0
-        for begin in range(0, P, 128):
-            p = begin + tl.arange(0, 128)
-            mine = tl.load(ids + p, mask=p < P, other=first - 1) == first + expert
-            counts = count + tl.cumsum(mine.to(tl.int32), 0)
-            pair += tl.sum((counts[:, None] <= lane[None, :]).to(tl.int32), 0)
-            count = tl.max(counts, 0)
+        pair = tl.sum((counts[:, None] <= lane[None, :]).to(tl.int32), 0)
     return tl.where(lane < stop, pair, 0).to(tl.int64)
 
 
@@ -183,13 +180,13 @@ def _gate_up_kernel(
     tile = tl.program_id(0)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    expert, begin, stop = _expert_pairs(
+    expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
     )
     for at in range(begin, stop, BLOCK_N):
         lane = at + tl.arange(0, BLOCK_N)
         valid = lane < stop
-        pair = _pairs_at(lane, stop, expert, ids, order, P, first, SORTED)
+        pair = _pairs_at(lane, stop, counts, order, SORTED)
         rows_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row * H
         y = _product(rows_at, x + pair // TOP_K * x_n, valid, H, BLOCK_R, BLOCK_N, BLOCK_K, STAGES)
         if BIAS:
@@ -207,25 +204,38 @@ def _down_kernel(
     h, ids, weights, down, bias, outputs, order, bounds, block_ends, P, first,
     EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row = tl.minimum(r, H - 1)
+    tile = tl.program_id(0) * TILES
+    tiles = tl.minimum(TILES, (H + BLOCK_R - 1) // BLOCK_R - tile)
+    chunks: tl.constexpr = (max(F, 1) + BLOCK_K - 1) // BLOCK_K  # without columns, there may be a bias
+    k = tl.arange(0, BLOCK_K)
     # Which pairs these are is older than the predecessor.
-    expert, begin, stop = _expert_pairs(
+    expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
     )
     for at in range(begin, stop, BLOCK_N):
         lane = at + tl.arange(0, BLOCK_N)
         valid = lane < stop
-        pair = _pairs_at(lane, stop, expert, ids, order, P, first, SORTED)
+        pair = _pairs_at(lane, stop, counts, order, SORTED)
         wait_for_predecessor(PDL)  # after the first time, this returns at once
-        rows_at = down + expert.to(tl.int64) * (H * F) + row * F
-        y = _product(rows_at, h + pair * F, valid, F, BLOCK_R, BLOCK_N, BLOCK_K, STAGES)
         if BIAS:
             weight = tl.load(weights + pair, mask=valid, other=0.0)
-            y += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
-        tl.store(outputs + (pair * H)[None, :] + r[:, None], y, mask=(r < H)[:, None] & valid[None, :])
+        acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+        for i in tl.range(0, tiles * chunks, num_stages=STAGES):
+            r = (tile + i // chunks) * BLOCK_R + tl.arange(0, BLOCK_R)
+            row = tl.minimum(r, H - 1)
+            column = i % chunks * BLOCK_K + k
+            w_at = down + expert.to(tl.int64) * (H * F) + (row * F)[:, None] + column[None, :]
+            w = tl.load(w_at, mask=(column < F)[None, :], other=0.0)
+            h_at = h + (pair * F)[None, :] + column[:, None]
+            hs = tl.load(h_at, mask=(column < F)[:, None] & valid[None, :], other=0.0)
+            acc = tl.dot(w, hs, acc, input_precision="ieee")
+            if i % chunks == chunks - 1:
+                if BIAS:
+                    acc += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
+                tl.store(outputs + (pair * H)[None, :] + r[:, None], acc, mask=(r < H)[:, None] & valid[None, :])
+                acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
     wait_for_predecessor(PDL)  # those without pairs, too
     start_successor(PDL)
 
@@ -307,7 +317,7 @@ def moe(
         )  # fmt: skip
         return out
 
-    tile = _tile(N, top_k, E, x.dtype)
+    tile, down_tile = _tiles(N, top_k, E, H, F, x.dtype)
     is_sorted = way == "many"
     plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
     blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
@@ -318,9 +328,9 @@ def moe(
         x, ids, weights, gate_up, gate_up_bias, h, *plan, x.stride(0), P, first, bound, TOP_K=top_k,
         **clamp, **shape, **find, **tile,
     )  # fmt: skip
-    _down_kernel[triton.cdiv(H, tile["BLOCK_R"]), blocks](
-        h, ids, weights, down, down_bias, outputs, *plan, P, first, BIAS=down_bias is not None, **shape, **find, **tile
-    )
+    _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
+        h, ids, weights, down, down_bias, outputs, *plan, P, first, BIAS=down_bias is not None, **shape, **find, **down_tile
+    )  # fmt: skip
     del shape["F"]
     _sum_kernel[N, triton.cdiv(H, 1024)](outputs, ids, out, first, TOP_K=top_k, BLOCK=1024, num_warps=4, **shape)
     return out
@@ -354,12 +364,16 @@ def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     return gate_up, dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=RUN, STAGES=3, num_warps=down_warps)
 
 
-def _tile(N: int, top_k: int, E: int, dtype: torch.dtype) -> dict[str, int]:
-    """Launch options of the others: bound by reading weights, and in the end by multiplications."""
+def _tiles(N: int, top_k: int, E: int, H: int, F: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """Launch options of the others' two products: bound by reading weights, and in the end by multiplications."""
     if dtype == torch.float32:
-        return dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
+        tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
+        return tile, tile | dict(TILES=2)
     if _way(N, top_k, E) != "many":
-        return dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
+        tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
+        return tile, tile | dict(TILES=4)
     if N * top_k < 128 * E:
-        return dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
-    return dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)
+        tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
+    else:
+        tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)
+    return tile, tile | dict(TILES=1)

@@ -42,7 +42,7 @@ from kernels.moe import (
     _gate_up_few_kernel,
     _gate_up_kernel,
     _sum_kernel,
-    _tile,
+    _tiles,
 )
 from kernels.paged import tile_shape
 from kernels.replay import _replay_kernel
@@ -181,11 +181,11 @@ def moe_cases(
         options = {"num_warps": tile.pop("num_warps")}
         yield "moe-few", dtype, kernel, shape | extra | tile, options
     for tokens in (64, 512):
-        tile = _tile(tokens, k, E, dtype)
-        options = {"num_warps": tile.pop("num_warps")}
+        tile, down_tile = _tiles(tokens, k, E, H, F, dtype)
+        options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
         find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
-        yield f"moe-{tokens}", dtype, _down_kernel, shape | find | tile, options
+        yield f"moe-{tokens}", dtype, _down_kernel, shape | find | down_tile, down_options
     total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PDL": True}
     yield "moe-sum", dtype, _sum_kernel, total, {"num_warps": 4}
 
