@@ -129,6 +129,11 @@ def _linear_sm90_kernel(
         _load_weights(
             weights, row, R, part, s * BLOCK_K, w_shared.index(s), up_shared.index(s), ready.index(s), GATED, BYTES
         )
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
+    if BIAS:
+        y_bias = gl.load(bias + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            up_bias = gl.load(bias + R + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
     if WARM:  # brings the descriptor: rows beyond the last are zeros that nobody reads
         mbarrier.expect(ready.index(STAGES), COLUMNS * BLOCK_K * 2)
         _load_x(xs, N, part, 0, x_shared.index(0), ready.index(STAGES))
@@ -174,7 +179,6 @@ def _linear_sm90_kernel(
     y = _sum_slices(acc, SLICES, RESULT)
     up = _sum_slices(ups, SLICES, RESULT)
 
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
     n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
     live = (row + r < R)[:, None] & (n < N)[None, :]
     cell = words + r[:, None] + (n * ROWS)[None, :]
@@ -190,10 +194,10 @@ def _linear_sm90_kernel(
                 up += _float(found >> 32)
             node += SPLIT >> (level + 1)
     if BIAS:
-        y += gl.load(bias + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+        y += y_bias
     if GATED:
         if BIAS:
-            up += gl.load(bias + R + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+            up += up_bias
         # Rounded as the two projections' outputs would be.
         y = y.to(dtype).to(gl.float32)
         y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
