@@ -12,12 +12,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels import routing
+from kernels import linear_sm90, routing
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.linear import linear as reference
 from kernels.silu_mul import silu_mul
 
-MAX_ROWS = 4  # of x; beyond, a library's kernels are as fast
+MAX_ROWS = 4  # of x; beyond, what `linear_sm90` does not take is a library's
 LARGE, LARGE_ROWS = 64 << 20, 2  # of a matrix of so many numbers they are with more than these rows already
 RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
 
@@ -81,6 +81,10 @@ def linear(
     R = len(weight) // 2 if gated else len(weight)
     if not routing.on_gpu(x):
         return reference(x, weight, bias, gated)
+    if x.is_cuda and linear_sm90.fits(x, weight):
+        out = torch.empty(N, R, dtype=x.dtype, device=x.device)
+        linear_sm90.launch(x, weight, bias, out, gated)
+        return out
     if not 0 < N <= (LARGE_ROWS if weight.numel() > LARGE else MAX_ROWS) or R == 0 or K == 0:
         y = F.linear(x, weight, bias)
         return silu_mul(y) if gated else y

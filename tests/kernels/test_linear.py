@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from kernels import linear_sm90
 from kernels.linear import linear
 from kernels.reference.linear import linear as reference
+from launch.bench_linear import MATRICES
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
 CASES = [
@@ -26,22 +30,89 @@ CASES = [
 )
 def test_linear(N: int, R: int, K: int, biased: bool, gated: bool, op: Any, dtype: torch.dtype, device: Any) -> None:
     generator = torch.Generator().manual_seed(K)
+    x, weight, bias, wanted = _case(generator, N, R, K, biased, gated, dtype, device)
+    _assert_close(op(x, weight, bias, gated=gated), wanted, gated, dtype)
+
+
+def _case(
+    generator: torch.Generator, N: int, R: int, K: int, biased: bool, gated: bool, dtype: torch.dtype, device: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """x, strided; a weight with NaN behind it, which must not be read into a result; bias; the result in float64."""
     x = torch.randn(N, 2 * K, generator=generator).to(device, dtype)[:, :K]
     rows = 2 * R if gated else R
-    # What lies behind the weight must not be read into a result.
     wide = torch.full((rows + 8, K), torch.nan).to(device, dtype)
     wide[:rows] = torch.randn(rows, K, generator=generator).div(K**0.5).to(device, dtype)
     bias = torch.randn(rows, generator=generator).to(device, dtype) if biased else None
-    y = op(x, wide[:rows], bias, gated=gated)
     wanted = x.double() @ wide[:rows].double().T + (0 if bias is None else bias.double())
     if gated:
         gate, up = wanted.chunk(2, 1)
         wanted = gate / (1 + (-gate).exp()) * up
+    return x, wide[:rows], bias, wanted
+
+
+def _assert_close(y: torch.Tensor, wanted: torch.Tensor, gated: bool, dtype: torch.dtype) -> None:
     assert y.dtype == dtype and y.shape == wanted.shape
-    # fp32: sums of up to 511 terms of size 1/sqrt(K). Below: a rounding of values up to 4, and for the gate the
-    # roundings of both factors and of their product, up to 16.
+    # fp32: sums of up to 511 terms of size 1/sqrt(K). Below: a rounding of values up to 4 (sums in fp32 of up to 8,192
+    # terms are far closer), and for the gate the roundings of both factors and of their product, up to 16.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), wanted, atol=max(2e-5, (16 if gated else 4) * eps), rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "N, R, K", [(3, 65, 64), (5, 33, 520), (8, 640, 448), (16, 70, 1032), (7, 130, 360), (12, 257, 2368), (9, 1, 8192)]
+)
+def test_hopper(N: int, R: int, K: int, biased: bool, gated: bool, dtype: torch.dtype, device: Any) -> None:
+    generator = torch.Generator().manual_seed(K)
+    x, weight, bias, wanted = _case(generator, N, R, K, biased, gated, dtype, device)
+    assert linear_sm90.fits(x, weight)
+    _assert_close(linear(x, weight, bias, gated=gated), wanted, gated, dtype)
+    for plan in linear_sm90.plans(K, gated):
+        out = torch.full((N, R), torch.nan, dtype=dtype, device=device)
+        # So little shared memory that slots are filled again.
+        linear_sm90.launch(x, weight, bias, out, gated, replace(plan, shared=40))
+        _assert_close(out, wanted, gated, dtype)
+
+
+@pytest.mark.gpu
+def test_layers_in_a_graph(device: torch.device) -> None:
+    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
+    generator = torch.Generator().manual_seed(0)
+    K = 2048
+    gate, down = (
+        torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
+    )
+    plan = linear_sm90.Plan(32, 2, 4)
+    x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
+    ys = [torch.empty_like(x) for _ in range(20)]
+
+    def layers(between: Any) -> None:
+        for i, y in enumerate(ys):
+            weight, gated = (gate, True) if i % 2 else (down, False)
+            linear_sm90.launch(ys[i - 1] if i else x, weight, None, y, gated, plan)
+            between()
+
+    layers(torch.cuda.synchronize)
+    wanted = [y.clone() for y in ys]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(lambda: None)
+    for _ in range(50):
+        for y in ys:
+            y.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, ys, wanted))
+
+
+def test_plans_of_real_matrices() -> None:
+    """Every weight lies in one program's rows and columns; the gate's tile fits the tensor cores."""
+    for matrix, n in product(MATRICES, (3, 8, 16)):
+        plan = linear_sm90._plan(n, matrix.rows, matrix.columns, matrix.gated, 132)
+        assert plan in linear_sm90.plans(matrix.columns, matrix.gated)
+        assert plan.rows * plan.slices % 64 == 0 and matrix.columns % (8 * plan.slices * plan.split) == 0
 
 
 def test_nothing_to_do(device: torch.device) -> None:

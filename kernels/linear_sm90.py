@@ -1,0 +1,301 @@
+"""`kernels.linear` for 3 to 16 rows of x on Hopper: weights by the tensor memory accelerator, products by wgmma.
+
+Weights are older than the kernels of a step: as many as shared memory takes are on their way before the predecessor is
+done. A program needs few rows of weights for all to share a matrix, and tensor cores 64 at once. So both operands are
+read as [rows, slices of K, columns of a slice], where each slice of a row is a row to the tensor cores: of its products
+with the slices of a row of x only that with the equal one counts, and their sum over slices is the projection. The
+others cost nothing, as long as weights are what everybody waits for.
+
+Beyond, programs split K among themselves. Of two that meet at a node of a tree the second adds what the first has left
+in a workspace, by one exchange that tells who is second. Nobody waits, and the sums do not depend on who comes when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.launching import sm_count
+
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
+MIN_ROWS, MAX_ROWS = 3, 16  # of x
+# Where programs let their successor start: all weights asked for, all products asked for, everything stored.
+ASKED, MULTIPLIED, STORED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+@gluon.jit
+def _load_weights(weights, row, R, part, column, w, ups, ready, GATED: gl.constexpr, BYTES: gl.constexpr):
+    """Asks for a step's weights, and announces all BYTES of the step."""
+    mbarrier.expect(ready, BYTES)
+    tma.async_copy_global_to_shared(weights, [row, part * w.shape[1], column], ready, w)
+    if GATED:
+        tma.async_copy_global_to_shared(weights, [row + R, part * w.shape[1], column], ready, ups)
+
+
+@gluon.jit
+def _load_x(xs, row, part, column, x, ready):
+    tma.async_copy_global_to_shared(xs, [row, part * x.shape[1], column], ready, x)
+
+
+@gluon.jit
+def _multiply(w, x, acc):
+    columns = x.reshape([x.shape[0] * x.shape[1], x.shape[2]]).permute((1, 0))
+    return warpgroup_mma(w.reshape([w.shape[0] * w.shape[1], w.shape[2]]), columns, acc, is_async=True)
+
+
+@gluon.jit
+def _wait(acc, ups, STEPS: gl.constexpr, GATED: gl.constexpr):
+    """Until the products of at most STEPS steps are under way."""
+    if GATED:
+        return warpgroup_mma_wait(num_outstanding=2 * STEPS, deps=[acc, ups])
+    else:
+        return warpgroup_mma_wait(num_outstanding=STEPS, deps=[acc]), ups
+
+
+@gluon.jit
+def _sum_slices(acc, SLICES: gl.constexpr, LAYOUT: gl.constexpr):
+    """[rows, rows of x]: sums of the products of equal slices."""
+    if SLICES > 1:
+        row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+        column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+        acc = gl.where((row % SLICES)[:, None] == (column % SLICES)[None, :], acc, 0.0)
+        acc = gl.reshape(acc, [acc.shape[0] // SLICES, SLICES, acc.shape[1] // SLICES, SLICES])
+        acc = gl.sum(gl.sum(acc, 3), 1)
+    return gl.convert_layout(acc, LAYOUT)
+
+
+@gluon.jit
+def _word(y, up, GATED: gl.constexpr):
+    """Sums as one number to exchange: int32, or int64 of two."""
+    word = y.to(gl.int32, bitcast=True)
+    if GATED:
+        word = (up.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (word.to(gl.int64) & 0xFFFFFFFF)
+    return word
+
+
+@gluon.jit
+def _float(word):
+    return word.to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit(do_not_specialize=["N", "R", "steps"])
+def _linear_sm90_kernel(
+    weights, xs, bias, out, words, N, R, steps,
+    ROWS: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, TRIGGER: gl.constexpr, WARM: gl.constexpr,
+):  # fmt: skip
+    M: gl.constexpr = ROWS * SLICES
+    COLUMNS: gl.constexpr = N_MAX * SLICES
+    BYTES: gl.constexpr = ((2 if GATED else 1) * M + COLUMNS) * BLOCK_K * 2
+    LANES: gl.constexpr = min(ROWS, 32)
+    WARPS: gl.constexpr = min(ROWS // LANES, 4)
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [LANES, 32 // LANES], [WARPS, 4 // WARPS], [0, 1])
+    dtype: gl.constexpr = weights.dtype
+    w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
+    x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, SLICES, BLOCK_K], SHARED)
+    up_shared = w_shared
+    if GATED:
+        up_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES + 1):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+    tl.debug_barrier()
+
+    part = gl.program_id(0) % SPLIT
+    row = gl.program_id(0) // SPLIT * ROWS
+    ahead = gl.minimum(steps, STAGES)
+    for s in range(ahead):
+        _load_weights(
+            weights, row, R, part, s * BLOCK_K, w_shared.index(s), up_shared.index(s), ready.index(s), GATED, BYTES
+        )
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
+    if BIAS:
+        y_bias = gl.load(bias + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            up_bias = gl.load(bias + R + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+    if WARM:  # brings the descriptor: rows beyond the last are zeros that nobody reads
+        mbarrier.expect(ready.index(STAGES), COLUMNS * BLOCK_K * 2)
+        _load_x(xs, N, part, 0, x_shared.index(0), ready.index(STAGES))
+        mbarrier.wait(ready.index(STAGES), 0)
+    gdc_wait()
+    for s in range(ahead):
+        _load_x(xs, 0, part, s * BLOCK_K, x_shared.index(s), ready.index(s))
+    if TRIGGER == ASKED:
+        if steps <= STAGES:
+            gdc_launch_dependents()
+
+    # The first step is apart: sums that only some ways lead to products of would keep ptxas from overlapping any.
+    acc = gl.zeros([M, COLUMNS], gl.float32, layout=PRODUCT)
+    ups = acc
+    mbarrier.wait(ready.index(0), 0)
+    acc = _multiply(w_shared.index(0), x_shared.index(0), acc)
+    if GATED:
+        ups = _multiply(up_shared.index(0), x_shared.index(0), ups)
+    acc, ups = _wait(acc, ups, 1, GATED)
+    last = 0
+    phase = 0
+    for step in range(1, steps):
+        slot = gl.where(last == STAGES - 1, 0, last + 1)
+        phase = gl.where(slot == 0, phase ^ 1, phase)
+        mbarrier.wait(ready.index(slot), phase)
+        acc = _multiply(w_shared.index(slot), x_shared.index(slot), acc)
+        if GATED:
+            ups = _multiply(up_shared.index(slot), x_shared.index(slot), ups)
+        acc, ups = _wait(acc, ups, 1, GATED)
+        ahead = step - 1 + STAGES
+        if ahead < steps:
+            tl.debug_barrier()  # all warps are done with what the step before read
+            w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
+            _load_weights(weights, row, R, part, ahead * BLOCK_K, w, up, here, GATED, BYTES)
+            _load_x(xs, 0, part, ahead * BLOCK_K, x, here)
+            if TRIGGER == ASKED:
+                if ahead == steps - 1:
+                    gdc_launch_dependents()
+        last = slot
+    if TRIGGER == MULTIPLIED:
+        gdc_launch_dependents()
+    acc, ups = _wait(acc, ups, 0, GATED)
+    y = _sum_slices(acc, SLICES, RESULT)
+    up = _sum_slices(ups, SLICES, RESULT)
+
+    n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
+    live = (row + r < R)[:, None] & (n < N)[None, :]
+    cell = words + r[:, None] + (n * ROWS)[None, :]
+    node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # the first of a level of this tile's tree
+    for level in gl.static_range(4):
+        if (SPLIT >> level) > 1:
+            at = cell + (node + (part >> (level + 1))) * (ROWS * N_MAX)
+            found = gl.atomic_xchg(at, _word(y, up, GATED), mask=live, sem="relaxed")
+            live = live & (found != EMPTY)
+            gl.store(at, gl.full_like(found, EMPTY), mask=live)
+            y += _float(found)
+            if GATED:
+                up += _float(found >> 32)
+            node += SPLIT >> (level + 1)
+    if BIAS:
+        y += y_bias
+    if GATED:
+        if BIAS:
+            up += up_bias
+        # Rounded as the two projections' outputs would be.
+        y = y.to(dtype).to(gl.float32)
+        y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
+    gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(dtype), mask=live)
+    if TRIGGER == STORED:
+        gdc_launch_dependents()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a matrix is shared: a program multiplies `rows` rows of it (of each half, if gated) by 1/split of K."""
+
+    rows: int
+    slices: int  # of a program's part of K; rows x slices is 64 or a multiple
+    split: int  # programs that share K, a power of two
+    block_k: int = 64  # columns of each slice that arrive together
+    shared: int = 108  # KiB of a program; up to 113 leave room for two on an SM, 75 for three
+    trigger: int = 0
+    warm: bool = False
+
+
+def plans(K: int, gated: bool) -> Iterator[Plan]:
+    """Those that K can be cut by."""
+    for tile in (64,) if gated else (64, 128):
+        for slices in (1, 2, 4):
+            for split in (1, 2, 4, 8):
+                if K % (8 * slices * split) == 0:  # slices begin at multiples of 16 bytes
+                    yield Plan(tile // slices, slices, split)
+
+
+@cache
+def _plan(N: int, R: int, K: int, gated: bool, sms: int) -> Plan:
+    """The plan that is expected to take the shortest."""
+
+    def us(plan: Plan) -> float:
+        tiles = triton.cdiv(R, plan.rows)
+        halves = 2 if gated else 1
+        total = halves * R * K * 2 + tiles * N * K * 2  # every tile reads x from the L2
+        each = (halves * plan.rows + N) * K * 2 / plan.split
+        # All SMs together read 5.2 MB/us, one 60 KB/us, and a level of the tree takes 0.7 us.
+        busiest = triton.cdiv(tiles * plan.split, sms) * each
+        return max(total / 5.2e6, busiest / 6e4) + 0.7 * (plan.split.bit_length() - 1)
+
+    return min(plans(K, gated), key=us)
+
+
+@cache
+def _workspace(device: torch.device, words: int) -> torch.Tensor:
+    """Words that are empty between launches; allocated once, shared by all launches on one stream."""
+    return torch.full((words,), EMPTY.value, dtype=torch.int64, device=device)
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `launch` takes these tensors of `kernels.linear.linear`, and is the faster one."""
+    N, K = x.shape
+    return (
+        MIN_ROWS <= N <= MAX_ROWS
+        and len(weight) > 0
+        and K > 0
+        and K % 8 == 0
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+        and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gated: bool,
+    plan: Plan | None = None,
+) -> None:
+    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous."""
+    N, K = x.shape
+    R = out.shape[1]
+    plan = plan or _plan(N, R, K, gated, sm_count(x.device))
+    n_max = 8 if N <= 8 else 16
+    slices = plan.slices * plan.split
+    columns = K // slices
+    steps = triton.cdiv(columns, plan.block_k)
+    stage = ((2 if gated else 1) * plan.rows + n_max) * plan.slices * plan.block_k * 2
+    weights, xs = (
+        TensorDescriptor(t, [len(t), slices, columns], [t.stride(0), columns, 1], [rows, plan.slices, plan.block_k],
+                         SHARED.value)
+        for t, rows in ((weight, plan.rows), (x, n_max))
+    )  # fmt: skip
+    # A step's slot is asked for again while the next is multiplied: it takes two.
+    stages = min(steps, max(2, (plan.shared * 1024 - 1024) // stage))
+    tiles = triton.cdiv(R, plan.rows)
+    words = _workspace(x.device, triton.next_power_of_2(max(1, tiles * (plan.split - 1) * plan.rows * n_max)))
+    _linear_sm90_kernel[(tiles * plan.split,)](
+        weights, xs, bias, out, words if gated else words.view(torch.int32), N, R, steps,
+        ROWS=plan.rows, SLICES=plan.slices, SPLIT=plan.split, N_MAX=n_max, BLOCK_K=plan.block_k,
+        STAGES=stages, BIAS=bias is not None, GATED=gated, TRIGGER=plan.trigger, WARM=plan.warm,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
