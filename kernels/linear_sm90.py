@@ -279,7 +279,7 @@ def launch(
     N, K = x.shape
     R = out.shape[1]
     plan = plan or _plan(N, R, K, gated, sm_count(x.device))
-    n_max = 8 if N <= 8 else 16
+    n_max = max(8, triton.next_power_of_2(N))
     slices = plan.slices * plan.split
     columns = K // slices
     steps = triton.cdiv(columns, plan.block_k)

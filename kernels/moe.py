@@ -317,7 +317,7 @@ def moe(
         )  # fmt: skip
         return out
 
-    tile, down_tile = _tiles(N, top_k, E, H, F, x.dtype)
+    tile, down_tile = _tiles(N, top_k, E, F, x.dtype)
     is_sorted = way == "many"
     plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
     blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
@@ -329,7 +329,8 @@ def moe(
         **clamp, **shape, **find, **tile,
     )  # fmt: skip
     _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
-        h, ids, weights, down, down_bias, outputs, *plan, P, first, BIAS=down_bias is not None, **shape, **find, **down_tile
+        h, ids, weights, down, down_bias, outputs, *plan, P, first, BIAS=down_bias is not None,
+        **shape, **find, **down_tile,
     )  # fmt: skip
     del shape["F"]
     _sum_kernel[N, triton.cdiv(H, 1024)](outputs, ids, out, first, TOP_K=top_k, BLOCK=1024, num_warps=4, **shape)
@@ -342,7 +343,7 @@ def _way(N: int, top_k: int, E: int) -> Way:
     Few, as long as programs that find another rank's expert, or one that a neighbour has read, do not outweigh.
     """
     pairs = N * top_k
-    if N <= 2 or (N <= 8 and pairs <= E):
+    if N <= 2 or (N <= 8 and 2 * pairs <= E):
         return "few"
     return "some" if pairs <= 512 else "many"  # each program of `some` looks through all pairs
 
@@ -364,14 +365,17 @@ def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     return gate_up, dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=RUN, STAGES=3, num_warps=down_warps)
 
 
-def _tiles(N: int, top_k: int, E: int, H: int, F: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch options of the others' two products: bound by reading weights, and in the end by multiplications."""
+def _tiles(N: int, top_k: int, E: int, F: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+    """Launch options of the others' two products: bound by reading weights, and in the end by multiplications.
+
+    Rows of down are as short as a share of an expert is narrow: a program takes so many that it has 100 KB to read.
+    """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
         return tile, tile | dict(TILES=2)
     if _way(N, top_k, E) != "many":
         tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
-        return tile, tile | dict(TILES=4)
+        return tile, tile | dict(TILES=min(8, triton.next_power_of_2(max(1, 768 // max(F, 1)))))
     if N * top_k < 128 * E:
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
     else:
