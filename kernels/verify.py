@@ -3,17 +3,21 @@
 Four kernels after Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026), each the baseline of the
 next: one lane a sequence (`naive`), one program a sequence (`verify`), accepted rows copied together (`pack`), and both
 in one launch of one program (`verify_and_pack_one_block`). `verify_and_pack` lifts the limits of the last one, batch 32
-and the bandwidth of one SM: many programs share the copy, and each finds where it begins by scanning the tokens of all
-sequences before its own. Those are few beside the rows, which are on their way meanwhile. No program waits for another.
+and the bandwidth of one SM: many programs share the copy, and each finds where it begins while its first rows are on
+their way. Few tokens it compares itself, those of all sequences before its own. Of many it compares its own sequence's
+alone and looks up the lengths of the others, which their first programs publish as words with tags (`kernels.mailbox`);
+if one is late it compares after all, so that no program depends on another's being there.
 
 Whoever calls owns what is written: nothing is allocated here, so that captured steps and eager ones pay one launch. A
 step that keeps its KV where it is needs `verify` alone; a kernel with another destination calls `accepted_lengths`.
+Checks and launch geometry depend on shapes, and are worked out once for each (`_Launch`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 import triton
@@ -21,17 +25,30 @@ import triton.language as tl
 
 from kernels import routing
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.mailbox import end_turn, send, turn
 from kernels.reference import verify as reference
 
 MAX_GAMMA = 1024  # drafted tokens of a sequence, which a program holds at once
 
 LANES = 32  # sequences of a program of the naive kernel
-WARPS = 8
 PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first tiles are on their way
-TILE_BYTES = 64 << 10  # 256 bytes a thread
-TOKENS = 1024  # of other sequences that a program compares at once; more, and two programs no longer fit an SM
-WIDE_TOKENS, WIDE_WARPS = 4096, 16  # where there are many tokens to compare, and one program an SM
+TILE_BYTES = 64 << 10  # of a program at once, at most; half of it where the next is on its way while one is stored
+LEAST_TILE_BYTES = 4 << 10
+THREAD_BYTES = 128  # of a tile in a thread's registers, where eight warps can hold it so
+AHEAD_BYTES = 3 << 20  # of all drafted rows: up to here their loads do not wait for what is accepted
+TOKENS = 1024  # of all sequences, padded: up to here each program compares those before its own
+LOOKS = 1000  # at lengths that are late, about 1 us each
 ONE_BLOCK_BATCH = 32
+RUN = tl.constexpr(256)  # elements, of which a program copies as many as another or one run less
+UNKNOWN = tl.constexpr(1 << 40)  # more than any sum of lengths
+
+
+# Shape, strides, dtype, and whether the address is a multiple of 16 bytes: what launches depend on.
+_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+
+
+def _like(t: torch.Tensor) -> _Like:
+    return t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0
 
 
 @dataclass(frozen=True)
@@ -67,22 +84,39 @@ class Packed:
     Attributes:
         kv: [B * gamma, D], contiguous; rows from offsets[B] on are left as they were.
         offsets: where each sequence's rows begin, and where the last ones end [B + 1] int64, contiguous.
+        shared: what programs of `verify_and_pack` tell each other [B + 1] int64, zeroed before first use: a count of
+            launches, which must not overlap in time, and each sequence's length with its launch.
     """
 
     kv: torch.Tensor
     offsets: torch.Tensor
+    shared: torch.Tensor
 
     @classmethod
     def create(cls, kv: torch.Tensor) -> Packed:
-        """Buffers for the rows of kv [B, gamma, D], not initialised."""
+        """Buffers for the rows of kv [B, gamma, D], outputs not initialised."""
         return cls(
             torch.empty(kv.shape[0] * kv.shape[1], kv.shape[2], dtype=kv.dtype, device=kv.device),
             torch.empty(len(kv) + 1, dtype=torch.int64, device=kv.device),
+            torch.zeros(len(kv) + 1, dtype=torch.int64, device=kv.device),
         )
+
+    @cached_property
+    def layout(self) -> tuple[_Like, _Like]:
+        """Of kv and offsets, asked for in every launch."""
+        return _like(self.kv), _like(self.offsets)
 
     def copy(self, kv: torch.Tensor, offsets: torch.Tensor) -> None:
         self.kv[: len(kv)] = kv
         self.offsets.copy_(offsets)
+
+
+# Of rows alone alignment matters: tokens come one by one, and a row of them begins anywhere.
+_jit = triton.jit(
+    do_not_specialize_on_alignment=[
+        "draft", "target", "accepted", "has_mismatch", "next_tokens", "offsets", "shared"
+    ]
+)  # fmt: skip
 
 
 @triton.jit
@@ -103,7 +137,7 @@ def _write(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, 
     tl.store(next_tokens + b, tl.load(target + b.to(tl.int64) * target_b + k, mask=inside), mask=inside)
 
 
-@triton.jit
+@_jit
 def _naive_kernel(
     draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, B, G, LANES: tl.constexpr, PDL: tl.constexpr
 ):
@@ -124,7 +158,7 @@ def _naive_kernel(
     _write(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G)
 
 
-@triton.jit
+@_jit
 def _verify_kernel(
     draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, B, G,
     BLOCK_G: tl.constexpr, PDL: tl.constexpr,
@@ -137,33 +171,57 @@ def _verify_kernel(
 
 
 @triton.jit
+def _share(size):
+    """Where a program's share of `size` elements begins, and how many they are: whole runs, so that loads are wide."""
+    share = tl.cdiv(tl.cdiv(size, tl.num_programs(0)), RUN) * RUN
+    return tl.program_id(0) * share, share
+
+
+@triton.jit
+def _load(source, share, left, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    return tl.load(source + i, mask=(i < share) & (i < left), eviction_policy="evict_first")
+
+
+@triton.jit
+def _copy(source, out, x, share, left, BLOCK: tl.constexpr, MORE: tl.constexpr):
+    """Stores the first tile x and copies the share's further ones, each asked for before the last is stored."""
+    i = tl.arange(0, BLOCK)
+    if MORE:
+        for _ in range(BLOCK, tl.minimum(share, left), BLOCK):
+            source += BLOCK
+            following = _load(source, share - BLOCK, left - BLOCK, BLOCK)
+            tl.store(out + i, x, mask=i < left)  # before the last tile all of it is ours
+            x = following
+            out += BLOCK
+            share -= BLOCK
+            left -= BLOCK
+    tl.store(out + i, x, mask=(i < share) & (i < left))
+
+
+@_jit
 def _pack_kernel(
     kv, accepted, packed, offsets, kv_b, B, D,
-    BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     wait_for_predecessor(PDL)
     start_successor(PDL)
     k = tl.load(accepted + b).to(tl.int32)
-    begin = tl.program_id(0) * BLOCK
     size = k * D  # the accepted rows of a sequence are one run
-    if (begin == 0) | (begin < size):
-        source = kv + b.to(tl.int64) * kv_b
-        i = begin + tl.arange(0, BLOCK)
-        x = tl.load(source + i, mask=i < size, eviction_policy="evict_first")
+    begin, share = _share(size)
+    if (tl.program_id(0) == 0) | (begin < size):
+        source = kv + b.to(tl.int64) * kv_b + begin
+        x = _load(source, share, size - begin, BLOCK)
         before = tl.arange(0, BLOCK_B)
         offset = tl.sum(tl.load(accepted + before, mask=before < b, other=0), 0)
-        if begin == 0:
+        if tl.program_id(0) == 0:
             tl.store(offsets + b, offset)
             tl.store(offsets + B, offset + k, mask=b == B - 1)
-        out = packed + offset * D
-        tl.store(out + i, x, mask=i < size)
-        for at in range(begin + tl.num_programs(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            tl.store(out + i, tl.load(source + i, mask=i < size, eviction_policy="evict_first"), mask=i < size)
+        _copy(source, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
 
 
-@triton.jit
+@_jit
 def _one_block_kernel(
     draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, draft_b, target_b, kv_b, B, G, D,
     BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -187,50 +245,98 @@ def _one_block_kernel(
 
 
 @triton.jit
+def _looked_up(lengths, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """Sum of the lengths of the sequences before b, at least UNKNOWN if one of them has not come after LOOKS looks."""
+    total = tl.zeros([], tl.int64)
+    for first in range(0, b, BLOCK_B):
+        row = first + tl.arange(0, BLOCK_B)
+        # One sum says what there is and whether it is all, so that no two threads can disagree.
+        here = tl.full([], UNKNOWN, tl.int64)
+        looks = 0
+        while (here >= UNKNOWN) & (looks < LOOKS):
+            word = tl.load(lengths + row, mask=row < b, other=0, volatile=True)
+            length = tl.where((word >> 32).to(tl.int32) == tag, word & 0xFFFFFFFF, UNKNOWN)
+            here = tl.sum(tl.where(row < b, length, 0), 0)
+            looks += 1
+        total += here
+    return total
+
+
+@_jit
 def _verify_and_pack_kernel(
-    draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, draft_b, target_b, kv_b, B, G, D,
-    BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared, draft_b, target_b, kv_b, G, D,
+    BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, LOOKS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1)
-    begin = tl.program_id(0) * BLOCK
+    b, B = tl.program_id(1), tl.num_programs(1)
+    source = kv + b.to(tl.int64) * kv_b
     wait_for_predecessor(PDL)
+    if AHEAD:
+        begin, share = _share(G * D)
+        x = _load(source + begin, share, G * D - begin, BLOCK)
     one = b + tl.arange(0, 1)
     k = accepted_lengths(draft, target, one, B, draft_b, target_b, G, BLOCK_G)
-    if begin == 0:
-        _write(target, accepted, has_mismatch, next_tokens, one, k, one < B, target_b, G)
     count = tl.sum(k, 0)
+    if shared is not None:
+        tag = turn(shared)
+    if tl.program_id(0) == 0:
+        if shared is not None:
+            send(shared + 1 + b, count, tag, True)
+        _write(target, accepted, has_mismatch, next_tokens, one, k, one < B, target_b, G)
     size = count * D  # the accepted rows of a sequence are one run
-    if (begin == 0) | (begin < size):
-        # Own rows are asked for before the other sequences' tokens: where they go is known by the time they are here.
-        source = kv + b.to(tl.int64) * kv_b
-        i = begin + tl.arange(0, BLOCK)
-        x = tl.load(source + i, mask=i < size, eviction_policy="evict_first")
-        total = tl.zeros([ROWS], tl.int64)
-        for first in range(0, b, ROWS):
-            row = first + tl.arange(0, ROWS)
-            total += accepted_lengths(draft, target, row, b, draft_b, target_b, G, BLOCK_G)
-        offset = tl.sum(total, 0)
+    if not AHEAD:
+        begin, share = _share(size)
+    if (tl.program_id(0) == 0) | (begin < size):
+        # Own rows are asked for before the other sequences' lengths: where they go is known by the time they are here.
+        if not AHEAD:
+            x = _load(source + begin, share, size - begin, BLOCK)
+        offset = UNKNOWN
+        if shared is not None:
+            offset = _looked_up(shared + 1, tag, b, LOOKS, BLOCK_B)
+        if offset >= UNKNOWN:
+            total = tl.zeros([ROWS], tl.int64)
+            for first in range(0, b, ROWS):
+                row = first + tl.arange(0, ROWS)
+                total += accepted_lengths(draft, target, row, b, draft_b, target_b, G, BLOCK_G)
+            offset = tl.sum(total, 0)
         start_successor(PDL)
-        if begin == 0:
+        if tl.program_id(0) == 0:
             tl.store(offsets + b, offset)
             tl.store(offsets + B, offset + count, mask=b == B - 1)
-        out = packed + offset * D
-        tl.store(out + i, x, mask=i < size)
-        for at in range(begin + tl.num_programs(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            tl.store(out + i, tl.load(source + i, mask=i < size, eviction_policy="evict_first"), mask=i < size)
+        _copy(source + begin, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
+    if shared is not None:
+        end_turn(shared, b * tl.num_programs(0) + tl.program_id(0), B * tl.num_programs(0))
+
+
+class _Launch:
+    """A kernel with its grid and all arguments but tensors: compiled by the first call, found again by none.
+
+    Triton derives from every call's arguments which code they need. Whoever keeps a `_Launch` answers for that: shapes,
+    strides, dtypes and device of the tensors are the same in each call, and rows alike aligned to 16 bytes or not.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], warps: int, sizes: tuple[int, ...], **constants: Any):
+        self.kernel, self.grid, self.warps, self.sizes, self.constants = kernel, grid, warps, sizes, constants
+        self.run: Any = None
+        self.rest: tuple[Any, ...] = ()
+
+    def __call__(self, first: torch.Tensor, *others: torch.Tensor | None) -> None:
+        if self.run is not None:
+            return self.run(first, *others, *self.rest)
+        options = {**self.constants, **overlapped(first)}
+        compiled = self.kernel[self.grid](first, *others, *self.sizes, **options, num_warps=self.warps)
+        if compiled is not None:  # the interpreter compiles nothing
+            self.rest = (*self.sizes, *self.constants.values(), options["PDL"])
+            self.run = compiled[self.grid]
+        return None
 
 
 def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
     if not routing.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    B, G = _shape(draft, target)
-    _naive_kernel[(triton.cdiv(B, LANES),)](
-        draft, target, out.accepted, out.has_mismatch, out.next_tokens, draft.stride(0), target.stride(0), B, G,
-        LANES=LANES, num_warps=1, **overlapped(draft),
-    )  # fmt: skip
-    return None
+    launch = _scan(True, _like(draft), _like(target), draft.device)
+    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
 def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
@@ -249,12 +355,8 @@ def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """
     if not routing.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    B, G = _shape(draft, target)
-    _verify_kernel[(B,)](
-        draft, target, out.accepted, out.has_mismatch, out.next_tokens, draft.stride(0), target.stride(0), B, G,
-        BLOCK_G=_block(G), num_warps=1, **overlapped(draft),
-    )  # fmt: skip
-    return None
+    launch = _scan(False, _like(draft), _like(target), draft.device)
+    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
 def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
@@ -267,34 +369,20 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
     """
     if not routing.on_gpu(kv):
         return packed.copy(*reference.pack(kv, accepted))
-    B, D = len(kv), kv.shape[2]
-    splits, block = _split(kv, packed)
-    _pack_kernel[splits, B](
-        kv, accepted, packed.kv, packed.offsets, kv.stride(0), B, D, BLOCK_B=_block(B), BLOCK=block,
-        num_warps=WARPS, **overlapped(kv),
-    )  # fmt: skip
-    return None
+    launch = _packing(_like(kv), packed.layout, kv.device)
+    return launch(kv, accepted, packed.kv, packed.offsets)
 
 
 def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
-    """`verify` and `pack` in one launch, for any batch; arguments as there.
-
-    A program reads the tokens of the sequences before its own: about 8 B gamma bytes each, twice over.
-    """
+    """`verify` and `pack` in one launch, for any batch; arguments as there."""
     if not routing.on_gpu(draft):
         out.copy(*reference.verify(draft, target))
         return packed.copy(*reference.pack(kv, out.accepted))
-    B, G = _shape(draft, target)
-    splits, block = _split(kv, packed)
-    block_g = _block(G)
-    wide = B * G >= WIDE_TOKENS // 2 and splits * B <= sm_count(kv.device)
-    tokens, warps = (WIDE_TOKENS, WIDE_WARPS) if wide else (TOKENS, WARPS)
-    _verify_and_pack_kernel[splits, B](
+    launch, looks = _fused(_like(draft), _like(target), _like(kv), packed.layout, kv.device)
+    return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
-        draft.stride(0), target.stride(0), kv.stride(0), B, G, kv.shape[2],
-        BLOCK_G=block_g, ROWS=max(1, tokens // block_g), BLOCK=block, num_warps=warps, **overlapped(draft),
+        packed.shared if looks else None,
     )  # fmt: skip
-    return None
 
 
 def verify_and_pack_one_block(
@@ -303,40 +391,88 @@ def verify_and_pack_one_block(
     """`verify_and_pack` by a single program, for at most ONE_BLOCK_BATCH sequences: a baseline, bound by one SM."""
     if not routing.on_gpu(draft):
         return verify_and_pack(draft, target, kv, out, packed)
-    B, G = _shape(draft, target)
-    assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
-    _, block = _split(kv, packed)
-    _one_block_kernel[(1,)](
-        draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
-        draft.stride(0), target.stride(0), kv.stride(0), B, G, kv.shape[2],
-        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=_block(G), BLOCK=block, num_warps=32, **overlapped(draft),
+    launch = _one_block(_like(draft), _like(target), _like(kv), packed.layout, kv.device)
+    return launch(
+        draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets
     )  # fmt: skip
-    return None
-
-
-def _shape(draft: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
-    B, G = draft.shape
-    assert target.shape == (B, G + 1), f"{G} drafted tokens need {G + 1} of the target, got {tuple(target.shape)}"
-    assert B > 0 and G <= MAX_GAMMA, f"{B} sequences of {G} drafted tokens: at least one, at most {MAX_GAMMA}"
-    assert draft.dtype == target.dtype == torch.int64 and target.stride(1) == 1 and (G < 2 or draft.stride(1) == 1)
-    return B, G
 
 
 @cache
+def _scan(naive: bool, draft: _Like, target: _Like, device: torch.device) -> _Launch:
+    B, G = _tokens(draft, target)
+    sizes = draft[1][0], target[1][0], B, G
+    if naive:
+        return _Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, sizes, LANES=LANES)
+    return _Launch(_verify_kernel, (B, 1, 1), 1, sizes, BLOCK_G=_block(G))
+
+
+@cache
+def _packing(kv: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
+    B, _, D = _rows(kv, *packed)
+    splits, warps, tile = _tiles(kv, device)
+    return _Launch(
+        _pack_kernel, (splits, B, 1), warps, (kv[1][0], B, D), BLOCK_B=_block(B), **tile
+    )  # fmt: skip
+
+
+@cache
+def _fused(
+    draft: _Like, target: _Like, kv: _Like, packed: tuple[_Like, _Like], device: torch.device
+) -> tuple[_Launch, bool]:
+    """The launch, and whether its programs look up lengths."""
+    B, G = _tokens(draft, target)
+    D = _rows(kv, *packed)[2]
+    splits, warps, tile = _tiles(kv, device)
+    block_b, block_g = _block(B), _block(G)
+    looks = block_b * block_g > TOKENS
+    launch = _Launch(
+        _verify_and_pack_kernel, (splits, B, 1), warps, (draft[1][0], target[1][0], kv[1][0], G, D),
+        BLOCK_G=block_g, ROWS=min(block_b, max(1, TOKENS // block_g)),
+        BLOCK_B=min(max(block_b, 32 * warps), 1024),  # a word a thread at least: all see the same
+        LOOKS=LOOKS, AHEAD=B * G * D * kv[2].itemsize <= AHEAD_BYTES, **tile,
+    )  # fmt: skip
+    return launch, looks
+
+
+@cache
+def _one_block(draft: _Like, target: _Like, kv: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
+    B, G = _tokens(draft, target)
+    D = _rows(kv, *packed)[2]
+    assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
+    return _Launch(
+        _one_block_kernel, (1, 1, 1), 32, (draft[1][0], target[1][0], kv[1][0], B, G, D),
+        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=_block(G),
+        BLOCK=min(TILE_BYTES // kv[2].itemsize, max(256, triton.next_power_of_2(G * D))),
+    )  # fmt: skip
+
+
 def _block(n: int) -> int:
     return triton.next_power_of_2(max(n, 1))
 
 
-def _split(kv: torch.Tensor, packed: Packed) -> tuple[int, int]:
-    """How many programs share the copy of a sequence's rows, and how many elements each takes at once."""
-    B, G, D = kv.shape
+def _tokens(draft: _Like, target: _Like) -> tuple[int, int]:
+    (B, G), strides, *_ = draft
+    assert target[0] == (B, G + 1), f"{G} drafted tokens need {G + 1} of the target, got {tuple(target[0])}"
+    assert B > 0 and G <= MAX_GAMMA, f"{B} sequences of {G} drafted tokens: at least one, at most {MAX_GAMMA}"
+    assert draft[2] == target[2] == torch.int64 and target[1][1] == 1 and (G < 2 or strides[1] == 1)
+    return B, G
+
+
+def _rows(kv: _Like, packed: _Like, offsets: _Like) -> tuple[int, ...]:
+    B, G, D = kv[0]
+    assert kv[2] == packed[2] and packed[1] == (D, 1) and kv[1][1:] == (D, 1), "rows that are not contiguous"
+    assert packed[0][0] >= B * G and packed[0][1] == D and offsets[0] == (B + 1,) and G * D < 2**30
+    return B, G, D
+
+
+def _tiles(kv: _Like, device: torch.device) -> tuple[int, int, dict[str, Any]]:
+    """How many programs share the copy of a sequence's rows, how wide they are, and what each takes at once."""
+    (B, G, D), _, dtype, _ = kv
     size = G * D
-    assert kv.dtype == packed.kv.dtype and packed.kv.is_contiguous() and kv.stride()[1:] == (D, 1)
-    assert packed.kv.numel() >= B * size and packed.offsets.shape == (B + 1,) and size < 2**30
-    return _splits(B, size, kv.element_size(), sm_count(kv.device))
-
-
-@cache
-def _splits(B: int, size: int, element_size: int, sms: int) -> tuple[int, int]:
-    block = min(TILE_BYTES // element_size, max(256, triton.next_power_of_2(size)))
-    return max(1, min(triton.cdiv(size, block), PROGRAMS_PER_SM * sms // B)), block
+    most = max(1, PROGRAMS_PER_SM * sm_count(device) // B)
+    share = triton.cdiv(size, most)
+    more = share * dtype.itemsize > TILE_BYTES
+    block = TILE_BYTES // 2 if more else max(_block(share) * dtype.itemsize, LEAST_TILE_BYTES)
+    splits = max(1, min(most, triton.cdiv(size * dtype.itemsize, block)))
+    warps = min(max(block // (32 * THREAD_BYTES), 4), 8)
+    return splits, warps, {"BLOCK": block // dtype.itemsize, "MORE": more}

@@ -68,7 +68,7 @@ SPECIAL = {
     **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
-    **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets"), ("*i64", True)),
+    **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
     **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
     **dict.fromkeys(("p_key", "p_mass", "q_key", "q_mass"), ("*i64", True)),
@@ -155,9 +155,11 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     """128 drafted tokens, and the largest tile of a copy."""
     bf16, options = torch.bfloat16, {"num_warps": 8}
     scan, tile = {"BLOCK_G": 128, "PDL": True}, {"BLOCK": 32768, "PDL": True}
+    once, more = tile | {"MORE": False}, tile | {"BLOCK": 16384, "MORE": True}
     yield "verify-naive", bf16, _naive_kernel, {"LANES": 32, "PDL": True}, {"num_warps": 1}
     yield "verify-scan", bf16, _verify_kernel, scan, {"num_warps": 1}
-    yield "verify-pack", bf16, _pack_kernel, tile | {"BLOCK_B": 32}, options
+    yield "verify-pack", bf16, _pack_kernel, once | {"BLOCK_B": 32}, options
+    yield "verify-pack-more", bf16, _pack_kernel, more | {"BLOCK_B": 32}, options
     yield "verify-one", bf16, _one_block_kernel, scan | tile | {"BLOCK_B": 32}, {"num_warps": 32}
     slices = {"BLOCK": 512, "PDL": True}
     for sampled in (True, False):
@@ -172,7 +174,11 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
     yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
     yield "replay", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
-    yield "verify-fused", bf16, _verify_and_pack_kernel, scan | tile | {"ROWS": 8}, options
+    find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
+    few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
+    yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options
+    yield "verify-fused-more", bf16, _verify_and_pack_kernel, find | more | {"AHEAD": False}, options
+    yield "verify-fused-few", bf16, _verify_and_pack_kernel, find | few, {"num_warps": 4}
 
 
 def moe_cases(

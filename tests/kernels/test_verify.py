@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels import verify as kernels
+from kernels.mailbox import TURN, send
 from kernels.reference import verify as reference
 from kernels.verify import Packed, Verified
 from launch import bench_verify
@@ -102,14 +105,24 @@ def check_packed(packed: Packed, case: Case) -> None:
 
 
 @pytest.fixture
-def many_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
-    """Small tiles, and a GPU's number of programs: copies are split, and take several rounds."""
-    kernels._splits.cache_clear()
-    monkeypatch.setattr(kernels, "sm_count", lambda device: 6)
-    monkeypatch.setattr(kernels, "TILE_BYTES", 1024)
-    monkeypatch.setattr(kernels, "TOKENS", 64)
+def fresh_launches() -> Iterator[None]:
+    """Launches made under patched constants neither serve later tests nor come from earlier ones."""
+    prepared = kernels._scan, kernels._packing, kernels._fused, kernels._one_block
+    for cached in prepared:
+        cached.cache_clear()
     yield
-    kernels._splits.cache_clear()
+    for cached in prepared:
+        cached.cache_clear()
+
+
+@pytest.fixture(params=["compares", "looks up", "looks up, loads ahead"])
+def many_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None:
+    """Small tiles, and a GPU's number of programs: copies are split, and take several rounds."""
+    monkeypatch.setattr(kernels, "sm_count", lambda device: 6)
+    monkeypatch.setattr(kernels, "TILE_BYTES", 2048)
+    monkeypatch.setattr(kernels, "LEAST_TILE_BYTES", 1024)
+    monkeypatch.setattr(kernels, "TOKENS", 1 << 20 if request.param == "compares" else 0)
+    monkeypatch.setattr(kernels, "AHEAD_BYTES", 1 << 20 if request.param.endswith("ahead") else 0)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
@@ -131,15 +144,94 @@ def test_packing(B: int, G: int, D: int, alpha: float, device: torch.device) -> 
     case = make(B, G, D, device, alpha=alpha)
     for fused in FUSED.values():
         out, packed = poisoned(case)
-        fused(case.draft, case.target, case.kv, out, packed)
-        check_verified(out, case)
-        check_packed(packed, case)
+        for _ in range(2):
+            fused(case.draft, case.target, case.kv, out, packed)
+            check_verified(out, case)
+            check_packed(packed, case)
     _, packed = poisoned(case)
     kernels.pack(case.kv, torch.tensor(case.accepted, device=device), packed)
     check_packed(packed, case)
 
 
-@pytest.mark.parametrize("B, G, D", [(512, 2, 128), (40, 9, 4096)])
+@triton.jit
+def _look_kernel(lengths, total, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
+    tl.store(total, kernels._looked_up(lengths, tag, b, LOOKS, BLOCK_B))
+
+
+@triton.jit
+def _send_late(to, words, tag, mask):
+    send(to, words, tag - (words % 2 == 0).to(tl.int32), mask)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_lengths_of_another_launch_are_not_taken(looks: int, device: torch.device) -> None:
+    b, tag = 70, 7  # three blocks of 32
+    words = torch.arange(100, device=device) | tag << 32
+    words[b:] = (tag + 1) << 32 | 5  # sequences behind it do not matter
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for late, old in ((None, 0), (0, 0), (33, (tag - 1) << 32 | 33), (69, (tag + 1) << 32 | 69), (31, 31)):
+        some = words.clone()
+        if late is not None:
+            some[late] = old
+        _look_kernel[(1,)](some, total, tag, b, LOOKS=looks, BLOCK_B=32, num_warps=1)
+        if looks and late is None:
+            assert total.item() == sum(range(b))
+        else:
+            assert total.item() >= kernels.UNKNOWN.value
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["no looks", "some late"])
+def test_late_lengths_are_found_from_tokens(
+    late: bool, monkeypatch: pytest.MonkeyPatch, many_programs: None, device: torch.device
+) -> None:
+    monkeypatch.setattr(kernels, "LOOKS", 2 if late else 0)
+    if late:
+        if device.type == "cuda":
+            pytest.skip("on a GPU lengths come in time")
+        monkeypatch.setattr(kernels, "send", _send_late)  # even lengths carry the last launch's tag
+    case = make(9, 12, 130, device)
+    out, packed = poisoned(case)
+    for _ in range(3):
+        kernels.verify_and_pack(case.draft, case.target, case.kv, out, packed)
+        check_verified(out, case)
+        check_packed(packed, case)
+
+
+@pytest.mark.usefixtures("many_programs")
+def test_launches_are_counted_whatever_their_grid(device: torch.device) -> None:
+    """One buffer for wide and for narrow rows, of which more and fewer programs share the copy."""
+    cases = [
+        make(3, G, D, device, alpha=alpha, seed=G) for G, D, alpha in ((8, 130, 0.9), (5, 130, 0.3), (1, 130, 0.5))
+    ]
+    _, packed = poisoned(cases[0])
+    counts = []
+    for case in (*cases, *cases[::-1]):
+        out, _ = poisoned(case)
+        packed.kv.fill_(torch.nan)
+        kernels.verify_and_pack(case.draft, case.target, case.kv, out, packed)
+        check_verified(out, case)
+        check_packed(packed, case)
+        counts.append(int(packed.shared[0]))
+    assert counts in ([0] * 6, [i * TURN.value for i in range(1, 7)])
+
+
+@pytest.mark.usefixtures("fresh_launches")
+def test_a_launch_serves_tensors_of_its_layout_alone(device: torch.device) -> None:
+    """Other strides, dtypes and alignments between calls of one shape."""
+    case = make(4, 6, 48, device)
+    for dtype in (torch.float32, torch.float64):
+        for first in (0, 1, 0):
+            room = torch.zeros(4 * 6 * 48 + 1, dtype=dtype, device=device)[first:]
+            kv = room[: 4 * 6 * 48].view(4, 6, 48).copy_(case.kv)
+            odd = Case(case.draft.clone(), case.target, kv, case.accepted)
+            out, packed = poisoned(odd)
+            for draft in (case.draft, odd.draft, case.draft):
+                kernels.verify_and_pack(draft, case.target, kv, out, packed)
+                check_verified(out, odd)
+                check_packed(packed, odd)
+
+
+@pytest.mark.parametrize("B, G, D", [(512, 2, 128), (40, 9, 4096), (130, 9, 64)])
 def test_beyond_a_block(B: int, G: int, D: int, device: torch.device) -> None:
     case = make(B, G, D, device, alpha=0.7)
     out, packed = poisoned(case)
