@@ -2,7 +2,7 @@
 
 A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
 streams some rows of the weight through registers, past all rows of x: with so few of these the multiplications are
-free, and tensor cores are slower, fed through shared memory or not (benchmarks/LOG.md).
+free. On Hopper that serves one row; more are `kernels.linear_sm90`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kernels.reference.linear import linear as reference
 from kernels.silu_mul import silu_mul
 
 MAX_ROWS = 4  # of x; beyond, what `linear_sm90` does not take is a library's
-LARGE, LARGE_ROWS = 64 << 20, 2  # of a matrix of so many numbers they are with more than these rows already
 RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
 
 
@@ -85,7 +84,7 @@ def linear(
         out = torch.empty(N, R, dtype=x.dtype, device=x.device)
         linear_sm90.launch(x, weight, bias, out, gated)
         return out
-    if not 0 < N <= (LARGE_ROWS if weight.numel() > LARGE else MAX_ROWS) or R == 0 or K == 0:
+    if not 0 < N <= MAX_ROWS or R == 0 or K == 0:
         y = F.linear(x, weight, bias)
         return silu_mul(y) if gated else y
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype

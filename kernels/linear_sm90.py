@@ -1,4 +1,4 @@
-"""`kernels.linear` for 3 to 16 rows of x on Hopper: weights by the tensor memory accelerator, products by wgmma.
+"""`kernels.linear` for 2 to 32 rows of x on Hopper: weights by the tensor memory accelerator, products by wgmma.
 
 Weights are older than the kernels of a step: as many as shared memory takes are on their way before the predecessor is
 done. A program needs few rows of weights for all to share a matrix, and tensor cores 64 at once. So both operands are
@@ -12,8 +12,6 @@ in a workspace, by one exchange that tells who is second. Nobody waits, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -35,9 +33,10 @@ from kernels.launching import sm_count
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
-MIN_ROWS, MAX_ROWS = 3, 16  # of x
-# Where programs let their successor start: all weights asked for, all products asked for, everything stored.
-ASKED, MULTIPLIED, STORED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
+MIN_ROWS, MAX_ROWS = 2, 32  # of x; one row is as fast without tensor cores, and more are a library's
+SHARED_KB = 108  # of a program: two fit an SM
+STREAMED_KB = 100  # a matrix with more to an SM keeps two programs on most of them
 
 
 @gluon.jit
@@ -70,15 +69,13 @@ def _wait(acc, ups, STEPS: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _sum_slices(acc, SLICES: gl.constexpr, LAYOUT: gl.constexpr):
+def _sum_slices(acc, LAYOUT: gl.constexpr):
     """[rows, rows of x]: sums of the products of equal slices."""
-    if SLICES > 1:
-        row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
-        column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-        acc = gl.where((row % SLICES)[:, None] == (column % SLICES)[None, :], acc, 0.0)
-        acc = gl.reshape(acc, [acc.shape[0] // SLICES, SLICES, acc.shape[1] // SLICES, SLICES])
-        acc = gl.sum(gl.sum(acc, 3), 1)
-    return gl.convert_layout(acc, LAYOUT)
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    acc = gl.where((row % SLICES)[:, None] == (column % SLICES)[None, :], acc, 0.0)
+    acc = gl.reshape(acc, [acc.shape[0] // SLICES, SLICES, acc.shape[1] // SLICES, SLICES])
+    return gl.convert_layout(gl.sum(gl.sum(acc, 3), 1), LAYOUT)
 
 
 @gluon.jit
@@ -98,26 +95,24 @@ def _float(word):
 @gluon.jit(do_not_specialize=["N", "R", "steps"])
 def _linear_sm90_kernel(
     weights, xs, bias, out, words, N, R, steps,
-    ROWS: gl.constexpr, SLICES: gl.constexpr, SPLIT: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, TRIGGER: gl.constexpr, WARM: gl.constexpr,
+    SPLIT: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = ROWS * SLICES
     COLUMNS: gl.constexpr = N_MAX * SLICES
     BYTES: gl.constexpr = ((2 if GATED else 1) * M + COLUMNS) * BLOCK_K * 2
-    LANES: gl.constexpr = min(ROWS, 32)
-    WARPS: gl.constexpr = min(ROWS // LANES, 4)
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
-    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [LANES, 32 // LANES], [WARPS, 4 // WARPS], [0, 1])
+    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     dtype: gl.constexpr = weights.dtype
     w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, SLICES, BLOCK_K], SHARED)
     up_shared = w_shared
     if GATED:
         up_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES + 1):
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
     tl.debug_barrier()
@@ -134,16 +129,11 @@ def _linear_sm90_kernel(
         y_bias = gl.load(bias + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
         if GATED:
             up_bias = gl.load(bias + R + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
-    if WARM:  # brings the descriptor: rows beyond the last are zeros that nobody reads
-        mbarrier.expect(ready.index(STAGES), COLUMNS * BLOCK_K * 2)
-        _load_x(xs, N, part, 0, x_shared.index(0), ready.index(STAGES))
-        mbarrier.wait(ready.index(STAGES), 0)
     gdc_wait()
     for s in range(ahead):
         _load_x(xs, 0, part, s * BLOCK_K, x_shared.index(s), ready.index(s))
-    if TRIGGER == ASKED:
-        if steps <= STAGES:
-            gdc_launch_dependents()
+    if steps <= STAGES:
+        gdc_launch_dependents()
 
     # The first step is apart: sums that only some ways lead to products of would keep ptxas from overlapping any.
     acc = gl.zeros([M, COLUMNS], gl.float32, layout=PRODUCT)
@@ -169,15 +159,12 @@ def _linear_sm90_kernel(
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
             _load_weights(weights, row, R, part, ahead * BLOCK_K, w, up, here, GATED, BYTES)
             _load_x(xs, 0, part, ahead * BLOCK_K, x, here)
-            if TRIGGER == ASKED:
-                if ahead == steps - 1:
-                    gdc_launch_dependents()
+            if ahead == steps - 1:  # nothing is left to be asked for
+                gdc_launch_dependents()
         last = slot
-    if TRIGGER == MULTIPLIED:
-        gdc_launch_dependents()
     acc, ups = _wait(acc, ups, 0, GATED)
-    y = _sum_slices(acc, SLICES, RESULT)
-    up = _sum_slices(ups, SLICES, RESULT)
+    y = _sum_slices(acc, RESULT)
+    up = _sum_slices(ups, RESULT)
 
     n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
     live = (row + r < R)[:, None] & (n < N)[None, :]
@@ -202,46 +189,21 @@ def _linear_sm90_kernel(
         y = y.to(dtype).to(gl.float32)
         y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
     gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(dtype), mask=live)
-    if TRIGGER == STORED:
-        gdc_launch_dependents()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a matrix is shared: a program multiplies `rows` rows of it (of each half, if gated) by 1/split of K."""
-
-    rows: int
-    slices: int  # of a program's part of K; rows x slices is 64 or a multiple
-    split: int  # programs that share K, a power of two
-    block_k: int = 64  # columns of each slice that arrive together
-    shared: int = 108  # KiB of a program; up to 113 leave room for two on an SM, 75 for three
-    trigger: int = 0
-    warm: bool = False
-
-
-def plans(K: int, gated: bool) -> Iterator[Plan]:
-    """Those that K can be cut by."""
-    for tile in (64,) if gated else (64, 128):
-        for slices in (1, 2, 4):
-            for split in (1, 2, 4, 8):
-                if K % (8 * slices * split) == 0:  # slices begin at multiples of 16 bytes
-                    yield Plan(tile // slices, slices, split)
 
 
 @cache
-def _plan(N: int, R: int, K: int, gated: bool, sms: int) -> Plan:
-    """The plan that is expected to take the shortest."""
+def _split(R: int, K: int, gated: bool, sms: int) -> int:
+    """How many programs share K, as measured on an H200 over matrices of 3 to 120 MB.
 
-    def us(plan: Plan) -> float:
-        tiles = triton.cdiv(R, plan.rows)
-        halves = 2 if gated else 1
-        total = halves * R * K * 2 + tiles * N * K * 2  # every tile reads x from the L2
-        each = (halves * plan.rows + N) * K * 2 / plan.split
-        # All SMs together read 5.2 MB/us, one 60 KB/us, and a level of the tree takes 0.7 us.
-        busiest = triton.cdiv(tiles * plan.split, sms) * each
-        return max(total / 5.2e6, busiest / 6e4) + 0.7 * (plan.split.bit_length() - 1)
-
-    return min(plans(K, gated), key=us)
+    One program on each SM, as far as K can be cut; two on most of them, if they have more to read than both hold.
+    """
+    tiles = triton.cdiv(R, ROWS.value)
+    splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # slices begin at 16 bytes
+    if R * K * (4 if gated else 2) > STREAMED_KB * 1024 * sms:
+        twice = [split for split in splits if 1.5 * sms <= tiles * split <= 2 * sms]
+        if twice:
+            return twice[-1]
+    return max((split for split in splits if tiles * split <= sms), default=1)
 
 
 @cache
@@ -257,7 +219,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
         MIN_ROWS <= N <= MAX_ROWS
         and len(weight) > 0
         and K > 0
-        and K % 8 == 0
+        and K % (8 * SLICES.value) == 0
         and x.dtype == weight.dtype
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == 1
@@ -273,29 +235,36 @@ def launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gated: bool,
-    plan: Plan | None = None,
+    split: int | None = None,
+    shared_kb: int = SHARED_KB,
 ) -> None:
-    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous."""
+    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous.
+
+    Args:
+        split: programs that share K, a power of two up to 8 that cuts it into multiples of 16; None: as is fastest.
+        shared_kb: KiB of shared memory that a program's stages may fill.
+    """
     N, K = x.shape
     R = out.shape[1]
-    plan = plan or _plan(N, R, K, gated, sm_count(x.device))
+    split = split or _split(R, K, gated, sm_count(x.device))
     n_max = max(8, triton.next_power_of_2(N))
-    slices = plan.slices * plan.split
-    columns = K // slices
-    steps = triton.cdiv(columns, plan.block_k)
-    stage = ((2 if gated else 1) * plan.rows + n_max) * plan.slices * plan.block_k * 2
+    block_k = 64 if gated or n_max > 16 else 128
+    columns = K // (SLICES.value * split)
+    steps = triton.cdiv(columns, block_k)
+    stage = ((2 if gated else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
     weights, xs = (
-        TensorDescriptor(t, [len(t), slices, columns], [t.stride(0), columns, 1], [rows, plan.slices, plan.block_k],
-                         SHARED.value)
-        for t, rows in ((weight, plan.rows), (x, n_max))
+        TensorDescriptor(
+            t, [len(t), SLICES.value * split, columns], [t.stride(0), columns, 1], [rows, SLICES.value, block_k],
+            SHARED.value,
+        )
+        for t, rows in ((weight, ROWS.value), (x, n_max))
     )  # fmt: skip
     # A step's slot is asked for again while the next is multiplied: it takes two.
-    stages = min(steps, max(2, (plan.shared * 1024 - 1024) // stage))
-    tiles = triton.cdiv(R, plan.rows)
-    words = _workspace(x.device, triton.next_power_of_2(max(1, tiles * (plan.split - 1) * plan.rows * n_max)))
-    _linear_sm90_kernel[(tiles * plan.split,)](
+    stages = min(steps, max(2, (shared_kb - 1) * 1024 // stage))
+    tiles = triton.cdiv(R, ROWS.value)
+    words = _workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
+    _linear_sm90_kernel[(tiles * split,)](
         weights, xs, bias, out, words if gated else words.view(torch.int32), N, R, steps,
-        ROWS=plan.rows, SLICES=plan.slices, SPLIT=plan.split, N_MAX=n_max, BLOCK_K=plan.block_k,
-        STAGES=stages, BIAS=bias is not None, GATED=gated, TRIGGER=plan.trigger, WARM=plan.warm,
+        SPLIT=split, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None, GATED=gated,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

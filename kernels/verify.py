@@ -35,8 +35,11 @@ PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first
 TILE_BYTES = 64 << 10  # of a program at once, at most; half of it where the next is on its way while one is stored
 LEAST_TILE_BYTES = 4 << 10
 THREAD_BYTES = 128  # of a tile in a thread's registers, where eight warps can hold it so
-AHEAD_BYTES = 3 << 20  # of all drafted rows: up to here their loads do not wait for what is accepted
+AHEAD_BYTES = (
+    3 << 20
+)  # of all drafted rows: up to here, and with few tokens, they are loaded before it is known which are accepted
 TOKENS = 1024  # of all sequences, padded: up to here each program compares those before its own
+LATE_TOKENS = 256  # at once, of sequences whose lengths are late: few, whose registers leave room for two programs
 LOOKS = 1000  # at lengths that are late, about 1 us each
 ONE_BLOCK_BATCH = 32
 RUN = tl.constexpr(256)  # elements, of which a program copies as many as another or one run less
@@ -427,9 +430,9 @@ def _fused(
     looks = block_b * block_g > TOKENS
     launch = _Launch(
         _verify_and_pack_kernel, (splits, B, 1), warps, (draft[1][0], target[1][0], kv[1][0], G, D),
-        BLOCK_G=block_g, ROWS=min(block_b, max(1, TOKENS // block_g)),
+        BLOCK_G=block_g, ROWS=min(block_b, max(1, (LATE_TOKENS if looks else TOKENS) // block_g)),
         BLOCK_B=min(max(block_b, 32 * warps), 1024),  # a word a thread at least: all see the same
-        LOOKS=LOOKS, AHEAD=B * G * D * kv[2].itemsize <= AHEAD_BYTES, **tile,
+        LOOKS=LOOKS, AHEAD=not looks and B * G * D * kv[2].itemsize <= AHEAD_BYTES, **tile,
     )  # fmt: skip
     return launch, looks
 

@@ -38,7 +38,8 @@ from rich.table import Table
 from helix.simulate import constants
 from helix.simulate.fit import errors, fit, quantiles
 from helix.simulate.hardware import MEASURED, Constant, Hardware
-from kernels.linear import MAX_ROWS, linear
+from kernels.linear import linear
+from kernels.linear_sm90 import MAX_ROWS, MIN_ROWS
 from launch import bench_comm, bench_kernels, bench_mla
 from launch.bench_kernels import ROTATED, K, seconds
 from launch.hardware import hardware_of, load_hardware, read_hardware
@@ -73,7 +74,7 @@ LATENTS = [  # heads, batch, tokens
     (16, 1, 128 * K),
 ]
 MATRICES = [(1152, 3584), (4736, 3584), (4096, 1792), (7168, 8192)]  # rows and columns of a rank's weights
-ROWS = (1, MAX_ROWS, MAX_ROWS + 1, 8, 16, 32, 64)
+ROWS = (1, MIN_ROWS, 8, 16, MAX_ROWS, MAX_ROWS + 1, 64)
 
 
 def read(device: torch.device) -> Iterator[Row]:
@@ -110,7 +111,7 @@ def latents(device: torch.device) -> Iterator[Row]:
 
 def products(device: torch.device) -> Iterator[Row]:
     """`linear` over the matrices of a rank, the library's from a few rows on; both are kept."""
-    for count in ROWS if device.type == "cuda" else (1, MAX_ROWS + 1):
+    for count in ROWS if device.type == "cuda" else (1, MIN_ROWS):
         for rows, columns in MATRICES if device.type == "cuda" else [(64, 96)]:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             size = rows * columns * dtype.itemsize

@@ -11,10 +11,10 @@ from helix.models import DecoderSpec
 from helix.simulate.hardware import MEASURED, Array, Constant, Hardware
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
-from kernels.linear import MAX_ROWS
+from kernels.linear_sm90 import MAX_ROWS, MIN_ROWS
 
 LARGEST, LEAST = 0.32, 0.0025  # relative changes of a constant that are tried, each half of the one before
-PRODUCT_ROWS = (1, MAX_ROWS, MAX_ROWS + 1, 32)  # two constants: kernels of our own, and the library's from there on
+PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ def errors(hardware: Hardware, steps: Sequence[Measured], options: Options) -> A
 def fit(hardware: Hardware, steps: Sequence[Measured], options: Options, source: str) -> Hardware:
     """`hardware` with those constants changed that no kernel shows alone, so that the mean of |log error| is least.
 
-    Fitted are the read rate, what a kernel takes beyond its bytes, and what a projection does, of few rows and of
-    more. One at a time is moved up and down, by ever smaller steps: the same points give the same constants.
+    Fitted are the read rate, what a kernel takes beyond its bytes, and what a projection does, of one row and of
+    several; the library's, of more, stays. One at a time is moved up and down, by ever smaller steps: the same points give the same constants.
     """
     fixed = {rows: hardware.product_s.get(rows, hardware.kernel_s) for rows in PRODUCT_ROWS}
-    best = replace(hardware, product_s=fixed)
-    moves = [_read_rate, _kernel, _products(lambda rows: rows <= MAX_ROWS), _products(lambda rows: rows > MAX_ROWS)]
+    library = {rows: constant for rows, constant in hardware.product_s.items() if rows > MAX_ROWS}
+    best = replace(hardware, product_s=fixed | library)
+    one, several = _products(lambda rows: rows < MIN_ROWS), _products(lambda rows: MIN_ROWS <= rows <= MAX_ROWS)
+    moves = [_read_rate, _kernel, one, several]
     least = float(np.abs(errors(best, steps, options)).mean())
     change = LARGEST
     while change >= LEAST:
@@ -61,7 +63,7 @@ def fit(hardware: Hardware, steps: Sequence[Measured], options: Options, source:
         best,
         read_bytes_per_s=named(best.read_bytes_per_s),
         kernel_s=named(best.kernel_s),
-        product_s={rows: named(constant) for rows, constant in best.product_s.items()},
+        product_s={rows: named(best.product_s[rows]) for rows in PRODUCT_ROWS} | library,
     )
 
 

@@ -30,8 +30,8 @@ from kernels.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.kv_append import _kv_append_kernel
 from kernels.latents import latent_tile
 from kernels.linear import _linear_kernel
+from kernels.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.linear_sm90 import SHARED as SLICED
-from kernels.linear_sm90 import _linear_sm90_kernel
 from kernels.lse_combine import _lse_combine_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
@@ -127,9 +127,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
         tile |= {"BIAS": True, "GATED": gated, "PDL": True}
         yield "linear", bf16, _linear_kernel, tile, {"num_warps": warps}
-    for gated, rows, slices, split, most in ((False, 128, 1, 2, 16), (False, 16, 4, 1, 8), (True, 32, 2, 4, 16)):
-        tile = {"ROWS": rows, "SLICES": slices, "SPLIT": split, "N_MAX": most, "BLOCK_K": 64, "STAGES": 5}
-        tile |= {"BIAS": True, "GATED": gated, "TRIGGER": 0, "WARM": False}
+    for gated, split, most, block in ((False, 2, 16, 128), (False, 1, 32, 64), (True, 4, 32, 64)):
+        tile = {"SPLIT": split, "N_MAX": most, "BLOCK_K": block, "STAGES": 5, "BIAS": True, "GATED": gated}
         yield "linear-sm90", bf16, _linear_sm90_kernel, tile, {"num_warps": 4}
     choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 8, "PDL": True}
     choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True}
@@ -214,7 +213,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if function is _linear_sm90_kernel and name == "words":
             kind = "*i64" if constants["GATED"] else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
-            block = [constants["ROWS" if name == "weights" else "N_MAX"], constants["SLICES"], constants["BLOCK_K"]]
+            rows = ROWS.value if name == "weights" else constants["N_MAX"]
+            block = [rows, SLICES.value, constants["BLOCK_K"]]
             kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{SLICED.value!r}>", False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -63,18 +61,19 @@ def _assert_close(y: torch.Tensor, wanted: torch.Tensor, gated: bool, dtype: tor
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    "N, R, K", [(3, 65, 64), (5, 33, 520), (8, 640, 448), (16, 70, 1032), (7, 130, 360), (12, 257, 2368), (9, 1, 8192)]
+    "N, R, K", [(2, 65, 64), (5, 33, 528), (8, 640, 448), (16, 70, 1040), (31, 130, 368), (17, 257, 2368), (9, 1, 8192)]
 )
 def test_hopper(N: int, R: int, K: int, biased: bool, gated: bool, dtype: torch.dtype, device: Any) -> None:
     generator = torch.Generator().manual_seed(K)
     x, weight, bias, wanted = _case(generator, N, R, K, biased, gated, dtype, device)
     assert linear_sm90.fits(x, weight)
     _assert_close(linear(x, weight, bias, gated=gated), wanted, gated, dtype)
-    for plan in linear_sm90.plans(K, gated):
-        out = torch.full((N, R), torch.nan, dtype=dtype, device=device)
-        # So little shared memory that slots are filled again.
-        linear_sm90.launch(x, weight, bias, out, gated, replace(plan, shared=40))
-        _assert_close(out, wanted, gated, dtype)
+    for split in (1, 2, 4, 8):
+        if K % (16 * split) == 0:
+            out = torch.full((N, R), torch.nan, dtype=dtype, device=device)
+            # So little shared memory that slots are filled again.
+            linear_sm90.launch(x, weight, bias, out, gated, split, 40)
+            _assert_close(out, wanted, gated, dtype)
 
 
 @pytest.mark.gpu
@@ -85,14 +84,13 @@ def test_layers_in_a_graph(device: torch.device) -> None:
     gate, down = (
         torch.randn(rows, K, generator=generator).div(K**0.5).to(device, torch.bfloat16) for rows in (2 * K, K)
     )
-    plan = linear_sm90.Plan(32, 2, 4)
     x = torch.randn(8, K, generator=generator).to(device, torch.bfloat16)
     ys = [torch.empty_like(x) for _ in range(20)]
 
     def layers(between: Any) -> None:
         for i, y in enumerate(ys):
             weight, gated = (gate, True) if i % 2 else (down, False)
-            linear_sm90.launch(ys[i - 1] if i else x, weight, None, y, gated, plan)
+            linear_sm90.launch(ys[i - 1] if i else x, weight, None, y, gated, split=4)
             between()
 
     layers(torch.cuda.synchronize)
@@ -107,12 +105,15 @@ def test_layers_in_a_graph(device: torch.device) -> None:
         assert all(map(torch.equal, ys, wanted))
 
 
-def test_plans_of_real_matrices() -> None:
-    """Every weight lies in one program's rows and columns; the gate's tile fits the tensor cores."""
-    for matrix, n in product(MATRICES, (3, 8, 16)):
-        plan = linear_sm90._plan(n, matrix.rows, matrix.columns, matrix.gated, 132)
-        assert plan in linear_sm90.plans(matrix.columns, matrix.gated)
-        assert plan.rows * plan.slices % 64 == 0 and matrix.columns % (8 * plan.slices * plan.split) == 0
+def test_splits() -> None:
+    """One program an SM of a small matrix, two of one that is streamed; K is cut at multiples of 16 bytes."""
+    assert linear_sm90._split(1152, 3584, False, 132) == 2
+    assert linear_sm90._split(1792, 4096, True, 132) == 4
+    assert linear_sm90._split(19008, 3584, False, 132) == 1
+    for matrix in MATRICES:
+        split = linear_sm90._split(matrix.rows, matrix.columns, matrix.gated, 132)
+        assert matrix.columns % (16 * split) == 0
+    assert linear_sm90._split(64, 48, False, 132) == 1
 
 
 def test_nothing_to_do(device: torch.device) -> None:

@@ -115,13 +115,13 @@ def fresh_launches() -> Iterator[None]:
         cached.cache_clear()
 
 
-@pytest.fixture(params=["compares", "looks up", "looks up, loads ahead"])
+@pytest.fixture(params=["compares", "compares, loads ahead", "looks up"])
 def many_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None:
     """Small tiles, and a GPU's number of programs: copies are split, and take several rounds."""
     monkeypatch.setattr(kernels, "sm_count", lambda device: 6)
     monkeypatch.setattr(kernels, "TILE_BYTES", 2048)
     monkeypatch.setattr(kernels, "LEAST_TILE_BYTES", 1024)
-    monkeypatch.setattr(kernels, "TOKENS", 1 << 20 if request.param == "compares" else 0)
+    monkeypatch.setattr(kernels, "TOKENS", 1 << 20 if request.param.startswith("compares") else 0)
     monkeypatch.setattr(kernels, "AHEAD_BYTES", 1 << 20 if request.param.endswith("ahead") else 0)
 
 
@@ -163,7 +163,7 @@ def _send_late(to, words, tag, mask):
     send(to, words, tag - (words % 2 == 0).to(tl.int32), mask)
 
 
-@pytest.mark.parametrize("looks", [0, 1, 3])
+@pytest.mark.parametrize("looks", [1, 3])
 def test_lengths_of_another_launch_are_not_taken(looks: int, device: torch.device) -> None:
     b, tag = 70, 7  # three blocks of 32
     words = torch.arange(100, device=device) | tag << 32
@@ -174,20 +174,18 @@ def test_lengths_of_another_launch_are_not_taken(looks: int, device: torch.devic
         if late is not None:
             some[late] = old
         _look_kernel[(1,)](some, total, tag, b, LOOKS=looks, BLOCK_B=32, num_warps=1)
-        if looks and late is None:
+        if late is None:
             assert total.item() == sum(range(b))
         else:
             assert total.item() >= kernels.UNKNOWN.value
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["no looks", "some late"])
+@pytest.mark.parametrize("late", [False, True], ids=["one look", "some late"])
 def test_late_lengths_are_found_from_tokens(
     late: bool, monkeypatch: pytest.MonkeyPatch, many_programs: None, device: torch.device
 ) -> None:
-    monkeypatch.setattr(kernels, "LOOKS", 2 if late else 0)
+    monkeypatch.setattr(kernels, "LOOKS", 2 if late else 1)  # on a GPU one look is too early for most
     if late:
-        if device.type == "cuda":
-            pytest.skip("on a GPU lengths come in time")
         monkeypatch.setattr(kernels, "send", _send_late)  # even lengths carry the last launch's tag
     case = make(9, 12, 130, device)
     out, packed = poisoned(case)
