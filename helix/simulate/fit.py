@@ -37,13 +37,15 @@ def fit(hardware: Hardware, steps: Sequence[Measured], options: Options, source:
     """`hardware` with those constants changed that no kernel shows alone, so that the mean of |log error| is least.
 
     Fitted are the read rate, what a kernel takes beyond its bytes, and what a projection does, of one row and of
-    several; the library's, of more, stays. One at a time is moved up and down, by ever smaller steps: the same points give the same constants.
+    several; the library's, of more, stays. One at a time is moved up and down, by ever smaller steps: the same points
+    give the same constants.
     """
-    fixed = {rows: hardware.product_s.get(rows, hardware.kernel_s) for rows in PRODUCT_ROWS}
+    known = hardware.product_s or {1: hardware.kernel_s}
+    one, several = (known[min(known, key=lambda other: abs(other - rows))] for rows in (1, MAX_ROWS))
+    fixed = {rows: one if rows < MIN_ROWS else several for rows in PRODUCT_ROWS}
     library = {rows: constant for rows, constant in hardware.product_s.items() if rows > MAX_ROWS}
     best = replace(hardware, product_s=fixed | library)
-    one, several = _products(lambda rows: rows < MIN_ROWS), _products(lambda rows: MIN_ROWS <= rows <= MAX_ROWS)
-    moves = [_read_rate, _kernel, one, several]
+    moves = [_read_rate, _kernel, _products(range(1, MIN_ROWS)), _products(range(MIN_ROWS, MAX_ROWS + 1))]
     least = float(np.abs(errors(best, steps, options)).mean())
     change = LARGEST
     while change >= LEAST:
@@ -75,10 +77,10 @@ def _kernel(hardware: Hardware, factor: float) -> Hardware:
     return replace(hardware, kernel_s=_times(hardware.kernel_s, factor))
 
 
-def _products(chosen: Callable[[int], bool]) -> Callable[[Hardware, float], Hardware]:
+def _products(chosen: range) -> Callable[[Hardware, float], Hardware]:
     def move(hardware: Hardware, factor: float) -> Hardware:
         known: Mapping[int, Constant] = hardware.product_s
-        return replace(hardware, product_s={r: _times(c, factor) if chosen(r) else c for r, c in known.items()})
+        return replace(hardware, product_s={r: _times(c, factor) if r in chosen else c for r, c in known.items()})
 
     return move
 
