@@ -12,6 +12,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from helix.graphs import seconds_of_each
 from kernels.flash_decode import flash_decode
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
@@ -101,35 +103,33 @@ def flashinfer(s: Setting) -> Callable[[int], torch.Tensor]:
     return lambda i: wrapper.run(q, s.caches[i])
 
 
-def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:
-    """Median time of one run, over rotated copies."""
+def replays(
+    run: Callable[[int], Any], copies: int, device: torch.device, least: int, times: int, warm_up_s: float = WARM_UP_S
+) -> list[float]:
+    """Seconds of one run within a graph of `least` or more, one behind the other over rotated copies; sorted."""
     if device.type != "cuda":
-        begin = time.perf_counter()
-        run(0)
-        return time.perf_counter() - begin
+        return seconds_of_each(lambda: run(0), 1, device)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what the run reads may still be on its way
     with torch.cuda.stream(stream):
         run(0)
         graph = torch.cuda.CUDAGraph()
-        launches = max(copies, 4)
+        launches = max(copies, least)
         with torch.cuda.graph(graph, stream=stream):
             for i in range(launches):
                 run(i % copies)
         begin = time.perf_counter()
-        while time.perf_counter() - begin < WARM_UP_S:
+        while time.perf_counter() - begin < warm_up_s:
             graph.replay()
             stream.synchronize()
-        times = []
-        for _ in range(15):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            graph.replay()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last) / 1e3 / launches)
+        found = [s for _ in range(times) for s in seconds_of_each(graph.replay, 1, device)]
     graph.reset()
-    return sorted(times)[7]
+    return sorted(s / launches for s in found)
+
+
+def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:
+    """Median time of one run within a graph, over rotated copies."""
+    return median(replays(run, copies, device, least=4, times=15))
 
 
 def measure(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from comm.base import Communicator
 from helix.config import bench_points
+from helix.graphs import seconds_of_each
 from helix.models import Decoder
 from helix.request import Request
 from kernels.flash_prefill import flash_prefill
@@ -61,13 +63,13 @@ def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, devic
     assert error < 1e-2, f"flash_prefill is off by {float(error):.1e} of its norm"
     work = 4 * q_heads * DIM
     row: dict[str, Any] = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
-    row["tflops"] = work * float(hi.double().sum()) / _seconds(ours, gpu) / 1e12
+    row["tflops"] = work * float(hi.double().sum()) / _seconds(ours, device) / 1e12
     peer = partial(scaled_dot_product_attention, q.transpose(0, 1)[None], k, v, enable_gqa=True)
     for name, backend in TORCH.items():
         row[f"{name}_tflops"] = None
         if gpu:
             with sdpa_kernel(backend):
-                seconds = _seconds(peer, gpu)
+                seconds = _seconds(peer, device)
             row[f"{name}_tflops"] = work * queries * length / seconds / 1e12
     return row
 
@@ -77,26 +79,13 @@ def matrix_tflops(device: torch.device) -> float:
     gpu = device.type == "cuda"
     n = 8192 if gpu else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16 if gpu else torch.float32) for _ in range(2))
-    return 2 * n**3 / _seconds(lambda: a @ b, gpu) / 1e12
+    return 2 * n**3 / _seconds(lambda: a @ b, device) / 1e12
 
 
-def _seconds(run: Callable[[], Any], gpu: bool) -> float:
-    """Median of a few runs."""
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median of a few runs, behind one that does not count."""
     run()
-    times = []
-    for _ in range(5):
-        if gpu:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            run()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last) / 1e3)
-        else:
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-    return sorted(times)[2]
+    return median(seconds_of_each(run, 5, device))
 
 
 def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:

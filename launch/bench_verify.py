@@ -7,23 +7,25 @@ of KV rotate past the L2; tokens, which a step has just written, may stay there.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from helix.graphs import seconds_of_each
 from kernels import verify as kernels
 from kernels.reference import verify as reference
 from kernels.verify import Packed, Verified
-from launch.bench_kernels import ROTATED
+from launch.bench_kernels import ROTATED, replays
 
 VOCABULARY = 4096
 MOST_COPIES = 256
-WARM_UPS, TIMED = 20, 200
+WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant; turns
+REPLAYS = 50
 WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
 DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
 TARGET_US, TARGET_BYTES = 11.0, 15e6  # the bar for the fused kernel in a graph
@@ -94,65 +96,36 @@ def check(work: Workload, name: str, scan: Callable[..., None] | None, fused: Ca
         raise RuntimeError(f"{name} differs from the reference at {tuple(work.kv.shape)}")
 
 
-def eager_us(run: Run, copies: int, device: torch.device) -> tuple[float, float]:
-    """Median and 95th percentile of one run between two events, launched from Python."""
+def eager_seconds(run: Run, copies: int, device: torch.device) -> list[float]:
+    """Of single runs, launched from Python between two events."""
     if device.type != "cuda":
-        begin = time.perf_counter()
-        run(0)
-        return (1e6 * (time.perf_counter() - begin),) * 2
-    for i in range(WARM_UPS):
-        run(i % copies)
-    torch.cuda.synchronize()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED)]
-    for i, (first, last) in enumerate(pairs):
-        first.record()
-        run(i % copies)
-        last.record()
-    torch.cuda.synchronize()
-    return percentiles([first.elapsed_time(last) * 1e3 for first, last in pairs])
+        return seconds_of_each(lambda: run(0), 1, device)
+    indices = cycle(range(copies))
+    for _ in range(WARM_UPS):
+        run(next(indices))
+    return seconds_of_each(lambda: run(next(indices)), TIMED, device)
 
 
-def graph_us(run: Run, copies: int, device: torch.device) -> tuple[float, float]:
-    """The same within a graph of one run after another: percentiles over replays of their mean."""
-    if device.type != "cuda":
-        return eager_us(run, copies, device)
-    launches = max(copies, 16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(0)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(launches):
-                run(i % copies)
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < WARM_UP_S:
-            graph.replay()
-            stream.synchronize()
-        times = []
-        for _ in range(TIMED // 4):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            graph.replay()
-            last.record()
-            last.synchronize()
-            times.append(first.elapsed_time(last) * 1e3 / launches)
-    graph.reset()
-    return percentiles(times)
+def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
+    """Columns of median and 95th percentile, in microseconds."""
+    ordered = [1e6 * s for s in sorted(seconds)]
+    return {f"{name}_us": ordered[len(ordered) // 2], f"{name}_p95_us": ordered[len(ordered) * 95 // 100]}
 
 
-def percentiles(times: list[float]) -> tuple[float, float]:
-    """Median and 95th percentile."""
-    ordered = sorted(times)
-    return ordered[len(ordered) // 2], ordered[len(ordered) * 95 // 100]
+def timed(runs: dict[str, Run], copies: int, device: torch.device, captured: Container[str]) -> dict[str, float]:
+    """The columns of all variants; what waits for the host is not captured.
 
-
-def timed(name: str, run: Run, copies: int, device: torch.device, captured: bool = True) -> dict[str, float]:
-    """The columns of one variant; what waits for the host has none for graphs."""
-    found = dict(zip((f"{name}_us", f"{name}_p95_us"), eager_us(run, copies, device), strict=True))
-    if captured:
-        graph = graph_us(run, copies, device)
-        found |= dict(zip((f"{name}_graph_us", f"{name}_graph_p95_us"), graph, strict=True))
+    Launches from Python take turns, so that a host that gets slower or faster does so for all.
+    """
+    eager: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(TURNS):
+        for name, run in runs.items():
+            eager[name] += eager_seconds(run, copies, device)
+    found: dict[str, float] = {}
+    for name, run in runs.items():
+        found |= percentiles(name, eager[name])
+        if name in captured:
+            found |= percentiles(f"{name}_graph", replays(run, copies, device, 16, REPLAYS, WARM_UP_S))
     return found
 
 
@@ -160,15 +133,15 @@ def measure_scan(batch: int, gamma: int, alpha: float, device: torch.device) -> 
     """Lengths, flags and next tokens: eager torch, one lane a sequence, and the scan."""
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
     row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
-    row |= timed("torch", lambda i: reference.verify(work.draft, work.target), 1, device)
+    runs: dict[str, Run] = {"torch": lambda i: reference.verify(work.draft, work.target)}
     for name, scan in (("naive", kernels.naive), ("scan", kernels.verify)):
         check(work, name, scan, None)
 
         def run(i: int, scan: Callable[..., None] = scan) -> None:
             scan(work.draft, work.target, work.out)
 
-        row |= timed(name, run, 1, device)
-    return row
+        runs[name] = run
+    return row | timed(runs, 1, device, captured=runs)
 
 
 def measure_pack(batch: int, gamma: int, alpha: float, width: int, device: torch.device) -> dict[str, Any]:
@@ -193,6 +166,7 @@ def measure_pack(batch: int, gamma: int, alpha: float, width: int, device: torch
         variants["one_block"] = kernels.verify_and_pack_one_block
     row: dict[str, Any] = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
     row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / copies * width * dtype.itemsize
+    runs: dict[str, Run] = {}
     for name, fused in variants.items():
         for work in works[:2]:
             check(work, name, None, fused)
@@ -201,9 +175,9 @@ def measure_pack(batch: int, gamma: int, alpha: float, width: int, device: torch
             w = works[i]
             fused(w.draft, w.target, w.kv, w.out, w.packed)
 
-        row |= timed(name, run, copies, device)
-    for name, steps in (("two_step_torch", torch_step), ("torch", torch_alone)):
-        row |= timed(name, steps, copies, device, captured=False)
+        runs[name] = run
+    runs |= {"two_step_torch": torch_step, "torch": torch_alone}
+    row |= timed(runs, copies, device, captured=variants)
     # The paper's dispatcher is a comparison on the host, and then one of its two kernels.
     if "one_block" in variants:
         small = batch * alpha * gamma * width * dtype.itemsize < DISPATCH_BYTES
