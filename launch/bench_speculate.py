@@ -27,7 +27,7 @@ MODELS = ["llama-3.1-70b", "demo"]  # the shape of replayed steps; `demo` stands
 ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
 # Of 1, 8, 32 sequences of 8K, 128K, 1M: those that four GPUs hold, but for 8 x 8K, which is between 1 and 32.
 POINTS = [(1, 8 * K), (32, 8 * K), (1, 128 * K), (8, 128 * K), (1, M)]
-GAMMAS = [0, 1, 3, 7, 15]  # 1, 2, 4, 8, 16 queries of a sequence
+GAMMAS = [0, 1, 2, 3, 4, 7, 15]
 STEPS = 16
 EDIT_TOKENS = 256  # of each prompt
 # Of `launch.edits`: plain steps first, which the others are compared with.
