@@ -188,6 +188,17 @@ def _point(r: Row) -> str:
     return f"{name} | {r['batch']} x {length}"
 
 
+def _ttl(r: Row) -> str:
+    """With a mark where the kernels of that time have been replaced since."""
+    return f"{r['ttl_p50_us'] / 1e3:.2f} ms{' †' if 'superseded' in r else ''}"
+
+
+def _layout(r: Row) -> str:
+    """With the grid of the FFN where there are experts to be shared in several ways."""
+    attention, ffn = r["layout"].split(" -> ")
+    return f"{attention} {ffn}" if load_spec(r["model"]).moe is not None else attention
+
+
 def steps() -> list[str]:
     """Whole decode steps: every layout of every workload."""
     rows = [
@@ -195,14 +206,14 @@ def steps() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results("step", "model", "batch", "length", "layout"):
-        start = f"| {_point(r)} | {r['layout'].split(' ->')[0]} "
+        start = f"| {_point(r)} | {_layout(r)} "
         if "failed" in r:
             rows.append(f"{start}| does not fit | | | | | |")
             continue
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         launches = f"{r['launches_per_layer']:.1f}" if "launches_per_layer" in r else "-"
         rows.append(
-            f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms | {r['floor_us'] / 1e3:.2f} ms "
+            f"{start}| {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms "
             f"| {r['ttl_p50_us'] / r['floor_us']:.2f} | {r['bar'] or '-'} | {vllm} | {launches} |"
         )
     return rows
@@ -281,12 +292,12 @@ def baselines() -> list[str]:
     """Helix beside plain TP and Medha's layout."""
     rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
     for r in results("baselines", "model", "batch", "length", "layout"):
-        start = f"| {_point(r)} | {r['layout'].split(' ->')[0]} "
+        start = f"| {_point(r)} | {_layout(r)} "
         if "failed" in r:
             rows.append(f"{start}| does not fit | | |")
             continue
         rates = f"{r['tokens_per_s_user']:.0f} | {r['tokens_per_s_gpu']:.1f}"
-        rows.append(f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms | {rates} |")
+        rows.append(f"{start}| {_ttl(r)} | {rates} |")
     return rows
 
 
@@ -310,6 +321,8 @@ def speculate() -> list[str]:
     """Steps with replayed drafts, and the share of each part of a step in its time."""
     found = results("speculate", "kind", "model", "layout", "batch", "length", "gamma")
     found = [r for r in found if r["kind"] == "replay"]
+    points = [_point(r) for r in found]
+    found.sort(key=lambda r: (points.index(_point(r)), r["gamma"]))
     rows = [
         "| shape | KV | drafts | step p50 (p90) | tokens a step | tokens/s/user | gain | gain at the rate "
         f"| {' | '.join([*PARTS, REST])} |",

@@ -9,7 +9,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,12 +116,15 @@ def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Con
     return {"points": found}
 
 
-def run(ranks: int, device: torch.device) -> list[dict[str, Any]]:
+def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case."""
     gpu = device.type == "cuda"
     rate = matrix_tflops(device)
     shapes = KERNELS if gpu else [(4, 2, 128, 512)]
-    rows = [{**measure_kernel(*shape, device), "matrix_tflops": rate} for shape in shapes]
+    rows = []
+    for shape in shapes:
+        rows.append({**measure_kernel(*shape, device), "matrix_tflops": rate})
+        yield rows[-1]
     table = Table("heads", "queries", "keys", "ours TFLOP/s", "of the matrix rate", "cuDNN", "flash")
     for r in rows:
         peers = [f"{r[f'{p}_tflops']:.0f}" if r[f"{p}_tflops"] else "-" for p in TORCH]
@@ -143,9 +146,7 @@ def run(ranks: int, device: torch.device) -> list[dict[str, Any]]:
         if code:
             raise SystemExit(f"error: the prefill job ended with {code}")
         done = json.loads(record.read_text())
-    jobs = [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
-    for job in jobs:
-        print(
-            f"{job['batch']} x {job['length']:,} tokens: {job['prefill_s']:.2f} s, {job['tokens_per_s']:,.0f} tokens/s"
-        )
-    return [*rows, *jobs]
+    for point in done["points"]:
+        seconds, rate = point["prefill_s"], point["tokens_per_s"]
+        print(f"{point['batch']} x {point['length']:,} tokens: {seconds:.2f} s, {rate:,.0f} tokens/s")
+        yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}

@@ -75,7 +75,7 @@ def _spec(model: str, layers: int | None) -> DecoderSpec:
 
 
 def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
-    """The newest line of each cell that was measured, in order of appearance.
+    """The newest line of each cell that was measured with today's kernels, in order of appearance.
 
     Raises:
         ValueError: a file cannot be read or a line is no recorded step.
@@ -87,7 +87,7 @@ def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         for number, row in enumerate(rows, 1):
-            if row.get("ttl_p50_us") is None:  # it did not fit
+            if row.get("ttl_p50_us") is None or "superseded" in row:  # it did not fit, or kernels are others now
                 continue
             try:
                 key = (row["device"], row["model"], row["layout"], row["batch"], row["length"])
