@@ -322,8 +322,9 @@ def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
     ended = run(tmp_path, "baselines", f"--output={out}", command=command)
     assert ended.code == 0, ended.output
     kernels, ragged, *rest = jsonl(out)
-    linear, baselines = rest[:3], rest[3:]
-    assert ragged["kind"] == "ragged" and all(row["kind"] == "linear" for row in linear)
+    linear = [row for row in rest if row.get("kind") == "linear"]
+    baselines = rest[len(linear) :]
+    assert ragged["kind"] == "ragged" and len(linear) > 2
     assert kernels["name"] == "kernels" and kernels["us"] > 0
     assert [row["layout"].split()[0] for row in baselines] == ["tp", "medha", "helix"]
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)

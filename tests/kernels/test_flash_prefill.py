@@ -166,7 +166,7 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
     [
         ({}, True),
         ({"dtype": torch.float16, "page_size": 192}, True),
-        ({"max_q": 1023}, False),
+        ({"max_q": 6143}, False),
         ({"dim": 64}, False),
         ({"dtype": torch.float32}, False),
         ({"page_size": 96}, False),
@@ -180,7 +180,7 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_shapes_of_the_kernel_for_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = (
-        dict(max_q=1024, scale=0.1, kv_heads=2, capability=(9, 0), dim=128, dtype=torch.bfloat16, page_size=64) | change
+        dict(max_q=6144, scale=0.1, kv_heads=2, capability=(9, 0), dim=128, dtype=torch.bfloat16, page_size=64) | change
     )
     max_q, scale, kv_heads, capability = (given.pop(name) for name in ("max_q", "scale", "kv_heads", "capability"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
