@@ -21,9 +21,9 @@ from tests.pool import Pool
 BLOCKS = (1, 16, 64)
 WORLDS = (1, 2, 3, 4, 6, 8)
 # The first one ends early and gives its slot to the last: more prompts than slots. The others lie at the edges of a
-# block, and the longest over five prefill chunks of 64.
+# block, and the longest over five prefill chunks of 64, and goes on over the end of a block of 64.
 LENGTHS = (7, 1, 15, 16, 17, 300)
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 # Fewer and shorter with experts, whose layers differ in the FFN alone, for many grids; the longest is of two chunks.
 MOE_LENGTHS, MOE_TOKENS = (1, 17, 90), 12
 
