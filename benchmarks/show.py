@@ -269,7 +269,7 @@ def best_steps() -> list[str]:
     for r in found:
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         rows.append(
-            f"| {_point(r)} | {r['layout'].split(' ->')[0].removeprefix('helix ')} | {r['ttl_p50_us'] / 1e3:.2f} ms "
+            f"| {_point(r)} | {r['layout'].split(' ->')[0].removeprefix('helix ')} | {_ttl(r)} "
             f"| {r['floor_us'] / 1e3:.2f} ms | {r['ttl_p50_us'] / r['floor_us']:.2f} | {vllm} |"
         )
     return rows

@@ -35,9 +35,7 @@ PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first
 TILE_BYTES = 64 << 10  # of a program at once, at most; half of it where the next is on its way while one is stored
 LEAST_TILE_BYTES = 4 << 10
 THREAD_BYTES = 128  # of a tile in a thread's registers, where eight warps can hold it so
-AHEAD_BYTES = (
-    3 << 20
-)  # of all drafted rows: up to here, and with few tokens, they are loaded before it is known which are accepted
+AHEAD_BYTES = 3 << 20  # of all drafted rows: up to here, where nobody looks up, loaded before it is known which count
 TOKENS = 1024  # of all sequences, padded: up to here each program compares those before its own
 LATE_TOKENS = 256  # at once, of sequences whose lengths are late: few, whose registers leave room for two programs
 LOOKS = 1000  # at lengths that are late, about 1 us each
