@@ -36,7 +36,7 @@ from launch.report import Console
 
 K = 1024
 KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
-PROMPTS = ["1x32768", "1x131072", "1x262144"]
+PROMPTS = ["1x32768", "1x131072", "1x262144", "1x1048576"]
 
 
 def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, device: torch.device) -> dict[str, Any]:
