@@ -1,4 +1,9 @@
-"""Append for MLA: the step's latents are normalised, keys and queries rotated, and each token's slot is written."""
+"""What lies between MLA's projections and its attention: absorb, rotate, normalise, append, in one launch.
+
+Programs of two kinds: some take a head and columns of its W_UK, read before the predecessor is done, and move queries
+into latent space; the others take a token, whose latent and rotated key go to the cache, or some of its heads, whose
+queries they rotate.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +12,60 @@ import triton
 import triton.language as tl
 
 from kernels import routing
+from kernels.each_head import MAX_ROWS, head_blocks, head_product, head_tile, head_weight
+from kernels.launching import overlapped, wait_for_predecessor
+from kernels.reference.each_head import each_head
 from kernels.reference.mla_append import mla_append as reference
 
 
 @triton.jit
 def _mla_append_kernel(
-    q, kv, cos, sin, gain, cache, slots, out,
-    q_n, q_h, kv_n, page_stride, out_n, out_h, eps,
-    HEADS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    q, kv, cos, sin, gain, weight, cache, slots, out,
+    q_n, q_h, kv_n, w_h, w_a, page_stride, out_n, out_h, N, absorbs, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    half: tl.constexpr = P // 2
-    d = tl.arange(0, BLOCK)  # over one half of the rotated part
-    inside = d < half
-    c = tl.load(cos + n * half + d, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + n * half + d, mask=inside, other=0.0).to(tl.float32)
-    if tl.program_id(1) == 0:
-        slot = tl.load(slots + n)
-        if slot >= 0:
-            target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * (R + P)
-            row = kv + n * kv_n
-            r = tl.arange(0, BLOCK_R)
-            x = tl.load(row + r, mask=r < R, other=0.0).to(tl.float32)
-            scaled = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)
-            # Rounded before the gain is applied, as the models were trained.
-            rounded = scaled.to(cache.dtype.element_ty).to(tl.float32)
-            weight = tl.load(gain + r, mask=r < R, other=0.0).to(tl.float32)
-            tl.store(target + r, rounded * weight, mask=r < R)
-            first = tl.load(row + R + d, mask=inside, other=0.0).to(tl.float32)
-            second = tl.load(row + R + half + d, mask=inside, other=0.0).to(tl.float32)
-            tl.store(target + R + d, first * c - second * s, mask=inside)
-            tl.store(target + R + half + d, second * c + first * s, mask=inside)
+    # No early start of the successor, as in kv_append: attention has to find the whole GPU empty.
+    if tl.program_id(0) < absorbs:
+        head, b, n = head_tile(tl.program_id(0), N, R, BLOCK_N, BLOCK_B)
+        w = head_weight(weight, w_h, w_a, 1, head, b, NOPE, R, BLOCK_A)  # nobody writes it
+        wait_for_predecessor(PDL)
+        head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, n, N, NOPE, R, BLOCK_A)
     else:
-        head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (head < HEADS)[:, None] & inside[None, :]
-        source = q + n * q_n + head[:, None] * q_h + d[None, :]
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-        target = out + n * out_n + head[:, None] * out_h + d[None, :]
-        tl.store(target, first * c[None, :] - second * s[None, :], mask=mask)
-        tl.store(target + half, second * c[None, :] + first * s[None, :], mask=mask)
+        wait_for_predecessor(PDL)
+        each: tl.constexpr = 1 + (HEADS + BLOCK_H - 1) // BLOCK_H  # programs of a token
+        token = ((tl.program_id(0) - absorbs) // each).to(tl.int64)
+        part = (tl.program_id(0) - absorbs) % each
+        half: tl.constexpr = P // 2
+        d = tl.arange(0, BLOCK)  # over one half of the rotated part
+        inside = d < half
+        c = tl.load(cos + token * half + d, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * half + d, mask=inside, other=0.0).to(tl.float32)
+        if part == 0:
+            slot = tl.load(slots + token)
+            if slot >= 0:
+                target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * (R + P)
+                row = kv + token * kv_n
+                r = tl.arange(0, BLOCK_R)
+                x = tl.load(row + r, mask=r < R, other=0.0).to(tl.float32)
+                scaled = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)
+                # Rounded before the gain is applied, as the models were trained.
+                rounded = scaled.to(cache.dtype.element_ty).to(tl.float32)
+                tl.store(target + r, rounded * tl.load(gain + r, mask=r < R, other=0.0).to(tl.float32), mask=r < R)
+                first = tl.load(row + R + d, mask=inside, other=0.0).to(tl.float32)
+                second = tl.load(row + R + half + d, mask=inside, other=0.0).to(tl.float32)
+                tl.store(target + R + d, first * c - second * s, mask=inside)
+                tl.store(target + R + half + d, second * c + first * s, mask=inside)
+        else:
+            heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+            mask = (heads < HEADS)[:, None] & inside[None, :]
+            source = q + token * q_n + NOPE + heads[:, None] * q_h + d[None, :]
+            first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+            target = out + token * out_n + R + heads[:, None] * out_h + d[None, :]
+            tl.store(target, first * c[None, :] - second * s[None, :], mask=mask)
+            tl.store(target + half, second * c[None, :] + first * s[None, :], mask=mask)
 
 
 def mla_append(
@@ -57,47 +75,53 @@ def mla_append(
     sin: torch.Tensor,
     gain: torch.Tensor,
     eps: float,
+    w_uk: torch.Tensor,
     cache: torch.Tensor,
     slots: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write this rank's latents and rotated keys into their slots of the cache, rotate the queries' rope part.
+    """Write this rank's latents and rotated keys into their slots of the cache; queries absorbed and rotated.
 
     Args:
-        q: [N, Hq, P], the rope part of the queries before rotation; last dim contiguous.
+        q: [N, Hq, nope + P], queries before absorption and rotation; last dim contiguous.
         kv: [N, R + P], a token's latent and its key's rope part before rotation; last dim contiguous.
         cos: [N, P / 2], contiguous; of the angles by which the halves of a rope part are rotated against each other.
         sin: like `cos`.
         gain: [R], contiguous; weight of the latent's RMSNorm.
         eps: of that norm.
+        w_uk: [Hq, nope, R], each head's up-projection of keys; last dim contiguous.
         cache: [pages, page_size, R + P] in kv's dtype, contiguous within a page; pages may be strided.
         slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
-        out: [N, Hq, P] in q's dtype, written if given; last dim contiguous. `q` itself rotates in place; the last P
-            values of an absorbed query [N, Hq, R + P] are where attention wants them.
 
     Returns:
-        The rotated part [N, Hq, P] of the queries: `out`, or a new tensor.
+        Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T of the first `nope` values, and the others rotated.
 
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.1; RoPE in the half-split form of kv_append.
     """
     if not routing.on_gpu(q):
-        return reference(q, kv, cos, sin, gain, eps, cache, slots, out=out)
-    N, heads, P = q.shape
-    R = kv.shape[1] - P
-    assert cache.stride()[1:] == (R + P, 1), f"a page must be contiguous, got strides {cache.stride()}"
-    assert cache.dtype == kv.dtype == q.dtype and gain.shape == (R,)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert q.stride(2) == kv.stride(1) == out.stride(2) == gain.stride(0) == 1
+        return reference(q, kv, cos, sin, gain, eps, w_uk, cache, slots)
+    N, heads, _ = q.shape
+    _, nope, R = w_uk.shape
+    P = kv.shape[1] - R
+    assert q.shape[2] == nope + P and cache.stride()[1:] == (R + P, 1), f"a page must be contiguous: {cache.stride()}"
+    assert cache.dtype == kv.dtype == q.dtype == w_uk.dtype and gain.shape == (R,) and len(w_uk) == heads
+    assert q.stride(2) == kv.stride(1) == w_uk.stride(2) == gain.stride(0) == 1
     assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+    out = torch.empty(N, heads, R + P, dtype=q.dtype, device=q.device)
     if N == 0:
         return out
+    blocks = head_blocks(nope, 64, q.dtype)
+    absorbs = 0
+    if N <= MAX_ROWS:
+        absorbs = heads * triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(R, blocks["BLOCK_B"])
+    else:
+        each_head(q[..., :nope], w_uk, out[..., :R])
     block_h = min(8, triton.next_power_of_2(heads))
-    _mla_append_kernel[N, 1 + triton.cdiv(heads, block_h)](
-        q, kv, cos, sin, gain, cache, slots, out,
-        *q.stride()[:2], kv.stride(0), cache.stride(0), *out.stride()[:2], eps,
-        HEADS=heads, R=R, P=P, PAGE=cache.shape[1],
-        BLOCK_R=triton.next_power_of_2(R), BLOCK_H=block_h, BLOCK=triton.next_power_of_2(P // 2), num_warps=1,
+    _mla_append_kernel[(absorbs + N * (1 + triton.cdiv(heads, block_h)),)](
+        q, kv, cos, sin, gain, w_uk, cache, slots, out,
+        *q.stride()[:2], kv.stride(0), *w_uk.stride()[:2], cache.stride(0), *out.stride()[:2], N, absorbs, eps,
+        HEADS=heads, NOPE=nope, R=R, P=P, PAGE=cache.shape[1], **blocks,
+        BLOCK_R=triton.next_power_of_2(R), BLOCK_H=block_h, BLOCK=triton.next_power_of_2(P // 2),
+        num_warps=4 if absorbs else 1, **overlapped(q),
     )  # fmt: skip
     return out

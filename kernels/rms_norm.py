@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels import routing
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.rms_norm import rms_norm as reference
 
 
@@ -14,7 +15,10 @@ from kernels.reference.rms_norm import rms_norm as reference
 def _rms_norm_kernel(
     x, residual, weight, out, total,
     x_n, residual_n, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
     n = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     value = tl.load(x + n * x_n + h, mask=h < H, other=0.0).to(tl.float32)
@@ -54,6 +58,6 @@ def rms_norm(
     block = triton.next_power_of_2(H)
     _rms_norm_kernel[(N,)](
         x, residual, weight, out, total, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        H=H, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 256)),
+        H=H, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 256)), **overlapped(x),
     )  # fmt: skip
     return out, total

@@ -33,6 +33,7 @@ from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
+from kernels.each_head import each_head
 from kernels.mla_append import mla_append
 from kernels.rms_norm import rms_norm
 
@@ -178,12 +179,7 @@ class MLA(ShardedAttention):
         if self.q_up is not None:
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        absorbed = x.new_empty(len(x), self.makes, spec.entry)
-        _each_head(q[..., : spec.nope], self.w_uk, absorbed[..., : spec.latent])
-        rotated = absorbed[..., spec.latent :]
-        mla_append(
-            q[..., spec.nope :], kv, *angles, self.kv_gain, spec.norm_eps, latents, step.append_slots, out=rotated
-        )
+        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, latents, step.append_slots)
         if self.gathered:
             absorbed = self._gather(absorbed)
         return self.output(self.exact(absorbed, latents, latents[..., : spec.latent], step).flatten(1))
@@ -201,17 +197,8 @@ class MLA(ShardedAttention):
     def exchange(self, out: Tensor, lse: Tensor) -> Tensor:
         """Partials [N, Hq_local, R] -> exact values [N, own heads, value]."""
         if len(self.shares) > 1 and exchanges_values(self.spec, len(out)):
-            return super().exchange(self._values(out, self.w_uv), lse)
-        return self._values(super().exchange(out, lse), self.own_w_uv)
-
-    def _values(self, out: Tensor, w_uv: Tensor) -> Tensor:
-        return _each_head(out, w_uv, out.new_empty(*out.shape[:2], self.spec.value))
-
-
-def _each_head(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """x [N, h, A] times each head's own weight [h, A, B], into out [N, h, B]."""
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
-    return out
+            return super().exchange(each_head(out, self.w_uv), lse)
+        return each_head(super().exchange(out, lse), self.own_w_uv)
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:

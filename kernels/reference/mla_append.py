@@ -15,16 +15,16 @@ def mla_append(
     sin: torch.Tensor,
     gain: torch.Tensor,
     eps: float,
+    w_uk: torch.Tensor,
     cache: torch.Tensor,
     slots: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise, rotate, append, return the queries' part; shapes as in `kernels.mla_append.mla_append`."""
+    """Normalise, rotate, append, return absorbed queries; shapes as in `kernels.mla_append.mla_append`."""
     page_size = cache.shape[1]
     latent = rms_norm(kv[:, : len(gain)], gain, eps)[0]
     key = rotate(kv[:, None, len(gain) :], cos, sin)[:, 0]
     mine = slots >= 0
     cache[slots[mine] // page_size, slots[mine] % page_size] = torch.cat((latent, key), -1)[mine]
-    rotated = rotate(q, cos, sin)
-    return rotated if out is None else out.copy_(rotated)
+    nope = w_uk.shape[1]
+    absorbed = torch.bmm(q[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
+    return torch.cat((absorbed, rotate(q[..., nope:], cos, sin)), -1)

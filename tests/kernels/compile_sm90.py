@@ -23,6 +23,7 @@ from kernels.accept import _accept_kernel, _kept_mass_kernel
 from kernels.all_gather import _all_gather_kernel
 from kernels.all_reduce_norm import _all_reduce_norm_kernel
 from kernels.commit import _commit_kernel
+from kernels.each_head import _each_head_kernel, head_blocks
 from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
 from kernels.flash_prefill import _flash_prefill_kernel
@@ -117,10 +118,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
-    width = {"HEADS": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
-    yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 1}
+    width = {"HEADS": 32, "NOPE": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
+    width |= {"PDL": True, **head_blocks(128, 64, bf16)}
+    yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 4}
+    for dtype in (bf16, fp32):
+        head = {"A": 512, "B": 128, "w_a": 1, "PDL": True, **head_blocks(512, 32, dtype)}
+        yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
-    yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True}, {"num_warps": 16}
+    yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True, "PDL": True}
     yield "append", bf16, _kv_append_kernel, heads, {"num_warps": 1}
     for gated, rows, warps in ((True, 1, 2), (False, 4, 4)):
