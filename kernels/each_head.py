@@ -10,36 +10,29 @@ from kernels import routing
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.each_head import each_head as reference
 
-MAX_ROWS = 64  # beyond, the library's batched product
-
-
-@triton.jit
-def head_tile(
-    program, N, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
-):  # fmt: skip
-    """A program's head, its columns [BLOCK_B] of the head's matrix, and its rows [BLOCK_N] of x."""
-    tiles_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
-    b = program % tiles_b * BLOCK_B + tl.arange(0, BLOCK_B)
-    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    n = program // tiles_b % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    return (program // (tiles_b * tiles_n)).to(tl.int64), b, n
+MAX_ROWS = 16  # the least that tensor cores take; more are the library's
 
 
 @triton.jit
 def head_weight(
-    weight, w_h, w_a, w_b, head, b, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr
+    weight, w_h, w_a, w_b, program, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr
 ):  # fmt: skip
-    """Columns b of a head's matrix [A, B]."""
+    """A program's head, its columns [BLOCK_B] of the head's matrix [A, B], and what stands there."""
+    tiles: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
+    head = (program // tiles).to(tl.int64)
+    b = program % tiles * BLOCK_B + tl.arange(0, BLOCK_B)
     a = tl.arange(0, BLOCK_A)
     at = weight + head * w_h + (a * w_a)[:, None] + (b * w_b)[None, :]
-    return tl.load(at, mask=(a < A)[:, None] & (b < B)[None, :], other=0.0)
+    return head, b, tl.load(at, mask=(a < A)[:, None] & (b < B)[None, :], other=0.0)
 
 
 @triton.jit
 def head_product(
-    x, out, w, x_n, x_h, out_n, out_h, head, b, n, N, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr
+    x, out, w, x_n, x_h, out_n, out_h, head, b, N,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
-    """Rows n of a head's x [N, A] times w, into columns b of its rows in `out`."""
+    """A head's x [N, A] times columns b of its matrix, into columns b of its rows in `out`."""
+    n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
     rows = x + head * x_h + (n * x_n)[:, None] + a[None, :]
     xs = tl.load(rows, mask=(n < N)[:, None] & (a < A)[None, :], other=0.0)
@@ -53,21 +46,20 @@ def _each_head_kernel(
     A: tl.constexpr, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    head, b, n = head_tile(tl.program_id(0), N, B, BLOCK_N, BLOCK_B)
-    w = head_weight(weight, w_h, w_a, w_b, head, b, A, B, BLOCK_A)  # nobody writes it
+    head, b, w = head_weight(weight, w_h, w_a, w_b, tl.program_id(0), A, B, BLOCK_A, BLOCK_B)  # nobody writes it
     wait_for_predecessor(PDL)
     start_successor(PDL)
-    head_product(x, out, w, x_n, x_h, out_n, out_h, head, b, n, N, A, B, BLOCK_A)
+    head_product(x, out, w, x_n, x_h, out_n, out_h, head, b, N, A, B, BLOCK_N, BLOCK_A)
 
 
 def head_blocks(A: int, most: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile of a kernel around `head_product`: all of A, and at most `most` columns.
 
-    16 rows, the least that tensor cores take; fp32, which has none at full precision, gets by with few columns.
+    fp32, which has no tensor cores at full precision, gets by with few columns.
     """
     block_a = max(16, triton.next_power_of_2(A))
-    widest = max(16, 8192 // block_a if dtype == torch.float32 else 16384 // block_a)
-    return dict(BLOCK_N=16, BLOCK_A=block_a, BLOCK_B=min(most, widest))
+    widest = max(16, (8192 if dtype == torch.float32 else 16384) // block_a)
+    return dict(BLOCK_N=MAX_ROWS, BLOCK_A=block_a, BLOCK_B=min(most, widest))
 
 
 def each_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -87,9 +79,8 @@ def each_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = 
     if not routing.on_gpu(x) or not 0 < N <= MAX_ROWS or 0 in (heads, A, B):
         return reference(x, weight, out)
     assert x.stride(2) == out.stride(2) == 1 and weight.dtype == x.dtype == out.dtype
-    blocks = head_blocks(A, 32, x.dtype)
-    programs = heads * triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(B, blocks["BLOCK_B"])
-    _each_head_kernel[(programs,)](
+    blocks = head_blocks(A, 16, x.dtype)
+    _each_head_kernel[(heads * triton.cdiv(B, blocks["BLOCK_B"]),)](
         x, weight, out, *x.stride()[:2], *weight.stride(), *out.stride()[:2], N,
         A=A, B=B, **blocks, num_warps=4, **overlapped(x),
     )  # fmt: skip

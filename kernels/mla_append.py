@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels import routing
-from kernels.each_head import MAX_ROWS, head_blocks, head_product, head_tile, head_weight
+from kernels.each_head import MAX_ROWS, head_blocks, head_product, head_weight
 from kernels.launching import overlapped, wait_for_predecessor
 from kernels.reference.each_head import each_head
 from kernels.reference.mla_append import mla_append as reference
@@ -28,10 +28,9 @@ def _mla_append_kernel(
 ):  # fmt: skip
     # No early start of the successor, as in kv_append: attention has to find the whole GPU empty.
     if tl.program_id(0) < absorbs:
-        head, b, n = head_tile(tl.program_id(0), N, R, BLOCK_N, BLOCK_B)
-        w = head_weight(weight, w_h, w_a, 1, head, b, NOPE, R, BLOCK_A)  # nobody writes it
+        head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # nobody writes it
         wait_for_predecessor(PDL)
-        head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, n, N, NOPE, R, BLOCK_A)
+        head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, N, NOPE, R, BLOCK_N, BLOCK_A)
     else:
         wait_for_predecessor(PDL)
         each: tl.constexpr = 1 + (HEADS + BLOCK_H - 1) // BLOCK_H  # programs of a token
@@ -113,7 +112,7 @@ def mla_append(
     blocks = head_blocks(nope, 64, q.dtype)
     absorbs = 0
     if N <= MAX_ROWS:
-        absorbs = heads * triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(R, blocks["BLOCK_B"])
+        absorbs = heads * triton.cdiv(R, blocks["BLOCK_B"])
     else:
         each_head(q[..., :nope], w_uk, out[..., :R])
     block_h = min(8, triton.next_power_of_2(heads))

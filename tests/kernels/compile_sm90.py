@@ -122,7 +122,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     width |= {"PDL": True, **head_blocks(128, 64, bf16)}
     yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 4}
     for dtype in (bf16, fp32):
-        head = {"A": 512, "B": 128, "w_a": 1, "PDL": True, **head_blocks(512, 32, dtype)}
+        head = {"A": 512, "B": 128, "w_a": 1, "PDL": True, **head_blocks(512, 16, dtype)}
         yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
