@@ -71,7 +71,7 @@ BASELINES = [
     for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b", "deepseek-v2-lite")
     for length, batches in ((128 * K, (1, 8, 32)), (M, (1, 2, 4, 8)))
     for batch in batches
-]
+] + [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
 BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 ON_CPU = Workload("demo", 1, K)
 
