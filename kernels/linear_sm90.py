@@ -6,8 +6,9 @@ read as [rows, slices of K, columns of a slice], where each slice of a row is a 
 with the slices of a row of x only that with the equal one counts, and their sum over slices is the projection. The
 others cost nothing, as long as weights are what everybody waits for.
 
-Beyond, programs split K among themselves. Of two that meet at a node of a tree the second adds what the first has left
-in a workspace, by one exchange that tells who is second. Nobody waits, and the sums do not depend on who comes when.
+Beyond, programs split K among themselves, into more slices or, where these would not begin at 16 bytes, into runs of
+steps. Of two that meet at a node of a tree the second adds what the first has left in a workspace, by one exchange that
+tells who is second; the last of an odd number goes on alone. Nobody waits, and sums do not depend on who comes when.
 """
 
 from __future__ import annotations
@@ -92,10 +93,23 @@ def _float(word):
     return word.to(gl.int32).to(gl.float32, bitcast=True)
 
 
+@gluon.jit
+def _meet(at, y, up, live, i, LAST: gl.constexpr, GATED: gl.constexpr):
+    """Leaves sums i of 0 to LAST at a node, or adds what is there to them; and which are still this program's."""
+    if LAST % 2 == 1 or i < LAST:  # the last of an odd number meets nobody
+        found = gl.atomic_xchg(at, _word(y, up, GATED), mask=live, sem="relaxed")
+        live = live & (found != EMPTY)
+        gl.store(at, gl.full_like(found, EMPTY), mask=live)
+        y += _float(found)
+        if GATED:
+            up += _float(found >> 32)
+    return y, up, live
+
+
 @gluon.jit(do_not_specialize=["N", "R", "steps"])
 def _linear_sm90_kernel(
     weights, xs, bias, out, words, N, R, steps,
-    SPLIT: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, SLICED: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = ROWS * SLICES
@@ -119,10 +133,17 @@ def _linear_sm90_kernel(
 
     part = gl.program_id(0) % SPLIT
     row = gl.program_id(0) // SPLIT * ROWS
+    own = part  # its slices, and the column of these that it begins at
+    k = 0
+    if not SLICED:
+        own = 0
+        first = part * steps // SPLIT
+        k = first * BLOCK_K
+        steps = (part + 1) * steps // SPLIT - first
     ahead = gl.minimum(steps, STAGES)
     for s in range(ahead):
         _load_weights(
-            weights, row, R, part, s * BLOCK_K, w_shared.index(s), up_shared.index(s), ready.index(s), GATED, BYTES
+            weights, row, R, own, k + s * BLOCK_K, w_shared.index(s), up_shared.index(s), ready.index(s), GATED, BYTES
         )
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
     if BIAS:
@@ -131,7 +152,7 @@ def _linear_sm90_kernel(
             up_bias = gl.load(bias + R + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
     gdc_wait()
     for s in range(ahead):
-        _load_x(xs, 0, part, s * BLOCK_K, x_shared.index(s), ready.index(s))
+        _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
     if steps <= STAGES:
         gdc_launch_dependents()
 
@@ -157,8 +178,8 @@ def _linear_sm90_kernel(
         if ahead < steps:
             tl.debug_barrier()  # all warps are done with what the step before read
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
-            _load_weights(weights, row, R, part, ahead * BLOCK_K, w, up, here, GATED, BYTES)
-            _load_x(xs, 0, part, ahead * BLOCK_K, x, here)
+            _load_weights(weights, row, R, own, k + ahead * BLOCK_K, w, up, here, GATED, BYTES)
+            _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
             if ahead == steps - 1:  # nothing is left to be asked for
                 gdc_launch_dependents()
         last = slot
@@ -171,15 +192,10 @@ def _linear_sm90_kernel(
     cell = words + r[:, None] + (n * ROWS)[None, :]
     node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # the first of a level of this tile's tree
     for level in gl.static_range(4):
-        if (SPLIT >> level) > 1:
+        if ((SPLIT - 1) >> level) > 0:
             at = cell + (node + (part >> (level + 1))) * (ROWS * N_MAX)
-            found = gl.atomic_xchg(at, _word(y, up, GATED), mask=live, sem="relaxed")
-            live = live & (found != EMPTY)
-            gl.store(at, gl.full_like(found, EMPTY), mask=live)
-            y += _float(found)
-            if GATED:
-                up += _float(found >> 32)
-            node += SPLIT >> (level + 1)
+            y, up, live = _meet(at, y, up, live, part >> level, (SPLIT - 1) >> level, GATED)
+            node += (((SPLIT - 1) >> level) + 1) // 2
     if BIAS:
         y += y_bias
     if GATED:
@@ -195,15 +211,19 @@ def _linear_sm90_kernel(
 def _split(R: int, K: int, gated: bool, sms: int) -> int:
     """How many programs share K, as measured on an H200 over matrices of 3 to 120 MB.
 
-    One program on each SM, as far as K can be cut; two on most of them, if they have more to read than both hold.
+    One program on each SM, as far as K can be cut in halves; two on most of them, if they have more to read than both
+    hold, and then any number of programs rather than a third of the SMs without one.
     """
     tiles = triton.cdiv(R, ROWS.value)
     splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # slices begin at 16 bytes
+    once = max((split for split in splits if tiles * split <= sms), default=1)
     if R * K * (4 if gated else 2) > STREAMED_KB * 1024 * sms:
         twice = [split for split in splits if 1.5 * sms <= tiles * split <= 2 * sms]
         if twice:
             return twice[-1]
-    return max((split for split in splits if tiles * split <= sms), default=1)
+        if 3 * tiles * once < 2 * sms:
+            return min(8, 2 * sms // tiles)
+    return once
 
 
 @cache
@@ -241,30 +261,33 @@ def launch(
     """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous.
 
     Args:
-        split: programs that share K, a power of two up to 8 that cuts it into multiples of 16; None: as is fastest.
+        split: programs that share K, up to 8 and to its steps; None: as is fastest.
         shared_kb: KiB of shared memory that a program's stages may fill.
     """
     N, K = x.shape
     R = out.shape[1]
     split = split or _split(R, K, gated, sm_count(x.device))
     n_max = max(8, triton.next_power_of_2(N))
-    block_k = 64 if gated or n_max > 16 else 128
-    columns = K // (SLICES.value * split)
+    sliced = K % (8 * SLICES.value * split) == 0
+    slices = SLICES.value * (split if sliced else 1)
+    columns = K // slices
+    block_k = 64 if gated or n_max > 16 or not sliced else 128
     steps = triton.cdiv(columns, block_k)
+    most = steps if sliced else triton.cdiv(steps, split)  # of a program
+    assert sliced or split <= steps, f"{split} programs cannot share {steps} steps of K = {K}"
     stage = ((2 if gated else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
     weights, xs = (
         TensorDescriptor(
-            t, [len(t), SLICES.value * split, columns], [t.stride(0), columns, 1], [rows, SLICES.value, block_k],
-            SHARED.value,
+            t, [len(t), slices, columns], [t.stride(0), columns, 1], [rows, SLICES.value, block_k], SHARED.value
         )
         for t, rows in ((weight, ROWS.value), (x, n_max))
     )  # fmt: skip
     # A step's slot is asked for again while the next is multiplied: it takes two.
-    stages = min(steps, max(2, (shared_kb - 1) * 1024 // stage))
+    stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = _workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
     _linear_sm90_kernel[(tiles * split,)](
         weights, xs, bias, out, words if gated else words.view(torch.int32), N, R, steps,
-        SPLIT=split, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None, GATED=gated,
-        num_warps=4, launch_pdl=True,
+        SPLIT=split, SLICED=sliced, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages,
+        BIAS=bias is not None, GATED=gated, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -132,8 +132,11 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
         tile |= {"BIAS": True, "GATED": gated, "PDL": True}
         yield "linear", bf16, _linear_kernel, tile, {"num_warps": warps}
-    for gated, split, most, block in ((False, 2, 16, 128), (False, 1, 32, 64), (True, 4, 32, 64)):
-        tile = {"SPLIT": split, "N_MAX": most, "BLOCK_K": block, "STAGES": 5, "BIAS": True, "GATED": gated}
+    for gated, split, most, block in (
+        (False, 2, 16, 128), (False, 1, 32, 64), (True, 4, 32, 64), (False, 6, 16, 64), (True, 3, 32, 64)
+    ):  # fmt: skip
+        tile = {"SPLIT": split, "SLICED": split in (1, 2, 4), "N_MAX": most, "BLOCK_K": block, "STAGES": 5}
+        tile |= {"BIAS": True, "GATED": gated}
         yield "linear-sm90", bf16, _linear_sm90_kernel, tile, {"num_warps": 4}
     choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 8, "PDL": True}
     choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,7 +78,22 @@ def test_hopper(N: int, R: int, K: int, biased: bool, gated: bool, dtype: torch.
 
 
 @pytest.mark.gpu
-def test_layers_in_a_graph(device: torch.device) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("split", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("N, R, K", [(16, 70, 1680), (17, 257, 2368), (5, 40, 1040)])
+def test_any_number_shares_k(N: int, R: int, K: int, split: int, gated: bool, device: Any) -> None:
+    """In slices of its own or, where they would not begin at 16 bytes, in runs of steps; and leaves no sums behind."""
+    x, weight, bias, wanted = _case(torch.Generator().manual_seed(K), N, R, K, True, gated, torch.bfloat16, device)
+    outs = [torch.full((N, R), torch.nan, dtype=x.dtype, device=device) for _ in range(3)]
+    for out in outs:
+        linear_sm90.launch(x, weight, bias, out, gated, split, 40)
+    _assert_close(outs[0], wanted, gated, x.dtype)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [3, 4])
+def test_layers_in_a_graph(split: int, device: torch.device) -> None:
     """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
     generator = torch.Generator().manual_seed(0)
     K = 2048
@@ -90,7 +106,7 @@ def test_layers_in_a_graph(device: torch.device) -> None:
     def layers(between: Any) -> None:
         for i, y in enumerate(ys):
             weight, gated = (gate, True) if i % 2 else (down, False)
-            linear_sm90.launch(ys[i - 1] if i else x, weight, None, y, gated, split=4)
+            linear_sm90.launch(ys[i - 1] if i else x, weight, None, y, gated, split)
             between()
 
     layers(torch.cuda.synchronize)
@@ -106,14 +122,22 @@ def test_layers_in_a_graph(device: torch.device) -> None:
 
 
 def test_splits() -> None:
-    """One program an SM of a small matrix, two of one that is streamed; K is cut at multiples of 16 bytes."""
+    """One program an SM of a small matrix, two of one that is streamed."""
     assert linear_sm90._split(1152, 3584, False, 132) == 2
     assert linear_sm90._split(1792, 4096, True, 132) == 4
     assert linear_sm90._split(19008, 3584, False, 132) == 1
-    for matrix in MATRICES:
-        split = linear_sm90._split(matrix.rows, matrix.columns, matrix.gated, 132)
-        assert matrix.columns % (16 * split) == 0
     assert linear_sm90._split(64, 48, False, 132) == 1
+    # Where powers of two would leave more than a third of the SMs idle:
+    assert linear_sm90._split(1280, 8192, False, 132) == 6
+    assert linear_sm90._split(2368, 3584, True, 132) == 3
+
+
+@pytest.mark.parametrize("sms", [78, 132])
+def test_no_program_without_a_step(sms: int) -> None:
+    shapes = [*product(range(1, 9000, 61), (16, 48, 432, 2880, 4112, 8192, 53248), (False, True))]
+    for R, K, gated in shapes + [(m.rows, m.columns, m.gated) for m in MATRICES]:
+        split = linear_sm90._split(R, K, gated, sms)
+        assert K % (16 * split) == 0 or split <= -(-K // 128)
 
 
 def test_nothing_to_do(device: torch.device) -> None:
