@@ -259,7 +259,8 @@ def merge_parts(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
         T=T, HEADS=heads, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_M=block_m, BLOCK_N=block_n,
         ROWS=part.shape[1], PARTS=parts, SLICE=width, SINKS=sinks is not None,
-        num_warps=max(1, min(8, parts * width // 1024)), **overlapped(out),
+        # Wide rows gain from fewer warps, each with more loads on their way.
+        num_warps=max(1, min(8, parts * width // (1024 if D <= 256 else 2048))), **overlapped(out),
     )  # fmt: skip
 
 
