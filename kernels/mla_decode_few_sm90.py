@@ -20,14 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.flash_decode import _workspace, merge_parts
 from kernels.launching import sm_count
-from kernels.mla_sm90 import TILE, item_at, load_queries, of, pieces, schedule_of, slot_of
+from kernels.mla_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.sm90 import COPIED, SHARED, silence
 
 MOST_ROWS = 32
-STORED = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [2, 2], [0, 1]))  # latents x rows on their way to memory
 
 
 @gluon.jit
@@ -53,13 +53,12 @@ def _ask(
     left_ready, right_ready = ready
     begin, end = schedule[7], schedule[8]
     _, item_end, ahead, _ = item
-    first = (at + ahead) * TILE % PAGE
+    # A tile without keys lies before the first slot: it arrives as zeros.
+    row = gl.where(page >= 0, page * page_rows + (at + ahead) * TILE % PAGE, -TILE)
     if (at + 1 >= item_end) & (at + 1 < end):
         item = _seek(at + 1, schedule, block_table, table_b)
-    # Before this tile's number of a page is waited for: at the start of a run both are on their way at once.
-    next_page = _page_of(at + 1, end, item, PAGE)
-    # A tile without keys lies before the first slot: it arrives as zeros.
-    row = gl.where(page >= 0, page * page_rows + first, -TILE)
+    # After the page's last use: were it alive beside the next, it would be copied, and that waits for the load.
+    page = _page_of(at + 1, end, item, PAGE)
     slot = (at - begin) % 2
     asked = at < end
     mbarrier.expect(left_ready.index(slot), TILE * (R // 2 + P) * 2, pred=asked)
@@ -67,7 +66,26 @@ def _ask(
     tma.async_copy_global_to_shared(latents, [row, 0], left_ready.index(slot), k_left.index(slot), pred=asked)
     mbarrier.expect(right_ready.index(slot), TILE * (R // 2) * 2, pred=asked)
     tma.async_copy_global_to_shared(latents, [row, R // 2], right_ready.index(slot), k_right.index(slot), pred=asked)
-    return item, next_page
+    return item, page
+
+
+@gluon.jit
+def _load_queries(q_left, q_right, q_rope, q, q_t, q_h, T: gl.constexpr, GROUP: gl.constexpr):
+    """Copies a sequence's rows of queries, zeros behind them; all loads are on their way before the first is stored."""
+    H: gl.constexpr = q_left.shape[1]
+    r = gl.arange(0, q_left.shape[0], layout=gl.SliceLayout(1, COPIED))
+    c = gl.arange(0, H, layout=gl.SliceLayout(0, COPIED))
+    p = gl.arange(0, q_rope.shape[1], layout=gl.SliceLayout(0, COPIED))
+    rows = (q + (r // GROUP) * q_t + (r % GROUP) * q_h)[:, None]
+    live = (r < T * GROUP)[:, None]
+    left = gl.load(rows + c[None, :], mask=live, other=0.0)
+    right = gl.load(rows + (H + c)[None, :], mask=live, other=0.0)
+    rope = gl.load(rows + (2 * H + p)[None, :], mask=live, other=0.0)
+    q_left.store(left)
+    q_right.store(right)
+    q_rope.store(rope)
+    fence_async_shared()
+    tl.debug_barrier()
 
 
 @gluon.jit
@@ -76,9 +94,9 @@ def _store_half(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Writes latents from `column` on of what the run has of an item: to `out` if that is all of it, else to a part."""
-    acc = gl.convert_layout(acc, STORED)
-    d = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, STORED))
-    r = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORED))
+    L: gl.constexpr = acc.type.layout
+    d = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, L))
+    r = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
     if (item_begin >= begin) & (item_end <= end):
         rows = out + (r // GROUP) * out_t + (r % GROUP) * out_h
         gl.store(rows[None, :] + d[:, None], acc.to(out.dtype.element_ty), mask=(r < T * GROUP)[None, :])
@@ -129,13 +147,11 @@ def _mla_decode_few_sm90_kernel(
         b = i.to(gl.int64)
 
         # One row per query token and head: all heads read the same keys.
-        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED))
-        rows = q + b * q_b + (r // GROUP) * q_t + (r % GROUP) * q_h
-        load_queries(q_left, q_right, q_rope, rows, r < T * GROUP, R)
         r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, PRODUCT))
         t = r // GROUP
         row_lo = gl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
         row_hi = gl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+        _load_queries(q_left, q_right, q_rope, q + b * q_b, q_t, q_h, T, GROUP)
         left = gl.zeros([H, ROWS], gl.float32, layout=PRODUCT)
         right = gl.zeros([H, ROWS], gl.float32, layout=PRODUCT)
         scores = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)
@@ -192,6 +208,8 @@ def _mla_decode_few_sm90_kernel(
         else:
             gl.store(part_lse + slot_of(begin, item_begin, run, 1) * ROWS + r, log2)
         at = gl.minimum(end, item_end)
+    # Not before: the successor's programs would take the room of ours that have not started yet.
+    gdc_launch_dependents()
 
 
 def launch(

@@ -27,17 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels.flash_decode import _workspace, merge_parts
 from kernels.launching import sm_count
-from kernels.mla_sm90 import TILE, item_at, load_queries, of, pieces, schedule_of, slot_of
+from kernels.mla_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.sm90 import COPIED, SHARED, silence
 
 # Of TILE rows of queries and TILE keys, and of the rows and half of the latents.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-PARTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
 
 @gluon.jit
@@ -73,6 +72,20 @@ def _load(
             tma.async_copy_global_to_shared(latents, [row, R // 2], right_ready.index(slot), k_right.index(slot))
             loaded += 1
         at = gl.minimum(end, item_end)
+
+
+@gluon.jit
+def _load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
+    """Copies a tile of query rows from pointers `rows` [TILE]; zeros where not `live`."""
+    c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
+    for k in gl.static_range(R // 128):
+        left = gl.load(rows[:, None] + (k * 64 + c)[None, :], mask=live[:, None], other=0.0)
+        q_left.slice(k * 64, 64, dim=1).store(left)
+        right = gl.load(rows[:, None] + (R // 2 + k * 64 + c)[None, :], mask=live[:, None], other=0.0)
+        q_right.slice(k * 64, 64, dim=1).store(right)
+    q_rope.store(gl.load(rows[:, None] + (R + c)[None, :], mask=live[:, None], other=0.0))
+    fence_async_shared()
+    tl.debug_barrier()
 
 
 @gluon.jit
@@ -117,36 +130,24 @@ def _hand_over(weights, factors, handed, weights_shared, factors_shared, weighed
 
 @gluon.jit
 def _store_rows(
-    acc, column: gl.constexpr, room, tile_m, begin, end, item_begin, item_end, run, out, out_t, out_h, parts,
-    T: gl.constexpr, GROUP: gl.constexpr, TILES_M: gl.constexpr,
+    acc, column: gl.constexpr, tile_m, begin, end, item_begin, item_end, run, out, out_t, out_h, part,
+    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
-    """Writes columns from `column` on of what the run has of an item: to `out` if that is all of it, else to a part.
-
-    A part leaves through `room`, half of the queries, which are no longer needed; it takes half of the columns at once.
-    """
+    """Writes columns from `column` on of what the run has of an item: to `out` if that is all of it, else to a part."""
+    m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, VALUES))
+    d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, VALUES))
     if (item_begin >= begin) & (item_end <= end):
-        m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, VALUES))
-        d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, VALUES))
         rows = out + (m // GROUP) * out_t + (m % GROUP) * out_h
         gl.store(rows[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=(m < T * GROUP)[:, None])
     else:
-        row = ((slot_of(begin, item_begin, run, TILES_M) * TILES_M + tile_m) * TILE).to(gl.int32)
-        COLUMNS: gl.constexpr = acc.shape[1] // 2
-        staged = room._reinterpret(gl.float32, [TILE, COLUMNS], PARTS)
-        halves = acc.reshape([TILE, 2, COLUMNS]).permute((0, 2, 1)).split()
-        for half in gl.static_range(2):
-            staged.store(halves[half])
-            fence_async_shared()
-            tl.debug_barrier()
-            tma.async_copy_shared_to_global(parts, [row, column + half * COLUMNS], staged)
-            tma.store_wait(0)
-            tl.debug_barrier()
+        here = slot_of(begin, item_begin, run, TILES_M) * ROWS + m
+        gl.store(part + here[:, None] * R + d[None, :], acc, mask=(m < ROWS)[:, None])
 
 
 @gluon.jit
 def _score_and_left(
-    q, strides, lo, hi, scale_log2, bounds, queries, keys, ready, left_free, handing, out, lse, parts, part_lse,
-    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
+    q, strides, lo, hi, scale_log2, bounds, queries, keys, ready, left_free, handing, out, lse, part, part_lse,
+    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The group that scores and weighs, accumulates the left half and writes the LSE."""
@@ -165,11 +166,9 @@ def _score_and_left(
         i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
         full_from, full_to = of(fulls_from, seq, i), of(fulls_to, seq, i)
         b = i.to(gl.int64)
-        # What the other group stored of the item before may be on its way out of the queries' room.
-        mbarrier.wait(taken, handed % 2 ^ 1)
         m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPIED))
         rows = q + b * q_b + (m // GROUP) * q_t + (m % GROUP) * q_h
-        load_queries(q_left, q_right, q_rope, rows, m < T * GROUP, R)
+        _load_queries(q_left, q_right, q_rope, rows, m < T * GROUP, R)
 
         # One row per query token and head: all heads read the same keys.
         row = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
@@ -230,21 +229,20 @@ def _score_and_left(
         handed += 1
         acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
         _store_rows(
-            acc, 0, q_left, tile_m, begin, end, item_begin, item_end, run, out + b * out_b, out_t, out_h, parts,
-            T, GROUP, TILES_M,
+            acc, 0, tile_m, begin, end, item_begin, item_end, run, out + b * out_b, out_t, out_h, part,
+            T, GROUP, R, ROWS, TILES_M,
         )  # fmt: skip
         if (item_begin >= begin) & (item_end <= end):
             gl.store(lse + b * lse_b + t * lse_t + (row % GROUP) * lse_h, log2 * 0.6931471805599453, mask=t < T)
         else:
-            here = slot_of(begin, item_begin, run, TILES_M) * (TILES_M * TILE) + row
-            gl.store(part_lse + here, log2)
+            gl.store(part_lse + slot_of(begin, item_begin, run, TILES_M) * ROWS + row, log2, mask=row < ROWS)
         at = gl.minimum(end, item_end)
 
 
 @gluon.jit
 def _right(
-    strides, bounds, q_right, k_right, right_ready, right_free, handing, out, parts,
-    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
+    strides, bounds, k_right, right_ready, right_free, handing, out, part,
+    T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The group that accumulates the right half."""
@@ -275,22 +273,22 @@ def _right(
             handed += 1
         mbarrier.wait(weighed, handed % 2)
         factor = factors_shared.load(gl.SliceLayout(1, VALUES))
-        _store_rows(
-            acc * factor[:, None], R // 2, q_right, tile_m, begin, end, item_begin, item_end, run,
-            out + i.to(gl.int64) * out_b, out_t, out_h, parts, T, GROUP, TILES_M,
-        )  # fmt: skip
         tl.debug_barrier()
         mbarrier.arrive(taken)
         handed += 1
+        _store_rows(
+            acc * factor[:, None], R // 2, tile_m, begin, end, item_begin, item_end, run,
+            out + i.to(gl.int64) * out_b, out_t, out_h, part, T, GROUP, R, ROWS, TILES_M,
+        )  # fmt: skip
         at = gl.minimum(end, item_end)
 
 
 @gluon.jit
 def _mla_decode_sm90_kernel(
-    latents, ropes, parts, q, block_table, lo, hi, out, lse, part_lse,
+    latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
     q_b, q_t, q_h, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, page_rows, B, T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
-    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     TILES_M: gl.constexpr = (T * GROUP + TILE - 1) // TILE
     H: gl.constexpr = R // 2
@@ -332,14 +330,14 @@ def _mla_decode_sm90_kernel(
                 _score_and_left,
                 (
                     q, strides, lo, hi, scale_log2, bounds, queries, keys, ready, left_free, handing,
-                    out, lse, parts, part_lse, T, GROUP, R, TILES_M, BLOCK_B, EARLY,
+                    out, lse, part, part_lse, T, GROUP, R, ROWS, TILES_M, BLOCK_B, EARLY,
                 ),
             ),
             (
                 _right,
                 (
-                    strides, bounds, queries[1], keys[1], right_ready, right_free, handing, out, parts,
-                    T, GROUP, R, TILES_M, BLOCK_B, EARLY,
+                    strides, bounds, keys[1], right_ready, right_free, handing, out, part,
+                    T, GROUP, R, ROWS, TILES_M, BLOCK_B, EARLY,
                 ),
             ),
             (
@@ -353,6 +351,8 @@ def _mla_decode_sm90_kernel(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+    # Not before: the successor's programs would take the room of ours that have not started yet.
+    gdc_launch_dependents()
 
 
 def launch(
@@ -373,13 +373,13 @@ def launch(
     page_rows, latents, ropes = pieces(cache, latent)
     tiles_m = triton.cdiv(T * Hq, TILE.value)
     runs = max(1, (programs or sm_count(q.device)) // tiles_m)
-    part, part_lse = _workspace(q.device, runs, tiles_m * TILE.value, latent)
-    parts = TensorDescriptor.from_tensor(part.view(-1, latent), [TILE.value, latent // 4], PARTS.value)
+    rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))
+    part, part_lse = _workspace(q.device, runs, rows, latent)
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
-        latents, ropes, parts, q, block_table, lo, hi, out, lse, part_lse,
+        latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], block_table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=cache.shape[1],
         # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
-        BLOCK_B=max(32, triton.next_power_of_2(B)), EARLY=early, num_warps=4, launch_pdl=True,
+        BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     merge_parts(out, lse, lo, hi, None, part, part_lse, runs, 1, tiles_m * TILE.value, TILE.value)

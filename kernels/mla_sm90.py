@@ -1,4 +1,4 @@
-"""What the two kernels of `kernels.mla_decode` for Hopper share: the tensors that fit, schedule, queries and parts.
+"""What the two kernels of `kernels.mla_decode` for Hopper share: the tensors that fit, schedule and parts.
 
 Latents come by the tensor memory accelerator, in tiles of 64 keys and pieces: the left half of the latents with the
 rotated values, the right half. Runs, parts and merge are those of `kernels.flash_decode`.
@@ -7,15 +7,13 @@ rotated values, the right half. Runs, parts and merge are those of `kernels.flas
 from __future__ import annotations
 
 import torch
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.flash_decode import _first_slot
-from kernels.sm90 import COPIED, SHARED
+from kernels.sm90 import SHARED
 
 TILE = gl.constexpr(64)  # keys of a tile
 
@@ -56,8 +54,6 @@ def schedule_of(bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.cons
     end = gl.minimum(begin + run, total)
     if EARLY:
         gdc_wait()
-    # So soon because all programs of ours are there from the start, one an SM, with room beside them for the merge's.
-    gdc_launch_dependents()
     return seq, starts, stops, full_from, full_to, tiles, ends, begin, end, run
 
 
@@ -79,20 +75,6 @@ def item_at(at, schedule):
     if stop <= start:
         last = first
     return i, start, stop, item_begin, item_end, first, last
-
-
-@gluon.jit
-def load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
-    """Copies a tile of query rows from pointers `rows`, one a row; zeros where not `live`."""
-    c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
-    for k in gl.static_range(R // 128):
-        left = gl.load(rows[:, None] + (k * 64 + c)[None, :], mask=live[:, None], other=0.0)
-        q_left.slice(k * 64, 64, dim=1).store(left)
-        right = gl.load(rows[:, None] + (R // 2 + k * 64 + c)[None, :], mask=live[:, None], other=0.0)
-        q_right.slice(k * 64, 64, dim=1).store(right)
-    q_rope.store(gl.load(rows[:, None] + (R + c)[None, :], mask=live[:, None], other=0.0))
-    fence_async_shared()
-    tl.debug_barrier()
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ from kernels.lse_combine import _lse_combine_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
 from kernels.mla_decode_few_sm90 import _mla_decode_few_sm90_kernel
-from kernels.mla_decode_sm90 import PARTS, _mla_decode_sm90_kernel
+from kernels.mla_decode_sm90 import _mla_decode_sm90_kernel
 from kernels.mla_prefill import _mla_prefill_kernel
 from kernels.moe import (
     _down_few_kernel,
@@ -116,7 +116,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield f"mla-decode-{rows}", dtype, _mla_decode_kernel, latents | grid | tile, options
         yield f"mla-prefill-{rows}", dtype, _mla_prefill_kernel, latents | {"GROUP": heads} | tile, options
     for heads, tokens in ((128, 1), (32, 4)):
-        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "EARLY": True}
+        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
     for heads, tokens, rows in ((16, 1, 16), (16, 2, 32)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": rows, "EARLY": True}
@@ -214,8 +214,6 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*i32" if words else f"*{NAMES[dtype]}"
         if name in DESCRIPTORS:
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
-        if name == "parts":
-            kind, aligned = f"tensordesc<fp32[64, 128],{PARTS.value!r}>", False
         if function is _linear_sm90_kernel and name == "words":
             kind = "*i64" if constants["GATED"] else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
