@@ -253,25 +253,28 @@ def merge_parts(
     B, T, Hq, D = out.shape
     group = Hq // heads
     items = B * heads * triton.cdiv(T * group, block_m)
-    parts, width = _merge_shape(B * T * Hq, D, items, programs)
+    parts, width, warps = _merge_shape(B * T * Hq, D, items, programs)
     _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
         lo, hi, sinks, out, lse, part, part_lse,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
         T=T, HEADS=heads, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_M=block_m, BLOCK_N=block_n,
         ROWS=part.shape[1], PARTS=parts, SLICE=width, SINKS=sinks is not None,
-        num_warps=max(1, min(8, parts * width // 1024)), **overlapped(out),
+        num_warps=warps, **overlapped(out),
     )  # fmt: skip
 
 
 @cache
-def _merge_shape(rows: int, D: int, items: int, programs: int) -> tuple[int, int]:
-    """Parts that a program of the merge takes at once, and its slice of the head dim."""
+def _merge_shape(rows: int, D: int, items: int, programs: int) -> tuple[int, int, int]:
+    """Parts that a program of the merge takes at once, its slice of the head dim, and its warps."""
+    # Rows of latents gain from longer slices, fewer warps with more loads on their way each, and a second round.
+    longer = 2 if D > 256 else 1
     # What equal lengths need; a long sequence among short ones has more parts, and takes several rounds.
-    expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1))
+    expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1)) // longer
     width = SLICE
-    while width < D and rows * triton.cdiv(D, width) > MERGING and expected * width < MERGED:
+    while width < D and rows * triton.cdiv(D, width) > longer * MERGING and expected * width < longer * MERGED:
         width *= 2
-    return max(expected, min(16, MERGED // width)), width
+    parts = max(expected, min(16, MERGED // width))
+    return parts, width, max(1, min(8, parts * width // (1024 * longer)))
 
 
 def flash_decode(

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import mla_decode_sm90, routing
+from kernels import mla_decode_few_sm90, mla_decode_sm90, mla_sm90, routing
 from kernels.flash_decode import _item_at, _schedule, _store_item, _workspace, merge_parts
 from kernels.latents import attend_latents, latent_tile
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
@@ -126,8 +126,9 @@ def mla_decode(
     if q.numel() == 0:
         return out, lse
 
-    if q.is_cuda and mla_decode_sm90.fits(q, cache, latent):
-        mla_decode_sm90.launch(q, cache, block_table, lo, hi, scale, latent, out, lse, programs, early)
+    if q.is_cuda and mla_sm90.fits(q, cache, latent):
+        on_hopper = mla_decode_few_sm90 if T * Hq <= mla_decode_few_sm90.MOST_ROWS else mla_decode_sm90
+        on_hopper.launch(q, cache, block_table, lo, hi, scale, latent, out, lse, programs, early)
         return out, lse
     tile = latent_tile(T * Hq, latent, P, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))

@@ -1,14 +1,14 @@
 """`kernels.mla_decode` for many rows of queries on Hopper, with its asynchronous instructions spelt out.
 
-From 17 rows on (query tokens x heads) the products take longer than the bytes, and the tensor cores have to be kept
+From 33 rows on (query tokens x heads) the products take longer than the bytes, and the tensor cores have to be kept
 busy by hand. A program is three groups of warps that hand work to each other through barriers in shared memory:
 
-* one warp loads tiles of 64 keys, in pieces: the left half of the latents with the rotated values, the right half;
+* one warp loads tiles of 64 keys, piece by piece;
 * four warps score a tile, weigh the scores, and accumulate the left half of the output;
 * four warps accumulate the right half, from the weights that the others leave in shared memory.
 
-Two tiles fit: each piece is free for the next but one as soon as the products that read it as values are done. Runs,
-parts and merge are those of `kernels.flash_decode`; row tiles of one run lie side by side, and share keys in the L2.
+Two tiles fit: each piece is free for the next but one as soon as the products that read it as values are done. Row
+tiles of one run lie side by side, and share keys in the L2.
 """
 
 from __future__ import annotations
@@ -27,75 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.flash_decode import _first_slot, _workspace, merge_parts
+from kernels.flash_decode import _workspace, merge_parts
 from kernels.launching import sm_count
+from kernels.mla_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.sm90 import COPIED, SHARED, silence
 
-TILE = gl.constexpr(64)  # rows of queries, and keys, that a group multiplies at once
+# Of TILE rows of queries and TILE keys, and of the rows and half of the latents.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _schedule(bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr):
-    """`kernels.flash_decode._schedule` with one item a sequence, and this program's run of it.
-
-    Also the keys that all queries of a sequence read, which take no mask: [full_from, full_to).
-    """
-    lo, hi, lo_b, lo_t, hi_b, hi_t, B = bounds
-    if not EARLY:
-        gdc_wait()
-    seq = gl.arange(0, BLOCK_B, layout=gl.BlockedLayout([BLOCK_B // 32], [32], [gl.num_warps()], [0]))
-    none = gl.full_like(seq, 0x7FFFFFFF)
-    starts, stops = none, gl.zeros_like(seq)
-    full_from, full_to = gl.zeros_like(seq), none
-    for token in gl.static_range(T):
-        first = gl.load(lo + seq * lo_b + token * lo_t, mask=seq < B, other=0)
-        last = gl.load(hi + seq * hi_b + token * hi_t, mask=seq < B, other=0)
-        stops = gl.maximum(stops, gl.where(first < last, last, 0))
-        starts = gl.minimum(starts, gl.where(first < last, first, none))
-        full_from = gl.maximum(full_from, first)
-        full_to = gl.minimum(full_to, last)
-    starts = gl.minimum(starts, stops)
-    # At least one tile, so that a sequence without keys is written as well.
-    tiles = gl.where(seq < B, gl.maximum((stops + TILE - 1) // TILE - starts // TILE, 1), 0)
-    ends = gl.associative_scan(tiles, 0, _sum)
-    total = gl.max(ends, 0)
-    runs = gl.num_programs(0) // TILES_M
-    run = gl.maximum((total + runs - 1) // runs, 1)
-    begin = gl.program_id(0) // TILES_M * run
-    end = gl.minimum(begin + run, total)
-    if EARLY:
-        gdc_wait()
-    return seq, starts, stops, full_from, full_to, tiles, ends, begin, end, run
-
-
-@gluon.jit
-def _of(values, seq, i):
-    return gl.sum(gl.where(seq == i, values, 0), 0)
-
-
-@gluon.jit
-def _item_at(at, schedule):
-    """The sequence that tile `at` of the row is part of, its keys, its tiles in the row, and this run's key tiles."""
-    seq, starts, stops, _, _, tiles, ends, _, end, _ = schedule
-    i = gl.sum((ends <= at).to(gl.int32), 0)
-    start, stop = _of(starts, seq, i), _of(stops, seq, i)
-    item_end = _of(ends, seq, i)
-    item_begin = item_end - _of(tiles, seq, i)
-    first = start // TILE + at - item_begin
-    last = first + gl.minimum(end, item_end) - at
-    if stop <= start:
-        last = first
-    return i, start, stop, item_begin, item_end, first, last
 
 
 @gluon.jit
@@ -108,12 +49,12 @@ def _load(
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     left_free, right_free = free
-    schedule = _schedule(bounds, TILES_M, T, BLOCK_B, EARLY)
+    schedule = schedule_of(bounds, TILES_M, T, BLOCK_B, EARLY)
     begin, end = schedule[7], schedule[8]
     loaded = 0
     at = begin
     while at < end:
-        i, _, _, _, item_end, first, last = _item_at(at, schedule)
+        i, _, _, _, item_end, first, last = item_at(at, schedule)
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         for tile in range(first, last):
@@ -188,12 +129,6 @@ def _hand_over(weights, factors, handed, weights_shared, factors_shared, weighed
 
 
 @gluon.jit
-def _slot(begin, item_begin, run, TILES_M: gl.constexpr):
-    """Where this run's part of an item lies, int64."""
-    return gl.where(item_begin >= begin, _first_slot(item_begin, run), gl.program_id(0) // TILES_M * 2).to(gl.int64)
-
-
-@gluon.jit
 def _store_rows(
     acc, column: gl.constexpr, tile_m, begin, end, item_begin, item_end, run, out, out_t, out_h, part,
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, TILES_M: gl.constexpr,
@@ -205,7 +140,7 @@ def _store_rows(
         rows = out + (m // GROUP) * out_t + (m % GROUP) * out_h
         gl.store(rows[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=(m < T * GROUP)[:, None])
     else:
-        here = _slot(begin, item_begin, run, TILES_M) * ROWS + m
+        here = slot_of(begin, item_begin, run, TILES_M) * ROWS + m
         gl.store(part + here[:, None] * R + d[None, :], acc, mask=(m < ROWS)[:, None])
 
 
@@ -220,7 +155,7 @@ def _score_and_left(
     q_left, q_right, q_rope = queries
     k_left, _, _ = keys
     weights_shared, factors_shared, weighed, taken = handing
-    schedule = _schedule(bounds, TILES_M, T, BLOCK_B, EARLY)
+    schedule = schedule_of(bounds, TILES_M, T, BLOCK_B, EARLY)
     seq, _, _, fulls_from, fulls_to, _, _, begin, end, run = schedule
     _, _, lo_b, lo_t, hi_b, hi_t, _ = bounds
     tile_m = gl.program_id(0) % TILES_M
@@ -228,8 +163,8 @@ def _score_and_left(
     handed = 0
     at = begin
     while at < end:
-        i, start, stop, item_begin, item_end, first, last = _item_at(at, schedule)
-        full_from, full_to = _of(fulls_from, seq, i), _of(fulls_to, seq, i)
+        i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
+        full_from, full_to = of(fulls_from, seq, i), of(fulls_to, seq, i)
         b = i.to(gl.int64)
         m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPIED))
         rows = q + b * q_b + (m // GROUP) * q_t + (m % GROUP) * q_h
@@ -300,7 +235,7 @@ def _score_and_left(
         if (item_begin >= begin) & (item_end <= end):
             gl.store(lse + b * lse_b + t * lse_t + (row % GROUP) * lse_h, log2 * 0.6931471805599453, mask=t < T)
         else:
-            gl.store(part_lse + _slot(begin, item_begin, run, TILES_M) * ROWS + row, log2, mask=row < ROWS)
+            gl.store(part_lse + slot_of(begin, item_begin, run, TILES_M) * ROWS + row, log2, mask=row < ROWS)
         at = gl.minimum(end, item_end)
 
 
@@ -313,14 +248,14 @@ def _right(
     """The group that accumulates the right half."""
     _, _, _, out_b, out_t, out_h, _, _, _ = strides
     weights_shared, factors_shared, weighed, taken = handing
-    schedule = _schedule(bounds, TILES_M, T, BLOCK_B, EARLY)
+    schedule = schedule_of(bounds, TILES_M, T, BLOCK_B, EARLY)
     begin, end, run = schedule[7], schedule[8], schedule[9]
     tile_m = gl.program_id(0) % TILES_M
     loaded = 0
     handed = 0
     at = begin
     while at < end:
-        i, start, stop, item_begin, item_end, first, last = _item_at(at, schedule)
+        i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
         acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
         for tile in range(first, last):
             slot = loaded % 2
@@ -420,20 +355,6 @@ def _mla_decode_sm90_kernel(
     gdc_launch_dependents()
 
 
-def fits(q: torch.Tensor, cache: torch.Tensor, latent: int) -> bool:
-    """Whether `launch` takes these tensors of `kernels.mla_decode.mla_decode`, and is the faster one."""
-    rows, width = q.shape[1] * q.shape[2], q.shape[3]
-    return (
-        rows > 16
-        and (latent, width) == (512, 576)
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and cache.shape[1] % TILE.value == 0
-        and cache.stride(0) % width == 0
-        and cache.data_ptr() % 16 == 0
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-    )
-
-
 def launch(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -449,13 +370,7 @@ def launch(
 ) -> None:
     """`kernels.mla_decode.mla_decode` of tensors that fit."""
     B, T, Hq, width = q.shape
-    page_rows = cache.stride(0) // width
-    # The slots as rows of one matrix, those between pages that are apart among them.
-    slots = cache.as_strided(((cache.shape[0] - 1) * page_rows + cache.shape[1], width), (width, 1))
-    latents, ropes = (
-        TensorDescriptor(slots, list(slots.shape), [width, 1], [TILE.value, columns], SHARED.value)
-        for columns in (latent // 2, width - latent)
-    )
+    page_rows, latents, ropes = pieces(cache, latent)
     tiles_m = triton.cdiv(T * Hq, TILE.value)
     runs = max(1, (programs or sm_count(q.device)) // tiles_m)
     rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))

@@ -36,6 +36,7 @@ from kernels.linear_sm90 import SHARED as SLICED
 from kernels.lse_combine import _lse_combine_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
+from kernels.mla_decode_few_sm90 import _mla_decode_few_sm90_kernel
 from kernels.mla_decode_sm90 import _mla_decode_sm90_kernel
 from kernels.mla_prefill import _mla_prefill_kernel
 from kernels.moe import (
@@ -118,6 +119,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for heads, tokens in ((128, 1), (32, 4)):
         grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": 128, "EARLY": True}
         yield "mla-decode-sm90", bf16, _mla_decode_sm90_kernel, latents | grid, {"num_warps": 4}
+    for heads, tokens, rows in ((16, 1, 16), (16, 2, 32)):
+        grid = {"T": tokens, "GROUP": heads, "BLOCK_B": 32, "ROWS": rows, "EARLY": True}
+        yield "mla-decode-few-sm90", bf16, _mla_decode_few_sm90_kernel, latents | grid, {"num_warps": 4}
     width = {"HEADS": 32, "NOPE": 128, "R": 512, "P": 64, "PAGE": 64, "BLOCK_R": 512, "BLOCK_H": 8, "BLOCK": 32}
     width |= {"PDL": True, **head_blocks(128, 64, bf16)}
     yield "mla-append", bf16, _mla_append_kernel, width, {"num_warps": 4}
