@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels import routing
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.paged import attend_tiles, tile_shape, with_sink
+from kernels.paged import attend_tiles, attend_tiles_masking_edges, tile_shape, with_sink
 from kernels.reference.flash_decode import flash_decode as reference
 
 SLICE = 32  # of the head dim, a program of the merge, at least
@@ -147,14 +147,21 @@ def _flash_decode_kernel(
         query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
         first = start // BLOCK_N + at - item_begin
         last = first + tl.minimum(end, item_end) - at
-        acc, total, peak = attend_tiles(
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
-            tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
-            query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, block_table + b * table_b,
-            page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-        )  # fmt: skip
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        if BLOCK_M > 64:
+            acc, total, peak = attend_tiles_masking_edges(
+                acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
+                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
+        else:  # bound by bytes: there is time for masks
+            acc, total, peak = attend_tiles(
+                acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
+                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
         _store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
             out + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :],
@@ -231,9 +238,9 @@ def _workspace(device: torch.device, programs: int, rows: int, D: int) -> tuple[
     )
 
 
-def grid_of(device: torch.device, reserved_sms: int = 0) -> int:
-    """Programs that fill the GPU, two on an SM, but for SMs that are left to kernels which run beside this one."""
-    return 2 * max(1, sm_count(device) - reserved_sms)
+def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
+    """`tile_shape` for `rows` query rows a KV head: as many as registers hold, since every tile reads all keys."""
+    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
 
 
 def merge_parts(
@@ -286,7 +293,7 @@ def flash_decode(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    programs: int | None = None,
+    sms: int | None = None,
     early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
@@ -304,11 +311,11 @@ def flash_decode(
         block_table: [B, max_pages] int32, rows contiguous.
         lo: [B, T] int32, first local key of each query, at least 0.
         hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
-        scale: factor on the scores.
+        scale: factor on the scores, above 0.
         sinks: [Hq] fp32, contiguous, or None: each head's score of one more key, of value 0, that all its queries read.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        programs: the grid; `grid_of` the device if None.
+        sms: how many streaming multiprocessors to fill; all if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
@@ -324,7 +331,7 @@ def flash_decode(
     B, T, Hq, D = q.shape
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
-    assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
+    assert scale > 0 and Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
     assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
@@ -332,9 +339,9 @@ def flash_decode(
     if q.numel() == 0:
         return out, lse
 
-    tile = tile_shape(T * group, 64 if D <= 128 else 32, D, q.dtype)
+    tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
-    programs = programs or grid_of(q.device)
+    programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
     part, part_lse = _workspace(q.device, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
