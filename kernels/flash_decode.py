@@ -2,9 +2,9 @@
 
 A fixed grid serves every length. Every program computes the same schedule from the device's bounds: the key tiles of
 all (sequence, KV head, query tile) items in a row, cut into equal runs, one a program. A run that holds a whole item
-writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, whose start overlaps with the
-end of the first, merges the parts with one program for each row and slice of the head dim. (A merge by whichever
-program comes last was slower: benchmarks/LOG.md.)
+writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, which waits beside the first,
+merges the parts with one program for each row and slice of the head dim. (A merge by whichever program comes last was
+slower: benchmarks/LOG.md.)
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def _flash_decode_kernel(
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, tl.max(ends, 0))
     if EARLY:
-        wait_for_predecessor(PDL)
+        if end >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
+            wait_for_predecessor(PDL)
+    # Not at the end: all programs are on the GPU at once, and the merge, which is small, takes nobody's room.
+    start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     at = begin
@@ -169,8 +172,6 @@ def _flash_decode_kernel(
             part, part_lse, inside, t < T, D=D, ROWS=ROWS, SINKS=SINKS,
         )  # fmt: skip
         at = tl.minimum(end, item_end)
-    # Not before: the successor's programs would take the room of ours that have not started yet.
-    start_successor(PDL)
 
 
 @triton.jit
@@ -181,7 +182,7 @@ def _merge_parts_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The bounds are older than the predecessor: the schedule need not wait for it.
+    # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     _, _, tiles, ends, run = _schedule(
         lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N
@@ -196,7 +197,8 @@ def _merge_parts_kernel(
     item_begin = tl.sum(tl.where(mine, ends, 0), 0) - (HEADS * tiles_m - item) * length
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
-    wait_for_predecessor(PDL)
+    if parts >= 0:  # Always: it holds the wait behind the schedule, as above.
+        wait_for_predecessor(PDL)
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -266,7 +268,7 @@ def merge_parts(
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
         T=T, HEADS=heads, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_M=block_m, BLOCK_N=block_n,
         ROWS=part.shape[1], PARTS=parts, SLICE=width, SINKS=sinks is not None,
-        num_warps=max(1, min(8, parts * width // 1024)), **overlapped(out),
+        num_warps=max(1, min(8, parts * width // 1024) // (2 if D <= 256 else 1)), **overlapped(out),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import flash_prefill_sm90, routing
-from kernels.paged import attend_tiles_masking_edges, tile_shape, with_sink
+from kernels.paged import attend_tiles, tile_shape, with_sink
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
@@ -38,16 +38,34 @@ def _flash_prefill_kernel(
         stop = tl.max(tl.where(reads, row_hi, 0), 0)
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
+        # Tiles of [full, full_stop) are read whole by every row and need no mask; the rest lies left and right of them.
+        first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+        shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
+        shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
+        full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
+        full_stop = tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+
         d = tl.arange(0, BLOCK_D)
         inside = live[:, None] & (d < D)[None, :]
         query = tl.load(q + (n * q_n + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
-        acc, total, peak = attend_tiles_masking_edges(
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
-            tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
-            query, row_lo, row_hi, live, start, stop, start // BLOCK_N, tl.cdiv(stop, BLOCK_N), k_cache, v_cache,
-            block_table + segment * table_i, page_stride, slot_stride, head_stride, head, scale_log2,
-            PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        pages = block_table + segment * table_i
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        acc, total, peak = attend_tiles(
+            acc, total, peak, query, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        acc, total, peak = attend_tiles(
+            acc, total, peak, query, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        acc, total, peak = attend_tiles(
+            acc, total, peak, query, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
@@ -87,7 +105,7 @@ def flash_prefill(
         max_q: length of the longest segment.
         lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
         hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
-        scale: factor on the scores, above 0.
+        scale: factor on the scores.
         sinks: as in `flash_decode`.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
@@ -106,7 +124,7 @@ def flash_prefill(
     group = Hq // Hkv
     assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
     assert k_cache.stride() == v_cache.stride() and q.stride(2) == k_cache.stride(3) == block_table.stride(1) == 1
-    assert scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
+    assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
