@@ -2,9 +2,9 @@
 
 A fixed grid serves every length. Every program computes the same schedule from the device's bounds: the key tiles of
 all (sequence, KV head, query tile) items in a row, cut into equal runs, one a program. A run that holds a whole item
-writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, whose start overlaps with the
-end of the first, merges the parts with one program for each row and slice of the head dim. (A merge by whichever
-program comes last was slower: benchmarks/LOG.md.)
+writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, which waits beside the first,
+merges the parts with one program for each row and slice of the head dim. (A merge by whichever program comes last was
+slower: benchmarks/LOG.md.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels import routing
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.paged import attend_tiles, tile_shape, with_sink
+from kernels.paged import attend_tiles, attend_tiles_masking_edges, tile_shape, with_sink
 from kernels.reference.flash_decode import flash_decode as reference
 
 SLICE = 32  # of the head dim, a program of the merge, at least
@@ -124,7 +124,10 @@ def _flash_decode_kernel(
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, tl.max(ends, 0))
     if EARLY:
-        wait_for_predecessor(PDL)
+        if end >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
+            wait_for_predecessor(PDL)
+    # Not at the end: all programs are on the GPU at once, and the merge, which is small, takes nobody's room.
+    start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     at = begin
@@ -147,14 +150,21 @@ def _flash_decode_kernel(
         query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
         first = start // BLOCK_N + at - item_begin
         last = first + tl.minimum(end, item_end) - at
-        acc, total, peak = attend_tiles(
-            tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
-            tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
-            query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, block_table + b * table_b,
-            page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-        )  # fmt: skip
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        if BLOCK_M > 64:
+            acc, total, peak = attend_tiles_masking_edges(
+                acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
+                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
+        else:  # bound by bytes: there is time for masks
+            acc, total, peak = attend_tiles(
+                acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
+                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
         _store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
             out + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :],
@@ -162,8 +172,6 @@ def _flash_decode_kernel(
             part, part_lse, inside, t < T, D=D, ROWS=ROWS, SINKS=SINKS,
         )  # fmt: skip
         at = tl.minimum(end, item_end)
-    # Not before: the successor's programs would take the room of ours that have not started yet.
-    start_successor(PDL)
 
 
 @triton.jit
@@ -174,7 +182,7 @@ def _merge_parts_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The bounds are older than the predecessor: the schedule need not wait for it.
+    # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     _, _, tiles, ends, run = _schedule(
         lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N
@@ -189,7 +197,8 @@ def _merge_parts_kernel(
     item_begin = tl.sum(tl.where(mine, ends, 0), 0) - (HEADS * tiles_m - item) * length
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
-    wait_for_predecessor(PDL)
+    if parts >= 0:  # Always: it holds the wait behind the schedule, as above.
+        wait_for_predecessor(PDL)
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
@@ -231,9 +240,9 @@ def _workspace(device: torch.device, programs: int, rows: int, D: int) -> tuple[
     )
 
 
-def grid_of(device: torch.device, reserved_sms: int = 0) -> int:
-    """Programs that fill the GPU, two on an SM, but for SMs that are left to kernels which run beside this one."""
-    return 2 * max(1, sm_count(device) - reserved_sms)
+def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
+    """`tile_shape` for `rows` query rows a KV head: as many as registers hold, since every tile reads all keys."""
+    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
 
 
 def merge_parts(
@@ -266,7 +275,7 @@ def merge_parts(
 @cache
 def _merge_shape(rows: int, D: int, items: int, programs: int) -> tuple[int, int, int]:
     """Parts that a program of the merge takes at once, its slice of the head dim, and its warps."""
-    # Rows of latents gain from longer slices, fewer warps with more loads on their way each, and a second round.
+    # Rows of latents gain from longer slices, and a second round.
     longer = 2 if D > 256 else 1
     # What equal lengths need; a long sequence among short ones has more parts, and takes several rounds.
     expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1)) // longer
@@ -274,7 +283,7 @@ def _merge_shape(rows: int, D: int, items: int, programs: int) -> tuple[int, int
     while width < D and rows * triton.cdiv(D, width) > longer * MERGING and expected * width < longer * MERGED:
         width *= 2
     parts = max(expected, min(16, MERGED // width))
-    return parts, width, max(1, min(8, parts * width // (1024 * longer)))
+    return parts, width, max(1, min(8 if D > 256 else 4, parts * width // 2048))
 
 
 def flash_decode(
@@ -289,7 +298,7 @@ def flash_decode(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    programs: int | None = None,
+    sms: int | None = None,
     early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
@@ -307,11 +316,11 @@ def flash_decode(
         block_table: [B, max_pages] int32, rows contiguous.
         lo: [B, T] int32, first local key of each query, at least 0.
         hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
-        scale: factor on the scores.
+        scale: factor on the scores, above 0.
         sinks: [Hq] fp32, contiguous, or None: each head's score of one more key, of value 0, that all its queries read.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        programs: the grid; `grid_of` the device if None.
+        sms: how many streaming multiprocessors to fill; all if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
@@ -327,7 +336,7 @@ def flash_decode(
     B, T, Hq, D = q.shape
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
-    assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
+    assert scale > 0 and Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
     assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
@@ -335,9 +344,9 @@ def flash_decode(
     if q.numel() == 0:
         return out, lse
 
-    tile = tile_shape(T * group, 64 if D <= 128 else 32, D, q.dtype)
+    tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
-    programs = programs or grid_of(q.device)
+    programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
     part, part_lse = _workspace(q.device, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,

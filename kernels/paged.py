@@ -20,16 +20,16 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
     most_rows = 32 if dtype == torch.float32 else most_rows
     block_m = min(most_rows, max(16, triton.next_power_of_2(rows)))
     # 16 KiB of keys, and of values.
-    block_n = max(16, min(64, 16384 // (block_d * dtype.itemsize)))
-    wide = dtype == torch.float32 or block_m * block_d >= 128 * 128
+    block_n = max(16, min(128 if block_m == 128 else 64, 16384 // (block_d * dtype.itemsize)))
+    wide = dtype == torch.float32 or block_m == 128 or block_m * block_d >= 128 * 128
     return dict(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=8 if wide else 4,
-        # As much in flight as lets two programs fit an SM, and no third: of those that start while others run out,
-        # some SMs would take three and others one.
-        num_stages=2 if dtype == torch.float32 else 4 if block_m == 16 else 3,
+        # As much in flight as lets two programs of four warps fit an SM, and no third: of those that start while others
+        # run out, some SMs would take three and others one. 128 rows have an SM to themselves.
+        num_stages=2 if dtype == torch.float32 else 4 if block_m in (16, 128) else 3,
     )
 
 
@@ -38,11 +38,13 @@ def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FOLDED: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
-    promises that every row reads every key of these tiles. `scale_log2` is the scale times log2(e).
+    promises that every row reads every key of these tiles. `scale_log2` is the scale times log2(e). FOLDED, for
+    tiles that are not MASKED and a scale above 0, spares the products with it.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -68,18 +70,56 @@ def attend_tiles(
                 None, :
             ]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        if MASKED:
-            reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
-            scores = tl.where(reads, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        rescale = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores - new_peak[:, None])
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if FOLDED:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+            weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
+            rescale = tl.exp2(peak - new_peak)
+        else:
+            scores *= scale_log2
+            if MASKED:
+                reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
+                scores = tl.where(reads, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            rescale = tl.exp2(peak - new_peak)
+            weights = tl.exp2(scores - new_peak[:, None])
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def attend_tiles_masking_edges(
+    acc, total, peak, q, row_lo, row_hi, live, start, stop, first, last, k_cache, v_cache, pages,
+    page_stride, slot_stride, head_stride, head, scale_log2,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`attend_tiles` with masks only where a tile holds keys that some row of `live` does not read."""
+    # Tiles of [full, full_stop) are read whole by every row; the rest lies left and right of them.
+    shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
+    shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
+    full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
+    full_stop = tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+    if first < full:
+        acc, total, peak = attend_tiles(
+            acc, total, peak, q, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+    acc, total, peak = attend_tiles(
+        acc, total, peak, q, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
+        page_stride, slot_stride, head_stride, head, scale_log2,
+        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, FOLDED=True,
+    )  # fmt: skip
+    if full_stop < last:
+        acc, total, peak = attend_tiles(
+            acc, total, peak, q, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
     return acc, total, peak
 
 

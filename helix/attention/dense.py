@@ -7,8 +7,9 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy
 from helix.attention.mla import attend_latents
 from helix.step import Step
-from kernels.flash_decode import flash_decode, grid_of
+from kernels.flash_decode import flash_decode
 from kernels.flash_prefill import flash_prefill
+from kernels.launching import sm_count
 
 
 class DenseAttention(AttentionPolicy):
@@ -34,6 +35,6 @@ class DenseAttention(AttentionPolicy):
         out, lse = flash_decode(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
             lo.view(per_sequence), hi.view(per_sequence), scale,
-            sinks=sinks, programs=grid_of(q.device, reserved_sms), early=True,
+            sinks=sinks, sms=max(1, sm_count(q.device) - reserved_sms), early=True,
         )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -25,7 +25,7 @@ from kernels.all_reduce_norm import _all_reduce_norm_kernel
 from kernels.commit import _commit_kernel
 from kernels.each_head import _each_head_kernel, head_blocks
 from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
-from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel
+from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel, decode_tile
 from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.kv_append import _kv_append_kernel
@@ -91,8 +91,11 @@ DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # colum
 def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """Name, dtype, kernel, constants and options of each case."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    for dtype, dim, group, tokens, page in ((bf16, 128, 4, 1, 64), (bf16, 256, 16, 32, 16), (fp32, 128, 8, 8, 100)):
-        tile = tile_shape(tokens * group, 64 if dim <= 128 else 32, dim, dtype)
+    for dtype, dim, group, tokens, page in (
+        (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 16, 64),
+        (bf16, 256, 16, 32, 16), (fp32, 128, 8, 8, 100),
+    ):  # fmt: skip
+        tile = decode_tile(tokens * group, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}

@@ -52,18 +52,18 @@ def test_kernel(shape: str, device: torch.device) -> None:
     check(*run(flash_decode, case), case)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 7, 50])
+@pytest.mark.parametrize("sms", [1, 2, 7, 50])
 @pytest.mark.parametrize("shape", ["plain", "group-16-verify-3", "window-verify", "empty-shards", "sinks"])
-def test_programs(shape: str, programs: int, device: torch.device) -> None:
+def test_sms(shape: str, sms: int, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
-    check(*run(flash_decode, case, programs=programs), case)
+    check(*run(flash_decode, case, sms=sms), case)
 
 
-@pytest.mark.parametrize("count, length, programs", [(1, 1500, 52), (1, 1490, 40), (2, 1100, 37), (17, 900, 36)])
-def test_more_parts_than_one_go_merges(count: int, length: int, programs: int, device: torch.device) -> None:
+@pytest.mark.parametrize("count, length, sms", [(1, 1500, 52), (1, 1490, 40), (2, 1100, 37), (17, 900, 36)])
+def test_more_parts_than_one_go_merges(count: int, length: int, sms: int, device: torch.device) -> None:
     """A long sequence beside a short one, items that begin inside a run, and several query tiles."""
     case = make_case([count, count], [length, 100], heads=(4, 2), device=device)
-    check(*run(flash_decode, case, programs=programs), case)
+    check(*run(flash_decode, case, sms=sms), case)
 
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
@@ -74,6 +74,25 @@ LOW = [
     for name, op in (("kernel", flash_decode), ("reference", reference))
     for dtype in (torch.bfloat16, torch.float16)
 ]
+
+
+MANY = {
+    "65": dict(counts=[13, 13], lengths=[301, 5], heads=(5, 1), dim=128),
+    "96-pages-of-100": dict(counts=[12], lengths=[333], heads=(8, 1), dim=96, page_size=100),
+    "100-window": dict(counts=[10, 10], lengths=[390, 0], heads=(10, 1), dim=64, page_size=64, window=150),
+    "128-sinks": dict(counts=[16], lengths=[257], heads=(16, 2), dim=128, page_size=64, sinks=True),
+    "group-of-72": dict(counts=[1, 1], lengths=[200, 64], heads=(72, 1), dim=128, page_size=64),
+    "256": dict(counts=[32], lengths=[290], heads=(8, 1), dim=128),
+    "72-dim-256": dict(counts=[9], lengths=[150], heads=(8, 1), dim=256, page_size=64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", MANY)
+def test_many_rows(shape: str, dtype: torch.dtype, device: torch.device) -> None:
+    """More rows a KV head than 64: tiles of 128, and masks where a tile of keys is not read whole (not of fp32)."""
+    case = make_case(**MANY[shape], dtype=dtype, device=device)
+    check(*run(flash_decode, case, sms=2), case)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -87,7 +106,7 @@ def test_writes_where_told_and_nothing_else(device: torch.device) -> None:
     case = make_case([1, 1], [40, 0], device=device)
     out = torch.full((2, 1, 8, 64), torch.nan, device=device)
     lse = torch.full((2, 1, 8), torch.nan, device=device)
-    check(*run(flash_decode, case, out=out[:, :, 2:6], lse=lse[:, :, 2:6], programs=3), case)
+    check(*run(flash_decode, case, out=out[:, :, 2:6], lse=lse[:, :, 2:6], sms=3), case)
     check(out[:, 0, 2:6], lse[:, 0, 2:6], case)
     for rest in (out[:, :, :2], out[:, :, 6:], lse[:, :, :2], lse[:, :, 6:]):
         assert rest.isnan().all()
@@ -102,7 +121,7 @@ def test_nan_in_a_key_that_is_read_surfaces(device: torch.device) -> None:
 
 def test_repeats_bitwise(device: torch.device) -> None:
     case = make_case([3, 3], [90, 31], device=device)
-    first, second = run(flash_decode, case, programs=5), run(flash_decode, case, programs=5)
+    first, second = run(flash_decode, case, sms=5), run(flash_decode, case, sms=5)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
