@@ -105,7 +105,7 @@ def flash_prefill(
         max_q: length of the longest segment.
         lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
         hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
-        scale: factor on the scores.
+        scale: factor on the scores, above 0.
         sinks: as in `flash_decode`.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
@@ -124,7 +124,7 @@ def flash_prefill(
     group = Hq // Hkv
     assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
     assert k_cache.stride() == v_cache.stride() and q.stride(2) == k_cache.stride(3) == block_table.stride(1) == 1
-    assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
+    assert scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))

@@ -38,13 +38,11 @@ def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    FOLDED: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
-    promises that every row reads every key of these tiles. `scale_log2` is the scale times log2(e). FOLDED, for
-    tiles that are not MASKED and a scale above 0, spares the products with it.
+    promises that every row reads every key of these tiles. `scale_log2` is the scale times log2(e), above 0.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -71,18 +69,15 @@ def attend_tiles(
             ]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if FOLDED:
+        if MASKED:
+            reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
+            scores = tl.where(reads, scores * scale_log2, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_peak[:, None])
+        else:
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
             weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
-            rescale = tl.exp2(peak - new_peak)
-        else:
-            scores *= scale_log2
-            if MASKED:
-                reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
-                scores = tl.where(reads, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            rescale = tl.exp2(peak - new_peak)
-            weights = tl.exp2(scores - new_peak[:, None])
+        rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
         v = tl.load(v_cache + at, mask=mask, other=0.0)
@@ -112,7 +107,7 @@ def attend_tiles_masking_edges(
     acc, total, peak = attend_tiles(
         acc, total, peak, q, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
         page_stride, slot_stride, head_stride, head, scale_log2,
-        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, FOLDED=True,
+        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
     if full_stop < last:
         acc, total, peak = attend_tiles(
