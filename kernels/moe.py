@@ -2,9 +2,11 @@
 
 A pair is a token and one of its experts. Three ways, by static shapes, none of whose grids depends on ids:
 
-- A few tokens: experts hardly meet, and time is latency. Programs take a pair and some rows of its expert's gate and
-  up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
-  programs take some rows of down and walk through their token's experts, so that nothing is left to be summed.
+- A few tokens: experts hardly meet, and time is latency. Every program looks for the local pairs in all ids; then the
+  programs deal these out among themselves, some rows of an expert's gate and up at a time, and stream the rows through
+  registers. So all have something to do, however few pairs are local, and pairs of one expert stand side by side: the
+  L2 answers all but the first. Then programs take some rows of down and walk through their token's experts, so that
+  nothing is left to be summed.
 - Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids by itself, which costs less
   than a launch that would sort them, and feeds the rows past 16 or 32 pairs at a time through the tensor cores; an
   expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
@@ -21,12 +23,13 @@ import triton
 import triton.language as tl
 
 from kernels import routing
-from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.linear import RUN
 from kernels.reference.moe import ALPHA
 from kernels.reference.moe import moe as reference
 
 Way = Literal["few", "some", "many"]
+PROGRAMS = 32  # an SM, at most, that deal out the local pairs of a few tokens: as many as it has room for
 _ALPHA: tl.constexpr = tl.constexpr(ALPHA)
 
 
@@ -50,28 +53,53 @@ def _activation(y, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
+def _places(experts, EXPERTS: tl.constexpr):
+    """Of pairs, by their experts' local ids: which local one in turn each is, or -1; how many there are."""
+    local = (experts >= 0) & (experts < EXPERTS)
+    so_far = tl.cumsum(local.to(tl.int32), 0)
+    return tl.where(local, so_far, 0) - 1, tl.max(so_far, 0)
+
+
+@triton.jit
+def _products(ws, xs, RUN: tl.constexpr):
+    """Rows of a weight times a row of x, [BLOCK_R, BLOCK_K / RUN]: each thread sums up what it has loaded at once."""
+    rows: tl.constexpr = ws.shape[0]
+    products = xs.to(tl.float32)[None, :] * ws.to(tl.float32)
+    return tl.sum(tl.reshape(products, [rows, ws.shape[1] // RUN, RUN]), 2)
+
+
+@triton.jit
+def _row_at(down, expert, row, column, H: tl.constexpr, F: tl.constexpr):
+    return down + expert.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
+
+
+@triton.jit
 def _gate_up_few_kernel(
-    x, ids, weights, gate_up, bias, h, x_n, first, limit,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, ids, weights, gate_up, bias, h, x_n, P, first, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0)
-    tile = tl.program_id(1)
-    row = _gated_row(tile, F, BLOCK_R)
+    tiles: tl.constexpr = (2 * F + BLOCK_R - 1) // BLOCK_R
+    p = tl.arange(0, BLOCK_P)
+    k = tl.arange(0, BLOCK_K)
     wait_for_predecessor(PDL)
-    expert = tl.load(ids + pair) - first
-    if (expert >= 0) & (expert < EXPERTS):
-        k = tl.arange(0, BLOCK_K)
+    experts = tl.load(ids + p, mask=p < P, other=first - 1) - first
+    place, count = _places(experts, EXPERTS)
+    for item in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
+        here = place == item % count
+        expert = tl.sum(tl.where(here, experts, 0), 0)
+        pair = tl.sum(tl.where(here, p, 0), 0)
+        tile = item // count
+        row = _gated_row(tile, F, BLOCK_R)
         x_at = x + (pair // TOP_K) * x_n + k
         w_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row[:, None] * H + k[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
         for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
             inside = k < H - begin
-            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)
-            xs = tl.load(x_at + begin, mask=inside, other=0.0).to(tl.float32)
-            products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
-            acc += tl.sum(products, 2)
+            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
+            xs = tl.load(x_at + begin, mask=inside, other=0.0)
+            acc += _products(ws, xs, RUN)
         y = tl.sum(acc, 1)
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
@@ -83,39 +111,43 @@ def _gate_up_few_kernel(
 
 @triton.jit
 def _down_few_kernel(
-    h, ids, weights, down, bias, out, first,
+    h, ids, weights, down, bias, plus, out, first,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0)
-    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n = tl.program_id(1)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, H - 1)
     # Ids, weights and the experts are older than the predecessor: only h has to be waited for.
     slot = tl.arange(0, BLOCK_S)
-    expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
-    local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
-    place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
-    count = tl.sum(local.to(tl.int32), 0)
-    wait_for_predecessor(PDL)
+    experts = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=first - 1) - first
+    place, count = _places(experts, EXPERTS)
     k = tl.arange(0, BLOCK_K)
     chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
-    for i in tl.range(0, count * chunks, num_stages=STAGES):
+    expert = tl.sum(tl.where(place == 0, experts, 0), 0)
+    pair = n * TOP_K + tl.sum(tl.where(place == 0, slot, 0), 0)
+    inside = (k < F) & (count > 0)
+    ws = tl.load(_row_at(down, expert, row, k, H, F), mask=inside[None, :], other=0.0)
+    wait_for_predecessor(PDL)
+    hs = tl.load(h + pair * F + k, mask=inside, other=0.0)
+    acc = _products(ws, hs, RUN)
+    for i in tl.range(1, count * chunks, num_stages=STAGES):
         here = place == i // chunks
-        e = tl.sum(tl.where(here, expert, 0), 0)
+        expert = tl.sum(tl.where(here, experts, 0), 0)
         pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
         column = i % chunks * BLOCK_K + k
-        w_at = down + e.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
-        ws = tl.load(w_at, mask=(column < F)[None, :], other=0.0).to(tl.float32)
-        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
-        acc += tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
+        ws = tl.load(_row_at(down, expert, row, column, H, F), mask=(column < F)[None, :], other=0.0)
+        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0)
+        acc += _products(ws, hs, RUN)
     start_successor(PDL)
     y = tl.sum(acc, 1)
     if BIAS:
-        weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
-        biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
-        y += tl.sum(weight[:, None] * biases, 0)
+        weight = tl.load(weights + n * TOP_K + slot, mask=place >= 0, other=0.0)
+        biases = tl.load(bias + experts[:, None] * H + row[None, :], mask=(place >= 0)[:, None], other=0.0)
+        y += tl.sum(weight[:, None] * biases.to(tl.float32), 0)
+    if PLUS:
+        y += tl.load(plus + n * H + row).to(tl.float32)
     tl.store(out + n * H + r, y, mask=r < H)
 
 
@@ -242,8 +274,8 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, ids, out, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    outputs, ids, plus, out, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    PLUS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -254,6 +286,8 @@ def _sum_kernel(
         expert = tl.load(ids + n * TOP_K + s) - first
         width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # what no expert wrote may be NaN
         acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
+    if PLUS:
+        acc += tl.load(plus + n * H + c, mask=c < H).to(tl.float32)
     tl.store(out + n * H + c, acc, mask=c < H)
 
 
@@ -268,6 +302,7 @@ def moe(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over a token's chosen local experts of weight * (down(act(gate_up x))); this rank's part of a sum.
 
@@ -285,19 +320,21 @@ def moe(
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
         down_bias: [E_local, H], likewise; added once an expert, before its weight.
         limit: bound of the clamps, or None.
+        plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
 
     Returns:
-        [N, H] in x's dtype; zeros for a token without local experts.
+        [N, H] in x's dtype; `plus`, or zeros, for a token without local experts.
     """
     if not routing.on_gpu(x):
-        return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit)
+        return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus)
     (N, H), top_k = x.shape, ids.shape[1]
     E, _, F = down.shape
     if 0 in (N, H, E, top_k):
-        return torch.zeros(N, H, dtype=x.dtype, device=x.device)
+        return torch.zeros(N, H, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
     assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
-    given = (ids, weights, gate_up, down, gate_up_bias, down_bias)
+    assert plus is None or (plus.shape == x.shape and plus.dtype == x.dtype)
+    given = (ids, weights, gate_up, down, gate_up_bias, down_bias, plus)
     assert all(t is None or t.is_contiguous() for t in given)
     P = N * top_k
     h = torch.empty(P, F, dtype=x.dtype, device=x.device)
@@ -308,12 +345,15 @@ def moe(
     way = _way(N, top_k, E)
     if way == "few":
         tile, down_tile = _few_tiles(N, F)
-        _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
-            x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), first, bound, TOP_K=top_k, **clamp, **shape, **tile
-        )
-        _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
-            h, ids, weights, down, down_bias, out, first,
-            TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, **shape, **down_tile,
+        programs = min(P * triton.cdiv(2 * F, tile["BLOCK_R"]), PROGRAMS * sm_count(x.device))
+        _gate_up_few_kernel[(programs,)](
+            x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), P, first, bound,
+            TOP_K=top_k, BLOCK_P=max(64, triton.next_power_of_2(P)), **clamp, **shape, **tile,
+        )  # fmt: skip
+        _down_few_kernel[triton.cdiv(H, down_tile["BLOCK_R"]), N](
+            h, ids, weights, down, down_bias, plus, out, first,
+            TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, PLUS=plus is not None,
+            **shape, **down_tile,
         )  # fmt: skip
         return out
 
@@ -333,7 +373,9 @@ def moe(
         **shape, **find, **down_tile,
     )  # fmt: skip
     del shape["F"]
-    _sum_kernel[N, triton.cdiv(H, 1024)](outputs, ids, out, first, TOP_K=top_k, BLOCK=1024, num_warps=4, **shape)
+    _sum_kernel[N, triton.cdiv(H, 1024)](
+        outputs, ids, plus, out, first, TOP_K=top_k, BLOCK=1024, PLUS=plus is not None, num_warps=4, **shape
+    )  # fmt: skip
     return out
 
 

@@ -81,7 +81,7 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs", "packed", "p_logits", "q_logits",
+    "logits", "gate_up", "down", "h", "outputs", "packed", "plus", "p_logits", "q_logits",
 }  # fmt: skip
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
@@ -185,9 +185,10 @@ def moe_cases(
 ) -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """E experts of width F on a rank, k a token; few tokens, some and many."""
     shape = {"EXPERTS": E, "H": H, "F": F, "BIAS": clamped, "PDL": True}
-    gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k}
+    gate = {"TOP_K": k, "CLAMPED": clamped}
+    few, slots = gate | {"BLOCK_P": 64}, {"TOP_K": k, "BLOCK_S": k, "PLUS": True}
     for kernel, tile, extra in zip(
-        (_gate_up_few_kernel, _down_few_kernel), _few_tiles(1, F), (gate, slots), strict=True
+        (_gate_up_few_kernel, _down_few_kernel), _few_tiles(1, F), (few, slots), strict=True
     ):
         options = {"num_warps": tile.pop("num_warps")}
         yield "moe-few", dtype, kernel, shape | extra | tile, options
@@ -197,7 +198,7 @@ def moe_cases(
         find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
         yield f"moe-{tokens}", dtype, _down_kernel, shape | find | down_tile, down_options
-    total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PDL": True}
+    total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PLUS": True, "PDL": True}
     yield "moe-sum", dtype, _sum_kernel, total, {"num_warps": 4}
 
 

@@ -32,16 +32,17 @@ class Case:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     limit: float | None = None
+    plus: Tensor | None = None
 
     def result(self) -> Tensor:
-        biases = dict(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit)
-        return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **biases)
+        more = dict(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit, plus=self.plus)
+        return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **more)
 
     def expected(self) -> Tensor:
         """[N, H] float64, one pair of a token and an expert at a time."""
         gate_up, down = self.gate_up.double().cpu(), self.down.double().cpu()
         x, weights, local = self.x.double().cpu(), self.weights.double().cpu(), self.ids.cpu() - self.first
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(x) if self.plus is None else self.plus.double().cpu()
         for n, slot in ((local >= 0) & (local < len(gate_up))).nonzero().tolist():
             e = int(local[n, slot])
             gate, up = (gate_up[e] @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e].cpu())).chunk(2)
@@ -56,8 +57,8 @@ class Case:
 
 def make_case(
     N: int, k: int, E: int, H: int, F: int, *,
-    experts: int | None = None, first: int = 0, clamped: bool = False, dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0,
+    experts: int | None = None, first: int = 0, clamped: bool = False, plus: bool = False,
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
 ) -> Case:  # fmt: skip
     """Random tokens that choose k different ones of `experts` (all local if None), of which E from `first` are here."""
     gen = torch.Generator().manual_seed(seed)
@@ -77,7 +78,8 @@ def make_case(
         normal(E, 2 * F, H, behind=1, scale=max(H, 1) ** -0.5),
         normal(E, H, F, behind=1, scale=max(F, 1) ** -0.5),
         first,
-        *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else ()),
+        *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else (None, None, None)),
+        normal(N, H, behind=1) if plus else None,
     )
 
 
@@ -127,27 +129,27 @@ def kernel(request: pytest.FixtureRequest, device: torch.device, monkeypatch: py
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 64, 48), (7, 3, 5, 100, 33), (18, 2, 3, 33, 24), (3, 1, 1, 17, 1)])
 def test_moe(N: int, k: int, E: int, H: int, F: int, clamped: bool, where: torch.device) -> None:
-    case = make_case(N, k, E, H, F, clamped=clamped, device=where)
+    case = make_case(N, k, E, H, F, clamped=clamped, plus=N > 1, device=where)
     check(case.result(), case)
 
 
 @given(
     N=st.sampled_from([1, 2, 4, 5, 17, 33, 70]), k=st.integers(1, 4), E=st.integers(1, 7), H=st.integers(1, 80),
     F=st.integers(1, 50), elsewhere=st.integers(0, 6), first=st.integers(0, 6), clamped=st.booleans(),
-    crowded=st.booleans(), seed=st.integers(0, 99),
+    plus=st.booleans(), crowded=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 def test_any_shape(
-    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, crowded: bool, seed: int,
-    kernel: torch.device,
+    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, plus: bool, crowded: bool,
+    seed: int, kernel: torch.device,
 ) -> None:  # fmt: skip
     """Experts without tokens, tokens without experts, and all tokens on one expert."""
     experts = E + elsewhere
     if moe_module._way(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
         N = min(N, 4)
     case = make_case(
-        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, device=kernel,
-        seed=seed,
+        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, plus=plus,
+        device=kernel, seed=seed,
     )  # fmt: skip
     if crowded:
         case.ids[:] = case.first + E - 1
@@ -173,10 +175,29 @@ def test_ranks_add_up(kernel: torch.device) -> None:
     torch.testing.assert_close(total, whole.expected(), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("N, E, F", [(3, 0, 8), (3, 4, 0), (0, 4, 8)])
-def test_nothing_to_do(N: int, E: int, F: int, where: torch.device) -> None:
-    case = make_case(N, 2, E, 16, F, experts=4, device=where)
-    assert case.result().tolist() == [[0.0] * 16] * N
+def test_nothing_to_do(N: int, E: int, F: int, plus: bool, where: torch.device) -> None:
+    case = make_case(N, 2, E, 16, F, experts=4, plus=plus, device=where)
+    assert case.result().tolist() == ([[0.0] * 16] * N if case.plus is None else case.plus.tolist())
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_no_pair_of_this_rank(plus: bool, where: torch.device) -> None:
+    case = make_case(3, 2, 4, 33, 24, first=9, clamped=True, plus=plus, device=where)
+    assert case.result().tolist() == ([[0.0] * 33] * 3 if case.plus is None else case.plus.tolist())
+
+
+@pytest.mark.parametrize("programs", [1, 5, 999])
+def test_programs_deal_out_the_local_pairs(
+    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several turns each, or none; the local pairs lie anywhere among the others."""
+    take("few", monkeypatch)
+    monkeypatch.setattr("kernels.moe.sm_count", lambda device: 1)
+    monkeypatch.setattr("kernels.moe.PROGRAMS", programs)
+    case = make_case(5, 3, 4, 40, 21, experts=9, first=3, clamped=True, device=device)
+    check(case.result(), case)
 
 
 def test_no_columns_but_a_bias(where: torch.device) -> None:
@@ -219,6 +240,13 @@ def test_a_slot_left_out_is_caught(kernel: torch.device) -> None:
         check(out, case)
 
 
+def test_a_summand_left_out_is_caught(where: torch.device) -> None:
+    case = make_case(5, 3, 4, 32, 16, plus=True, device=where)
+    check(case.result(), case)
+    with pytest.raises(AssertionError, match="not close"):
+        check(replace(case, plus=None).result(), case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("clamped", [False, True])
@@ -227,7 +255,7 @@ def test_a_slot_left_out_is_caught(kernel: torch.device) -> None:
     [(1, 8, 128, 2048, 96), (4, 4, 4, 720, 360), (5, 8, 128, 512, 96), (64, 4, 8, 360, 200), (900, 2, 4, 256, 104)],
 )
 def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torch.dtype) -> None:
-    case = make_case(N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, dtype=dtype, device="cuda")
+    case = make_case(N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, plus=True, dtype=dtype, device="cuda")
     out = case.result()
     check(out, case)
     assert torch.equal(out, case.result())  # bit by bit
