@@ -1,17 +1,17 @@
 """The routed experts that a rank holds: gather, two grouped products, weighted sum, with no copy of x.
 
-A pair is a token and one of its experts. Three ways, by static shapes, none of whose grids depends on ids:
+A pair is a token and one of its experts. Four ways, by static shapes, none of whose grids depends on ids:
 
-- A few tokens: experts hardly meet, and time is latency. Every program looks for the local pairs in all ids; then the
-  programs deal these out among themselves, some rows of an expert's gate and up at a time, and stream the rows through
-  registers. So all have something to do, however few pairs are local, and pairs of one expert stand side by side: the
-  L2 answers all but the first. Then programs take some rows of down and walk through their token's experts, so that
-  nothing is left to be summed.
+- A few tokens: experts hardly meet, and time is latency. Programs take a pair and some rows of its expert's gate and
+  up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
+  programs take some rows of down and walk through their token's experts, so that nothing is left to be summed.
 - Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids by itself, which costs less
   than a launch that would sort them, and feeds the rows past 16 or 32 pairs at a time through the tensor cores; an
   expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
   order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
 - Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
+- Instead of the first two, a few tokens of wide experts on Hopper: `kernels.moe_sm90`, where programs share the weights
+  of the local experts that have tokens, and ask for them ahead of need.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import routing
-from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels import moe_sm90, routing
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.linear import RUN
 from kernels.reference.moe import ALPHA
 from kernels.reference.moe import moe as reference
 
 Way = Literal["few", "some", "many"]
-PROGRAMS = 32  # an SM, at most, that deal out the local pairs of a few tokens: as many as it has room for
 _ALPHA: tl.constexpr = tl.constexpr(ALPHA)
 
 
@@ -53,53 +52,28 @@ def _activation(y, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _places(experts, EXPERTS: tl.constexpr):
-    """Of pairs, by their experts' local ids: which local one in turn each is, or -1; how many there are."""
-    local = (experts >= 0) & (experts < EXPERTS)
-    so_far = tl.cumsum(local.to(tl.int32), 0)
-    return tl.where(local, so_far, 0) - 1, tl.max(so_far, 0)
-
-
-@triton.jit
-def _products(ws, xs, RUN: tl.constexpr):
-    """Rows of a weight times a row of x, [BLOCK_R, BLOCK_K / RUN]: each thread sums up what it has loaded at once."""
-    rows: tl.constexpr = ws.shape[0]
-    products = xs.to(tl.float32)[None, :] * ws.to(tl.float32)
-    return tl.sum(tl.reshape(products, [rows, ws.shape[1] // RUN, RUN]), 2)
-
-
-@triton.jit
-def _row_at(down, expert, row, column, H: tl.constexpr, F: tl.constexpr):
-    return down + expert.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
-
-
-@triton.jit
 def _gate_up_few_kernel(
-    x, ids, weights, gate_up, bias, h, x_n, P, first, limit,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    x, ids, weights, gate_up, bias, h, x_n, first, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (2 * F + BLOCK_R - 1) // BLOCK_R
-    p = tl.arange(0, BLOCK_P)
-    k = tl.arange(0, BLOCK_K)
+    pair = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    experts = tl.load(ids + p, mask=p < P, other=first - 1) - first
-    place, count = _places(experts, EXPERTS)
-    for item in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
-        here = place == item % count
-        expert = tl.sum(tl.where(here, experts, 0), 0)
-        pair = tl.sum(tl.where(here, p, 0), 0)
-        tile = item // count
-        row = _gated_row(tile, F, BLOCK_R)
+    expert = tl.load(ids + pair) - first
+    if (expert >= 0) & (expert < EXPERTS):
+        k = tl.arange(0, BLOCK_K)
         x_at = x + (pair // TOP_K) * x_n + k
         w_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row[:, None] * H + k[None, :]
         acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
         for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
             inside = k < H - begin
-            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
-            xs = tl.load(x_at + begin, mask=inside, other=0.0)
-            acc += _products(ws, xs, RUN)
+            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)
+            xs = tl.load(x_at + begin, mask=inside, other=0.0).to(tl.float32)
+            products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
+            acc += tl.sum(products, 2)
         y = tl.sum(acc, 1)
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
@@ -116,36 +90,34 @@ def _down_few_kernel(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(1)
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, H - 1)
     # Ids, weights and the experts are older than the predecessor: only h has to be waited for.
     slot = tl.arange(0, BLOCK_S)
-    experts = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=first - 1) - first
-    place, count = _places(experts, EXPERTS)
+    expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
+    local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
+    place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
+    count = tl.sum(local.to(tl.int32), 0)
+    wait_for_predecessor(PDL)
     k = tl.arange(0, BLOCK_K)
     chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    expert = tl.sum(tl.where(place == 0, experts, 0), 0)
-    pair = n * TOP_K + tl.sum(tl.where(place == 0, slot, 0), 0)
-    inside = (k < F) & (count > 0)
-    ws = tl.load(_row_at(down, expert, row, k, H, F), mask=inside[None, :], other=0.0)
-    wait_for_predecessor(PDL)
-    hs = tl.load(h + pair * F + k, mask=inside, other=0.0)
-    acc = _products(ws, hs, RUN)
-    for i in tl.range(1, count * chunks, num_stages=STAGES):
+    acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
+    for i in tl.range(0, count * chunks, num_stages=STAGES):
         here = place == i // chunks
-        expert = tl.sum(tl.where(here, experts, 0), 0)
+        e = tl.sum(tl.where(here, expert, 0), 0)
         pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
         column = i % chunks * BLOCK_K + k
-        ws = tl.load(_row_at(down, expert, row, column, H, F), mask=(column < F)[None, :], other=0.0)
-        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0)
-        acc += _products(ws, hs, RUN)
+        w_at = down + e.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
+        ws = tl.load(w_at, mask=(column < F)[None, :], other=0.0).to(tl.float32)
+        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
     start_successor(PDL)
     y = tl.sum(acc, 1)
     if BIAS:
-        weight = tl.load(weights + n * TOP_K + slot, mask=place >= 0, other=0.0)
-        biases = tl.load(bias + experts[:, None] * H + row[None, :], mask=(place >= 0)[:, None], other=0.0)
-        y += tl.sum(weight[:, None] * biases.to(tl.float32), 0)
+        weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
+        biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
+        y += tl.sum(weight[:, None] * biases, 0)
     if PLUS:
         y += tl.load(plus + n * H + row).to(tl.float32)
     tl.store(out + n * H + r, y, mask=r < H)
@@ -339,18 +311,19 @@ def moe(
     P = N * top_k
     h = torch.empty(P, F, dtype=x.dtype, device=x.device)
     out = torch.empty(N, H, dtype=x.dtype, device=x.device)
+    if x.is_cuda and moe_sm90.fits(x, gate_up, down):
+        moe_sm90.launch(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus, h, out)
+        return out
     shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
     clamp = dict(BIAS=gate_up_bias is not None, CLAMPED=limit is not None)
     bound = 0.0 if limit is None else limit
     way = _way(N, top_k, E)
     if way == "few":
         tile, down_tile = _few_tiles(N, F)
-        programs = min(P * triton.cdiv(2 * F, tile["BLOCK_R"]), PROGRAMS * sm_count(x.device))
-        _gate_up_few_kernel[(programs,)](
-            x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), P, first, bound,
-            TOP_K=top_k, BLOCK_P=max(64, triton.next_power_of_2(P)), **clamp, **shape, **tile,
-        )  # fmt: skip
-        _down_few_kernel[triton.cdiv(H, down_tile["BLOCK_R"]), N](
+        _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
+            x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), first, bound, TOP_K=top_k, **clamp, **shape, **tile
+        )
+        _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
             h, ids, weights, down, down_bias, plus, out, first,
             TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, PLUS=plus is not None,
             **shape, **down_tile,
@@ -380,7 +353,7 @@ def moe(
 
 
 def _way(N: int, top_k: int, E: int) -> Way:
-    """Which of the three serves N tokens over E local experts, as measured on an H200.
+    """Which of these three serves N tokens over E local experts, as measured on an H200.
 
     Few, as long as programs that find another rank's expert, or one that a neighbour has read, do not outweigh.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels import moe as moe_module
+from kernels import moe_sm90
 from kernels.moe import moe
 from kernels.route import route
 
@@ -39,20 +41,23 @@ class Case:
         return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **more)
 
     def expected(self) -> Tensor:
-        """[N, H] float64, one pair of a token and an expert at a time."""
-        gate_up, down = self.gate_up.double().cpu(), self.down.double().cpu()
-        x, weights, local = self.x.double().cpu(), self.weights.double().cpu(), self.ids.cpu() - self.first
-        out = torch.zeros_like(x) if self.plus is None else self.plus.double().cpu()
-        for n, slot in ((local >= 0) & (local < len(gate_up))).nonzero().tolist():
-            e = int(local[n, slot])
-            gate, up = (gate_up[e] @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e].cpu())).chunk(2)
-            if self.limit is None:
-                h = gate / (1 + (-gate).exp()) * up
-            else:
-                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-                h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
-            out[n] += weights[n, slot] * (down[e] @ h + (0 if self.down_bias is None else self.down_bias[e].cpu()))
-        return out
+        """[N, H] float64 on the CPU, one pair of a token and an expert at a time."""
+        x, weights, local = self.x.double(), self.weights.double(), self.ids - self.first
+        out = torch.zeros_like(x) if self.plus is None else self.plus.double()
+        for e in range(len(self.gate_up)):
+            pairs = (local == e).nonzero().tolist()
+            if not pairs:
+                continue
+            gate_up, down = self.gate_up[e].double(), self.down[e].double()
+            for n, slot in pairs:
+                gate, up = (gate_up @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e])).chunk(2)
+                if self.limit is None:
+                    h = gate / (1 + (-gate).exp()) * up
+                else:
+                    gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+                    h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+                out[n] += weights[n, slot] * (down @ h + (0 if self.down_bias is None else self.down_bias[e]))
+        return out.cpu()
 
 
 def make_case(
@@ -96,12 +101,17 @@ def check(out: Tensor, case: Case) -> None:
     torch.testing.assert_close(out.double().cpu(), wanted, atol=tolerance, rtol=0)
 
 
-WAYS = "few", "some", "many"  # each of them serves any number of tokens
+WAYS = "few", "some", "many"  # each of them serves any number of tokens; the fourth has tests of its own, below
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One way of the kernels for all sizes, over memory that begins as NaN."""
     monkeypatch.setattr("kernels.moe._way", lambda N, top_k, E: way)
+    monkeypatch.setattr("kernels.moe_sm90.fits", lambda *tensors: False)
+    poison(monkeypatch)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def poisoned(*shape: int, **options: Any) -> Tensor:
@@ -188,18 +198,6 @@ def test_no_pair_of_this_rank(plus: bool, where: torch.device) -> None:
     assert case.result().tolist() == ([[0.0] * 33] * 3 if case.plus is None else case.plus.tolist())
 
 
-@pytest.mark.parametrize("programs", [1, 5, 999])
-def test_programs_deal_out_the_local_pairs(
-    programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several turns each, or none; the local pairs lie anywhere among the others."""
-    take("few", monkeypatch)
-    monkeypatch.setattr("kernels.moe.sm_count", lambda device: 1)
-    monkeypatch.setattr("kernels.moe.PROGRAMS", programs)
-    case = make_case(5, 3, 4, 40, 21, experts=9, first=3, clamped=True, device=device)
-    check(case.result(), case)
-
-
 def test_no_columns_but_a_bias(where: torch.device) -> None:
     case = make_case(5, 2, 4, 16, 0, clamped=True, device=where)
     check(case.result(), case)
@@ -262,10 +260,12 @@ def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [2, 32])
-def test_one_graph_serves_all_ids(N: int) -> None:
+@pytest.mark.parametrize("N, F", [(2, 96), (32, 96), (1, 384), (8, 384)])
+def test_one_graph_serves_all_ids(N: int, F: int) -> None:
     E, k = 16, 4
-    case = make_case(N, k, 8, 256, 96, experts=E, first=4, dtype=torch.bfloat16, device="cuda")
+    case = make_case(N, k, 8, 256, F, experts=E, first=4, dtype=torch.bfloat16, device="cuda")
+    case.x = case.x.contiguous()
+    assert moe_sm90.fits(case.x, case.gate_up, case.down) == (F == 384)
     logits = torch.randn(N, E, device="cuda")
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
@@ -283,3 +283,161 @@ def test_one_graph_serves_all_ids(N: int) -> None:
         graph.replay()
         check(out, replace(case, ids=ids, weights=weights))
         assert torch.equal(out, step()[2])
+
+
+# Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-R1: experts of a token, in all and on a rank, H, the rank's F, biases and clamp.
+RANKS = [
+    (8, 128, 16, 2048, 768, False), (8, 128, 32, 2048, 384, False),
+    (4, 32, 4, 2880, 2880, True), (4, 32, 8, 2880, 1440, True), (4, 32, 32, 2880, 360, True),
+    (8, 256, 32, 7168, 2048, False), (8, 256, 64, 7168, 1024, False),
+]  # fmt: skip
+
+
+def wide_case(k: int, experts: int, E: int, H: int, F: int, clamped: bool) -> Case:
+    """Eight tokens of a rank that holds E of the experts, in the middle; x is strided, with NaN between its rows."""
+    gen = torch.Generator("cuda").manual_seed(F)
+
+    def normal(*shape: int, fan_in: int = 1) -> Tensor:
+        return torch.randn(shape, generator=gen, device="cuda", dtype=torch.bfloat16) * fan_in**-0.5
+
+    x = torch.full((8, H + 8), torch.nan, device="cuda", dtype=torch.bfloat16)
+    x[:, :H] = normal(8, H)
+    return Case(
+        x[:, :H],
+        torch.rand(8, experts, generator=gen, device="cuda").argsort(1)[:, :k].int().contiguous(),
+        torch.rand(8, k, generator=gen, device="cuda"),
+        normal(E, 2 * F, H, fan_in=H),
+        normal(E, H, F, fan_in=F),
+        (experts - E) // 2,
+        *((normal(E, 2 * F), normal(E, H), 1.5) if clamped else (None, None, None)),
+        normal(8, H),
+    )
+
+
+def check_hopper(case: Case) -> None:
+    """Right, and the same bits every time, though programs meet in another order."""
+    assert moe_sm90.fits(case.x, case.gate_up, case.down)
+    out = case.result()
+    check(out, case)
+    for _ in range(5):
+        assert torch.equal(out, case.result())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k, experts, E, H, F, clamped", RANKS)
+def test_hopper(
+    k: int, experts: int, E: int, H: int, F: int, clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Choices as they come, in which some ranks have no pair; what nobody chose is NaN."""
+    case = wide_case(k, experts, E, H, F, clamped)
+    poison(monkeypatch)
+    for N in (8, 3, 2, 1):  # fewer choose fewer
+        case = replace(
+            case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], plus=case.plus[:N] if N > 1 else None
+        )
+        local = torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32)
+        for t in (case.gate_up, case.down, case.gate_up_bias, case.down_bias):
+            if t is not None:
+                t[~torch.isin(local, case.ids)] = torch.nan
+        check_hopper(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 2, 3, 8])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_hopper_crowded_and_empty(N: int, clamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens on one expert, once or with all their slots; all on all; one token alone here; no pair here."""
+    whole = wide_case(4, 32, 4, 2880, 360, clamped)
+    poison(monkeypatch)
+    case = replace(whole, x=whole.x[:N], ids=whole.ids[:N], weights=whole.weights[:N], plus=whole.plus[:N])
+    case.ids[:] = -1
+    for plus in (case.plus, None):
+        empty = replace(case, plus=plus)
+        check_hopper(empty)
+        assert torch.equal(empty.result(), torch.zeros_like(case.x) if plus is None else plus)
+    case.ids[-1, 2] = case.first + 1
+    check_hopper(case)
+    case.ids[:, 2] = case.first + 3
+    check_hopper(case)
+    case.ids[:] = torch.arange(case.first, case.first + 4, device="cuda", dtype=torch.int32)
+    check_hopper(case)
+    case.ids[:] = case.first + 3
+    check_hopper(replace(case, weights=case.weights / 4))  # values as large as the tolerance is made for
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clamped", [False, True])
+def test_hopper_lets_nothing_pass(clamped: bool) -> None:
+    """NaN of a token stays with it; a slot or a summand left out is caught."""
+    case = wide_case(4, 8, 8, 512, 328, clamped)
+    check_hopper(case)
+    for less in (replace(case, plus=None), replace(case, ids=case.ids.masked_fill(torch.eye(8, 4).bool().cuda(), -1))):
+        out = less.result()
+        check(out, less)
+        with pytest.raises(AssertionError, match="not close"):
+            check(out, case)
+    case.x[3] = torch.nan
+    out = case.result()
+    assert out[3].isnan().all() and not out[torch.arange(8) != 3].isnan().any()
+
+
+@pytest.mark.gpu
+def test_hopper_does_not_take() -> None:
+    case = wide_case(4, 8, 8, 512, 328, False)
+    taken = case.x, case.gate_up, case.down
+    assert moe_sm90.fits(*taken)
+    x, gate_up, down = taken
+    assert not moe_sm90.fits(torch.cat([x, x[:1]]), gate_up, down)
+    assert not moe_sm90.fits(*(t.half() for t in taken))
+    assert not moe_sm90.fits(x[:, 1:], gate_up, down)
+    assert not moe_sm90.fits(x, gate_up, down[..., :312])  # a view, for its shape alone
+    assert not moe_sm90.fits(x, gate_up.flatten()[1:], down)
+
+
+@pytest.mark.gpu
+def test_hopper_layers_in_a_graph() -> None:
+    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
+    case = wide_case(4, 16, 8, 2048, 768, False)
+    logits = torch.randn(12, 8, 16, device="cuda")
+    ys = torch.empty(12, 8, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def layers(between: Any) -> None:
+        x = case.x
+        for scores, y in zip(logits, ys, strict=True):
+            ids, weights = route(scores, 4, normalise=True)
+            x = replace(case, x=x, ids=ids, weights=weights).result()
+            between()
+            y.copy_(x)
+            between()
+
+    layers(torch.cuda.synchronize)
+    wanted = ys.clone()
+    assert not wanted.isnan().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(lambda: None)
+    for _ in range(50):
+        ys.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(ys, wanted)
+
+
+def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step has one program, no tile more programs than a tree has leaves, no program two tiles that it joins."""
+    monkeypatch.setattr(moe_sm90, "gl", SimpleNamespace(minimum=min, maximum=max))
+    monkeypatch.setattr(moe_sm90, "LEVELS", levels := moe_sm90.LEVELS.value)
+    for programs in (2, 156, 264):
+        for tiles in (0, 1, 2, 3, 16, 45, 112, 131, 132, 133, 264, 265, 2048):
+            for steps in (1, 3, 16, 23, 57, 100):
+                shares = [moe_sm90._share.fn(tiles, steps, p, programs) for p in range(programs)]
+                active, total = shares[0][2:]
+                assert total == tiles * steps and {share[2:] for share in shares} == {(active, total)}
+                owners = [p for p, (begin, end, *_) in enumerate(shares) for _ in range(begin, end)]
+                assert len(owners) == total and [begin for begin, *_ in shares] == sorted(s[0] for s in shares)
+                joined = []
+                for tile in range(tiles):
+                    mine = sorted(set(owners[tile * steps : (tile + 1) * steps]))
+                    begin, count = moe_sm90._sharers.fn(tile, steps, active, total)
+                    assert mine == [*range(begin, begin + count)] and count <= 1 << levels
+                    joined += mine[1:]
+                assert len(joined) == len(set(joined))
