@@ -1,6 +1,6 @@
 """The routed experts that a rank holds: gather, two grouped products, weighted sum, with no copy of x.
 
-A pair is a token and one of its experts. Three ways, by static shapes, none of whose grids depends on ids:
+A pair is a token and one of its experts. Four ways, by static shapes, none of whose grids depends on ids:
 
 - A few tokens: experts hardly meet, and time is latency. Programs take a pair and some rows of its expert's gate and
   up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
@@ -10,6 +10,8 @@ A pair is a token and one of its experts. Three ways, by static shapes, none of 
   expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
   order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
 - Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
+- Instead of the first two, a few tokens of wide experts on Hopper: `kernels.moe_sm90`, where programs share the weights
+  of the local experts that have tokens, and ask for them ahead of need.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import routing
+from kernels import moe_sm90, routing
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.linear import RUN
 from kernels.reference.moe import ALPHA
@@ -83,10 +85,10 @@ def _gate_up_few_kernel(
 
 @triton.jit
 def _down_few_kernel(
-    h, ids, weights, down, bias, out, first,
+    h, ids, weights, down, bias, plus, out, first,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -116,6 +118,8 @@ def _down_few_kernel(
         weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
         biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
         y += tl.sum(weight[:, None] * biases, 0)
+    if PLUS:
+        y += tl.load(plus + n * H + row).to(tl.float32)
     tl.store(out + n * H + r, y, mask=r < H)
 
 
@@ -242,8 +246,8 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, ids, out, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    outputs, ids, plus, out, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    PLUS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -254,6 +258,8 @@ def _sum_kernel(
         expert = tl.load(ids + n * TOP_K + s) - first
         width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # what no expert wrote may be NaN
         acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
+    if PLUS:
+        acc += tl.load(plus + n * H + c, mask=c < H).to(tl.float32)
     tl.store(out + n * H + c, acc, mask=c < H)
 
 
@@ -268,6 +274,7 @@ def moe(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over a token's chosen local experts of weight * (down(act(gate_up x))); this rank's part of a sum.
 
@@ -285,23 +292,28 @@ def moe(
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
         down_bias: [E_local, H], likewise; added once an expert, before its weight.
         limit: bound of the clamps, or None.
+        plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
 
     Returns:
-        [N, H] in x's dtype; zeros for a token without local experts.
+        [N, H] in x's dtype; `plus`, or zeros, for a token without local experts.
     """
     if not routing.on_gpu(x):
-        return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit)
+        return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus)
     (N, H), top_k = x.shape, ids.shape[1]
     E, _, F = down.shape
     if 0 in (N, H, E, top_k):
-        return torch.zeros(N, H, dtype=x.dtype, device=x.device)
+        return torch.zeros(N, H, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
     assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
-    given = (ids, weights, gate_up, down, gate_up_bias, down_bias)
+    assert plus is None or (plus.shape == x.shape and plus.dtype == x.dtype)
+    given = (ids, weights, gate_up, down, gate_up_bias, down_bias, plus)
     assert all(t is None or t.is_contiguous() for t in given)
     P = N * top_k
     h = torch.empty(P, F, dtype=x.dtype, device=x.device)
     out = torch.empty(N, H, dtype=x.dtype, device=x.device)
+    if x.is_cuda and moe_sm90.fits(x, gate_up, down):
+        moe_sm90.launch(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus, h, out)
+        return out
     shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
     clamp = dict(BIAS=gate_up_bias is not None, CLAMPED=limit is not None)
     bound = 0.0 if limit is None else limit
@@ -312,8 +324,9 @@ def moe(
             x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), first, bound, TOP_K=top_k, **clamp, **shape, **tile
         )
         _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
-            h, ids, weights, down, down_bias, out, first,
-            TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, **shape, **down_tile,
+            h, ids, weights, down, down_bias, plus, out, first,
+            TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, PLUS=plus is not None,
+            **shape, **down_tile,
         )  # fmt: skip
         return out
 
@@ -333,12 +346,14 @@ def moe(
         **shape, **find, **down_tile,
     )  # fmt: skip
     del shape["F"]
-    _sum_kernel[N, triton.cdiv(H, 1024)](outputs, ids, out, first, TOP_K=top_k, BLOCK=1024, num_warps=4, **shape)
+    _sum_kernel[N, triton.cdiv(H, 1024)](
+        outputs, ids, plus, out, first, TOP_K=top_k, BLOCK=1024, PLUS=plus is not None, num_warps=4, **shape
+    )  # fmt: skip
     return out
 
 
 def _way(N: int, top_k: int, E: int) -> Way:
-    """Which of the three serves N tokens over E local experts, as measured on an H200.
+    """Which of these three serves N tokens over E local experts, as measured on an H200.
 
     Few, as long as programs that find another rank's expert, or one that a neighbour has read, do not outweigh.
     """

@@ -159,7 +159,7 @@ class MoE:
             normalise=spec.normalise,
             scale=spec.scale,
         )  # [N, k] both
-        y = moe(
+        return moe(
             x,
             ids,
             scores,
@@ -169,5 +169,5 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             limit=spec.limit,
+            plus=None if self.shared is None else self.shared(x),
         )
-        return y if self.shared is None else y + self.shared(x)

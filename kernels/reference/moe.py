@@ -13,10 +13,12 @@ ALPHA = 1.702  # of gpt-oss's gate
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, limit: float | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, limit: float | None, plus: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum over the chosen local experts; arguments and shapes as in `kernels.moe.moe`."""
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    if plus is not None:
+        out += plus
     for expert in range(len(gate_up)):
         token, slot = torch.where(ids == first + expert)
         h = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])

@@ -48,6 +48,8 @@ from kernels.moe import (
     _sum_kernel,
     _tiles,
 )
+from kernels.moe_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
+from kernels.moe_sm90 import ROWS as DOWN_ROWS
 from kernels.paged import tile_shape
 from kernels.replay import _replay_kernel
 from kernels.rms_norm import _rms_norm_kernel
@@ -83,7 +85,7 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs", "packed", "p_logits", "q_logits",
+    "logits", "gate_up", "down", "h", "outputs", "packed", "plus", "p_logits", "q_logits",
 }  # fmt: skip
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
@@ -151,6 +153,15 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     yield from moe_cases(bf16, 128, 2048, 96, 8, False)  # ranks of Qwen3-30B-A3B and gpt-oss-20b
     yield from moe_cases(bf16, 4, 2880, 2880, 4, True)
     yield from moe_cases(fp32, 5, 33, 7, 2, True)
+    for E, H, F, k, tokens, clamped in (
+        (4, 2880, 2880, 4, 1, True),
+        (32, 2880, 360, 4, 8, True),
+        (64, 7168, 1024, 8, 8, False),
+    ):
+        shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(32, tokens * k), "CLAMPED": clamped}
+        for gate in (True, False):
+            extra = {"GATE": gate, "BIAS": clamped, "PLUS": not gate} | ({"plus": None} if gate else {})
+            yield "moe-sm90", bf16, _moe_sm90_kernel, shape | extra, {"num_warps": 4}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
@@ -200,7 +211,7 @@ def moe_cases(
 ) -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """E experts of width F on a rank, k a token; few tokens, some and many."""
     shape = {"EXPERTS": E, "H": H, "F": F, "BIAS": clamped, "PDL": True}
-    gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k}
+    gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k, "PLUS": True}
     for kernel, tile, extra in zip(
         (_gate_up_few_kernel, _down_few_kernel), _few_tiles(1, F), (gate, slots), strict=True
     ):
@@ -212,7 +223,7 @@ def moe_cases(
         find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
         yield f"moe-{tokens}", dtype, _down_kernel, shape | find | down_tile, down_options
-    total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PDL": True}
+    total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PLUS": True, "PDL": True}
     yield "moe-sum", dtype, _sum_kernel, total, {"num_warps": 4}
 
 
@@ -225,12 +236,18 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
             kind = "*i32" if words else f"*{NAMES[dtype]}"
         if name in DESCRIPTORS:
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
-        if function is _linear_sm90_kernel and name == "words":
-            kind = "*i64" if constants["GATED"] else "*i32"
+        if name == "words" and function in (_linear_sm90_kernel, _moe_sm90_kernel):
+            kind = "*i64" if constants.get("GATED") or constants.get("GATE") else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
             block = [rows, SLICES.value, constants["BLOCK_K"]]
             kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{SLICED.value!r}>", False
+        if function is _moe_sm90_kernel and name == "w":
+            gate = [1, HALF.value // 8, 2, 8, BLOCK_K.value], GATE_UP
+            block, layout = gate if constants["GATE"] else ([1, DOWN_ROWS.value, BLOCK_K.value], DOWN)
+            kind, aligned = f"tensordesc<{NAMES[dtype]}{block},{layout.value!r}>", False
+        if function is _moe_sm90_kernel and name == "x_n":
+            aligned = False
         signature[name] = "constexpr" if name in constants else kind
         if name in constants:
             values[(i,)] = constants[name]

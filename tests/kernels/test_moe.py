@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels import moe as moe_module
+from kernels import moe_sm90
 from kernels.moe import moe
 from kernels.route import route
 
@@ -32,32 +34,36 @@ class Case:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     limit: float | None = None
+    plus: Tensor | None = None
 
     def result(self) -> Tensor:
-        biases = dict(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit)
-        return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **biases)
+        more = dict(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit, plus=self.plus)
+        return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **more)
 
     def expected(self) -> Tensor:
-        """[N, H] float64, one pair of a token and an expert at a time."""
-        gate_up, down = self.gate_up.double().cpu(), self.down.double().cpu()
-        x, weights, local = self.x.double().cpu(), self.weights.double().cpu(), self.ids.cpu() - self.first
-        out = torch.zeros_like(x)
-        for n, slot in ((local >= 0) & (local < len(gate_up))).nonzero().tolist():
-            e = int(local[n, slot])
-            gate, up = (gate_up[e] @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e].cpu())).chunk(2)
-            if self.limit is None:
-                h = gate / (1 + (-gate).exp()) * up
-            else:
-                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-                h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
-            out[n] += weights[n, slot] * (down[e] @ h + (0 if self.down_bias is None else self.down_bias[e].cpu()))
-        return out
+        """[N, H] float64 on the CPU, one pair of a token and an expert at a time."""
+        x, weights, local = self.x.double(), self.weights.double(), self.ids - self.first
+        out = torch.zeros_like(x) if self.plus is None else self.plus.double()
+        for e in range(len(self.gate_up)):
+            pairs = (local == e).nonzero().tolist()
+            if not pairs:
+                continue
+            gate_up, down = self.gate_up[e].double(), self.down[e].double()
+            for n, slot in pairs:
+                gate, up = (gate_up @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e])).chunk(2)
+                if self.limit is None:
+                    h = gate / (1 + (-gate).exp()) * up
+                else:
+                    gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+                    h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+                out[n] += weights[n, slot] * (down @ h + (0 if self.down_bias is None else self.down_bias[e]))
+        return out.cpu()
 
 
 def make_case(
     N: int, k: int, E: int, H: int, F: int, *,
-    experts: int | None = None, first: int = 0, clamped: bool = False, dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0,
+    experts: int | None = None, first: int = 0, clamped: bool = False, plus: bool = False,
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
 ) -> Case:  # fmt: skip
     """Random tokens that choose k different ones of `experts` (all local if None), of which E from `first` are here."""
     gen = torch.Generator().manual_seed(seed)
@@ -77,7 +83,8 @@ def make_case(
         normal(E, 2 * F, H, behind=1, scale=max(H, 1) ** -0.5),
         normal(E, H, F, behind=1, scale=max(F, 1) ** -0.5),
         first,
-        *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else ()),
+        *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else (None, None, None)),
+        normal(N, H, behind=1) if plus else None,
     )
 
 
@@ -94,12 +101,17 @@ def check(out: Tensor, case: Case) -> None:
     torch.testing.assert_close(out.double().cpu(), wanted, atol=tolerance, rtol=0)
 
 
-WAYS = "few", "some", "many"  # each of them serves any number of tokens
+WAYS = "few", "some", "many"  # each of them serves any number of tokens; the fourth has tests of its own, below
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One way of the kernels for all sizes, over memory that begins as NaN."""
     monkeypatch.setattr("kernels.moe._way", lambda N, top_k, E: way)
+    monkeypatch.setattr("kernels.moe_sm90.fits", lambda *tensors: False)
+    poison(monkeypatch)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def poisoned(*shape: int, **options: Any) -> Tensor:
@@ -127,27 +139,27 @@ def kernel(request: pytest.FixtureRequest, device: torch.device, monkeypatch: py
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 64, 48), (7, 3, 5, 100, 33), (18, 2, 3, 33, 24), (3, 1, 1, 17, 1)])
 def test_moe(N: int, k: int, E: int, H: int, F: int, clamped: bool, where: torch.device) -> None:
-    case = make_case(N, k, E, H, F, clamped=clamped, device=where)
+    case = make_case(N, k, E, H, F, clamped=clamped, plus=N > 1, device=where)
     check(case.result(), case)
 
 
 @given(
     N=st.sampled_from([1, 2, 4, 5, 17, 33, 70]), k=st.integers(1, 4), E=st.integers(1, 7), H=st.integers(1, 80),
     F=st.integers(1, 50), elsewhere=st.integers(0, 6), first=st.integers(0, 6), clamped=st.booleans(),
-    crowded=st.booleans(), seed=st.integers(0, 99),
+    plus=st.booleans(), crowded=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 def test_any_shape(
-    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, crowded: bool, seed: int,
-    kernel: torch.device,
+    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, plus: bool, crowded: bool,
+    seed: int, kernel: torch.device,
 ) -> None:  # fmt: skip
     """Experts without tokens, tokens without experts, and all tokens on one expert."""
     experts = E + elsewhere
     if moe_module._way(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
         N = min(N, 4)
     case = make_case(
-        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, device=kernel,
-        seed=seed,
+        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, plus=plus,
+        device=kernel, seed=seed,
     )  # fmt: skip
     if crowded:
         case.ids[:] = case.first + E - 1
@@ -173,10 +185,17 @@ def test_ranks_add_up(kernel: torch.device) -> None:
     torch.testing.assert_close(total, whole.expected(), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("N, E, F", [(3, 0, 8), (3, 4, 0), (0, 4, 8)])
-def test_nothing_to_do(N: int, E: int, F: int, where: torch.device) -> None:
-    case = make_case(N, 2, E, 16, F, experts=4, device=where)
-    assert case.result().tolist() == [[0.0] * 16] * N
+def test_nothing_to_do(N: int, E: int, F: int, plus: bool, where: torch.device) -> None:
+    case = make_case(N, 2, E, 16, F, experts=4, plus=plus, device=where)
+    assert case.result().tolist() == ([[0.0] * 16] * N if case.plus is None else case.plus.tolist())
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_no_pair_of_this_rank(plus: bool, where: torch.device) -> None:
+    case = make_case(3, 2, 4, 33, 24, first=9, clamped=True, plus=plus, device=where)
+    assert case.result().tolist() == ([[0.0] * 33] * 3 if case.plus is None else case.plus.tolist())
 
 
 def test_no_columns_but_a_bias(where: torch.device) -> None:
@@ -219,6 +238,13 @@ def test_a_slot_left_out_is_caught(kernel: torch.device) -> None:
         check(out, case)
 
 
+def test_a_summand_left_out_is_caught(where: torch.device) -> None:
+    case = make_case(5, 3, 4, 32, 16, plus=True, device=where)
+    check(case.result(), case)
+    with pytest.raises(AssertionError, match="not close"):
+        check(replace(case, plus=None).result(), case)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("clamped", [False, True])
@@ -227,17 +253,19 @@ def test_a_slot_left_out_is_caught(kernel: torch.device) -> None:
     [(1, 8, 128, 2048, 96), (4, 4, 4, 720, 360), (5, 8, 128, 512, 96), (64, 4, 8, 360, 200), (900, 2, 4, 256, 104)],
 )
 def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torch.dtype) -> None:
-    case = make_case(N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, dtype=dtype, device="cuda")
+    case = make_case(N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, plus=True, dtype=dtype, device="cuda")
     out = case.result()
     check(out, case)
     assert torch.equal(out, case.result())  # bit by bit
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [2, 32])
-def test_one_graph_serves_all_ids(N: int) -> None:
+@pytest.mark.parametrize("N, F", [(2, 96), (32, 96), (1, 384), (8, 384)])
+def test_one_graph_serves_all_ids(N: int, F: int) -> None:
     E, k = 16, 4
-    case = make_case(N, k, 8, 256, 96, experts=E, first=4, dtype=torch.bfloat16, device="cuda")
+    case = make_case(N, k, 8, 256, F, experts=E, first=4, dtype=torch.bfloat16, device="cuda")
+    case.x = case.x.contiguous()
+    assert moe_sm90.fits(case.x, case.gate_up, case.down) == (F == 384)
     logits = torch.randn(N, E, device="cuda")
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
@@ -255,3 +283,161 @@ def test_one_graph_serves_all_ids(N: int) -> None:
         graph.replay()
         check(out, replace(case, ids=ids, weights=weights))
         assert torch.equal(out, step()[2])
+
+
+# Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-R1: experts of a token, in all and on a rank, H, the rank's F, biases and clamp.
+RANKS = [
+    (8, 128, 16, 2048, 768, False), (8, 128, 32, 2048, 384, False),
+    (4, 32, 4, 2880, 2880, True), (4, 32, 8, 2880, 1440, True), (4, 32, 32, 2880, 360, True),
+    (8, 256, 32, 7168, 2048, False), (8, 256, 64, 7168, 1024, False),
+]  # fmt: skip
+
+
+def wide_case(k: int, experts: int, E: int, H: int, F: int, clamped: bool) -> Case:
+    """Eight tokens of a rank that holds E of the experts, in the middle; x is strided, with NaN between its rows."""
+    gen = torch.Generator("cuda").manual_seed(F)
+
+    def normal(*shape: int, fan_in: int = 1) -> Tensor:
+        return torch.randn(shape, generator=gen, device="cuda", dtype=torch.bfloat16) * fan_in**-0.5
+
+    x = torch.full((8, H + 8), torch.nan, device="cuda", dtype=torch.bfloat16)
+    x[:, :H] = normal(8, H)
+    return Case(
+        x[:, :H],
+        torch.rand(8, experts, generator=gen, device="cuda").argsort(1)[:, :k].int().contiguous(),
+        torch.rand(8, k, generator=gen, device="cuda"),
+        normal(E, 2 * F, H, fan_in=H),
+        normal(E, H, F, fan_in=F),
+        (experts - E) // 2,
+        *((normal(E, 2 * F), normal(E, H), 1.5) if clamped else (None, None, None)),
+        normal(8, H),
+    )
+
+
+def check_hopper(case: Case) -> None:
+    """Right, and the same bits every time, though programs meet in another order."""
+    assert moe_sm90.fits(case.x, case.gate_up, case.down)
+    out = case.result()
+    check(out, case)
+    for _ in range(5):
+        assert torch.equal(out, case.result())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k, experts, E, H, F, clamped", RANKS)
+def test_hopper(
+    k: int, experts: int, E: int, H: int, F: int, clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Choices as they come, in which some ranks have no pair; what nobody chose is NaN."""
+    case = wide_case(k, experts, E, H, F, clamped)
+    poison(monkeypatch)
+    for N in (8, 3, 2, 1):  # fewer choose fewer
+        case = replace(
+            case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], plus=case.plus[:N] if N > 1 else None
+        )
+        local = torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32)
+        for t in (case.gate_up, case.down, case.gate_up_bias, case.down_bias):
+            if t is not None:
+                t[~torch.isin(local, case.ids)] = torch.nan
+        check_hopper(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 2, 3, 8])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_hopper_crowded_and_empty(N: int, clamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens on one expert, once or with all their slots; all on all; one token alone here; no pair here."""
+    whole = wide_case(4, 32, 4, 2880, 360, clamped)
+    poison(monkeypatch)
+    case = replace(whole, x=whole.x[:N], ids=whole.ids[:N], weights=whole.weights[:N], plus=whole.plus[:N])
+    case.ids[:] = -1
+    for plus in (case.plus, None):
+        empty = replace(case, plus=plus)
+        check_hopper(empty)
+        assert torch.equal(empty.result(), torch.zeros_like(case.x) if plus is None else plus)
+    case.ids[-1, 2] = case.first + 1
+    check_hopper(case)
+    case.ids[:, 2] = case.first + 3
+    check_hopper(case)
+    case.ids[:] = torch.arange(case.first, case.first + 4, device="cuda", dtype=torch.int32)
+    check_hopper(case)
+    case.ids[:] = case.first + 3
+    check_hopper(replace(case, weights=case.weights / 4))  # values as large as the tolerance is made for
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clamped", [False, True])
+def test_hopper_lets_nothing_pass(clamped: bool) -> None:
+    """NaN of a token stays with it; a slot or a summand left out is caught."""
+    case = wide_case(4, 8, 8, 512, 328, clamped)
+    check_hopper(case)
+    for less in (replace(case, plus=None), replace(case, ids=case.ids.masked_fill(torch.eye(8, 4).bool().cuda(), -1))):
+        out = less.result()
+        check(out, less)
+        with pytest.raises(AssertionError, match="not close"):
+            check(out, case)
+    case.x[3] = torch.nan
+    out = case.result()
+    assert out[3].isnan().all() and not out[torch.arange(8) != 3].isnan().any()
+
+
+@pytest.mark.gpu
+def test_hopper_does_not_take() -> None:
+    case = wide_case(4, 8, 8, 512, 328, False)
+    taken = case.x, case.gate_up, case.down
+    assert moe_sm90.fits(*taken)
+    x, gate_up, down = taken
+    assert not moe_sm90.fits(torch.cat([x, x[:1]]), gate_up, down)
+    assert not moe_sm90.fits(*(t.half() for t in taken))
+    assert not moe_sm90.fits(x[:, 1:], gate_up, down)
+    assert not moe_sm90.fits(x, gate_up, down[..., :312])  # a view, for its shape alone
+    assert not moe_sm90.fits(x, gate_up.flatten()[1:], down)
+
+
+@pytest.mark.gpu
+def test_hopper_layers_in_a_graph() -> None:
+    """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
+    case = wide_case(4, 16, 8, 2048, 768, False)
+    logits = torch.randn(12, 8, 16, device="cuda")
+    ys = torch.empty(12, 8, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def layers(between: Any) -> None:
+        x = case.x
+        for scores, y in zip(logits, ys, strict=True):
+            ids, weights = route(scores, 4, normalise=True)
+            x = replace(case, x=x, ids=ids, weights=weights).result()
+            between()
+            y.copy_(x)
+            between()
+
+    layers(torch.cuda.synchronize)
+    wanted = ys.clone()
+    assert not wanted.isnan().any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(lambda: None)
+    for _ in range(50):
+        ys.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(ys, wanted)
+
+
+def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step has one program, no tile more programs than a tree has leaves, no program two tiles that it joins."""
+    monkeypatch.setattr(moe_sm90, "gl", SimpleNamespace(minimum=min, maximum=max))
+    monkeypatch.setattr(moe_sm90, "LEVELS", levels := moe_sm90.LEVELS.value)
+    for programs in (2, 156, 264):
+        for tiles in (0, 1, 2, 3, 16, 45, 112, 131, 132, 133, 264, 265, 2048):
+            for steps in (1, 3, 16, 23, 57, 100):
+                shares = [moe_sm90._share.fn(tiles, steps, p, programs) for p in range(programs)]
+                active, total = shares[0][2:]
+                assert total == tiles * steps and {share[2:] for share in shares} == {(active, total)}
+                owners = [p for p, (begin, end, *_) in enumerate(shares) for _ in range(begin, end)]
+                assert len(owners) == total and [begin for begin, *_ in shares] == sorted(s[0] for s in shares)
+                joined = []
+                for tile in range(tiles):
+                    mine = sorted(set(owners[tile * steps : (tile + 1) * steps]))
+                    begin, count = moe_sm90._sharers.fn(tile, steps, active, total)
+                    assert mine == [*range(begin, begin + count)] and count <= 1 << levels
+                    joined += mine[1:]
+                assert len(joined) == len(set(joined))

@@ -20,7 +20,7 @@ HIDDEN, TOKENS = 24, 13
 # Counts and widths that few ranks divide; more ranks than experts; many experts without tokens.
 SPECS = {
     "plain": MoESpec(experts=11, top_k=3, width=52, normalise=True),
-    "few": MoESpec(experts=5, top_k=2, width=3),
+    "few": MoESpec(experts=5, top_k=2, width=3, shared_width=5),  # the shared one also on ranks without experts
     "many": MoESpec(experts=64, top_k=1, width=10),
     "biased": MoESpec(
         experts=6, top_k=4, width=14, scoring="top_softmax", router_bias=True, expert_bias=True, limit=0.5,

@@ -1,0 +1,77 @@
+"""What a few ids say, to programs in Gluon that read them by themselves: experts that have tokens, and their pairs."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _alike(size):
+    """Layout of [size]: neighbours in neighbouring lanes, all of it in every one of four warps."""
+    lanes = [[1 << i] for i in range(5)]
+    registers = [[1 << i] for i in range(5, size.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, [[0], [0]], [], [size])
+
+
+@gluon.jit
+def _popcount(x):
+    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def touched_experts(ids, P, first, EXPERTS: gl.constexpr, BLOCK_P: gl.constexpr):
+    """For each local expert its place among those with tokens, or -1, 32 at a time; and how many these are."""
+    LAYOUT: gl.constexpr = _alike(BLOCK_P)
+    p = gl.arange(0, BLOCK_P, layout=LAYOUT)
+    local = gl.load(ids + p, mask=p < P, other=-1) - first
+    bit = gl.full_like(local, 1) << (local & 31)
+    word_of = gl.where((local >= 0) & (local < EXPERTS), local >> 5, -1)
+    lane = gl.arange(0, 32, layout=_alike(32))
+    below = (gl.full_like(lane, 1) << lane) - 1
+    count = 0
+    places = ()
+    for w in gl.static_range((EXPERTS + 31) // 32):
+        word = gl.reduce_or(gl.where(word_of == w, bit, 0), 0)
+        words = gl.full_like(lane, 0) | word
+        place = count + _popcount(words & below)
+        places = places + (gl.where(((words >> lane) & 1) != 0, place, -1),)  # type: ignore[assignment]  # noqa: RUF005
+        count += gl.max(_popcount(words), 0)
+    return places, count
+
+
+@gluon.jit
+def nth_expert(places, j, EXPERTS: gl.constexpr):
+    """The j-th local expert with tokens."""
+    lane = gl.arange(0, 32, layout=_alike(32))
+    found = gl.full_like(lane, 0)
+    for w in gl.static_range((EXPERTS + 31) // 32):
+        found = gl.where(places[w] == j, lane + w * 32, found)
+    return gl.max(found, 0)
+
+
+@gluon.jit
+def slots(ids, n, N, TOP_K: gl.constexpr):
+    """Each slot's expert of tokens n."""
+    found = ()
+    for s in gl.static_range(TOP_K):
+        found = found + (gl.load(ids + n * TOP_K + s, mask=n < N, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def pairs_with(of, n, expert, TOP_K: gl.constexpr):
+    """The first pair of tokens n with the expert (global), or -1."""
+    pair = gl.full_like(n, -1)
+    for s in gl.static_range(TOP_K - 1, -1, -1):
+        pair = gl.where(of[s] == expert, n * TOP_K + s, pair)
+    return pair
+
+
+@gluon.jit
+def weights_of(of, weights, n, expert, TOP_K: gl.constexpr):
+    """How much the expert counts for tokens n."""
+    total = gl.full_like(n, 0).to(gl.float32)
+    for s in gl.static_range(TOP_K):
+        total += gl.load(weights + n * TOP_K + s, mask=of[s] == expert, other=0.0)
+    return total
