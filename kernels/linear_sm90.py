@@ -94,15 +94,14 @@ def _float(word):
 
 
 @gluon.jit
-def _meet(at, y, up, live, i, LAST: gl.constexpr, GATED: gl.constexpr):
-    """Leaves sums i of 0 to LAST at a node, or adds what is there to them; and which are still this program's."""
-    if LAST % 2 == 1 or i < LAST:  # the last of an odd number meets nobody
-        found = gl.atomic_xchg(at, _word(y, up, GATED), mask=live, sem="relaxed")
-        live = live & (found != EMPTY)
-        gl.store(at, gl.full_like(found, EMPTY), mask=live)
-        y += _float(found)
-        if GATED:
-            up += _float(found >> 32)
+def meet(at, y, up, live, GATED: gl.constexpr):
+    """Leaves sums at a node of the tree, or adds what is there to them; and which are still this program's."""
+    found = gl.atomic_xchg(at, _word(y, up, GATED), mask=live, sem="relaxed")
+    live = live & (found != EMPTY)
+    gl.store(at, gl.full_like(found, EMPTY), mask=live)
+    y += _float(found)
+    if GATED:
+        up += _float(found >> 32)
     return y, up, live
 
 
@@ -194,7 +193,9 @@ def _linear_sm90_kernel(
     for level in gl.static_range(4):
         if ((SPLIT - 1) >> level) > 0:
             at = cell + (node + (part >> (level + 1))) * (ROWS * N_MAX)
-            y, up, live = _meet(at, y, up, live, part >> level, (SPLIT - 1) >> level, GATED)
+            # The last of an odd number meets nobody.
+            if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
+                y, up, live = meet(at, y, up, live, GATED)
             node += (((SPLIT - 1) >> level) + 1) // 2
     if BIAS:
         y += y_bias

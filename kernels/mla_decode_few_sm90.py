@@ -208,7 +208,7 @@ def _mla_decode_few_sm90_kernel(
         else:
             gl.store(part_lse + slot_of(begin, item_begin, run, 1) * ROWS + r, log2)
         at = gl.minimum(end, item_end)
-    # Not before: the successor's programs would take the room of ours that have not started yet.
+    # At the end: started early, as flash_decode's, the merge gained nothing here (benchmarks/LOG.md).
     gdc_launch_dependents()
 
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.chosen import nth_expert, pairs_with, slots, touched_experts, weights_of
 from kernels.launching import sm_count
-from kernels.linear_sm90 import EMPTY, _float, _word, _workspace
+from kernels.linear_sm90 import _workspace, meet
 from kernels.reference.moe import ALPHA
 from kernels.sm90 import COPIED, SHARED
 
@@ -79,12 +79,7 @@ def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.const
         if (me ^ 1) < count:
             right = begin + ((me | 1) << level)
             at = words + right.to(gl.int64) * offset.shape[0] * offset.shape[1] + offset
-            found = gl.atomic_xchg(at, _word(y, up, GATE), mask=live, sem="relaxed")
-            live = live & (found != EMPTY)
-            gl.store(at, gl.full_like(found, EMPTY), mask=live)
-            y += _float(found)
-            if GATE:
-                up += _float(found >> 32)
+            y, up, live = meet(at, y, up, live, GATE)
         me = me >> 1
         count = (count + 1) >> 1
     return y, up, live
