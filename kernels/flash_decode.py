@@ -23,7 +23,8 @@ from kernels.reference.flash_decode import flash_decode as reference
 
 SLICE = 32  # of the head dim, a program of the merge, at least
 MERGING = 512  # programs of a merge that are enough: beyond, each takes a larger slice
-MERGED = 2048  # numbers that a program of the merge holds at once: parts x slice
+MERGED = 8192  # bytes of parts that a program of the merge holds at once, a warp of it at least
+LARGE = 4096  # numbers of a part
 
 
 @triton.jit
@@ -211,7 +212,7 @@ def _merge_parts_kernel(
             here = slot.to(tl.int64) * ROWS + row % BLOCK_M
             logs = tl.load(part_lse + here, mask=p < parts, other=float("-inf"))
             inside = (p < parts)[:, None] & (d < D)[None, :]
-            values = tl.load(part + here[:, None] * D + d[None, :], mask=inside, other=0.0)
+            values = tl.load(part + here[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
             new_peak = tl.maximum(peak, tl.max(logs, 0))
             weights = tl.exp2(logs - new_peak)
             rescale = tl.exp2(peak - new_peak)
@@ -231,11 +232,16 @@ def _merge_parts_kernel(
 
 
 @cache
-def _workspace(device: torch.device, programs: int, rows: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts and their LSEs in base 2; allocated once, shared by all launches on one stream."""
+def _workspace(
+    device: torch.device, dtype: torch.dtype, programs: int, rows: int, D: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts, and their LSEs in base 2; allocated once, shared by all launches on one stream.
+
+    Large parts are of the output's dtype: storing and reading them takes half as long. Small ones are fp32.
+    """
     slots = 2 * programs
     return (
-        torch.empty(slots, rows, D, dtype=torch.float32, device=device),
+        torch.empty(slots, rows, D, dtype=dtype if rows * D >= LARGE else torch.float32, device=device),
         torch.empty(slots, rows, dtype=torch.float32, device=device),
     )
 
@@ -262,7 +268,7 @@ def merge_parts(
     B, T, Hq, D = out.shape
     group = Hq // heads
     items = B * heads * triton.cdiv(T * group, block_m)
-    parts, width, warps = _merge_shape(B * T * Hq, D, items, programs)
+    parts, width, warps = _merge_shape(B * T * Hq, D, part.itemsize, items, programs)
     _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
         lo, hi, sinks, out, lse, part, part_lse,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
@@ -273,17 +279,18 @@ def merge_parts(
 
 
 @cache
-def _merge_shape(rows: int, D: int, items: int, programs: int) -> tuple[int, int, int]:
+def _merge_shape(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
     """Parts that a program of the merge takes at once, its slice of the head dim, and its warps."""
+    numbers = MERGED // itemsize
     # Rows of latents gain from longer slices, and a second round.
     longer = 2 if D > 256 else 1
     # What equal lengths need; a long sequence among short ones has more parts, and takes several rounds.
     expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1)) // longer
     width = SLICE
-    while width < D and rows * triton.cdiv(D, width) > longer * MERGING and expected * width < longer * MERGED:
+    while width < D and rows * triton.cdiv(D, width) > MERGING and expected * width < longer * numbers:
         width *= 2
-    parts = max(expected, min(16, MERGED // width))
-    return parts, width, max(1, min(8 if D > 256 else 4, parts * width // 2048))
+    parts = max(expected, min(16, numbers // width))
+    return parts, width, max(1, min(8 if D > 256 else 4, parts * width // numbers))
 
 
 def flash_decode(
@@ -347,7 +354,7 @@ def flash_decode(
     tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
-    part, part_lse = _workspace(q.device, programs, rows, D)
+    part, part_lse = _workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
         *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),

@@ -133,7 +133,7 @@ def mla_decode(
     tile = latent_tile(T * Hq, latent, P, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
     programs = programs or sm_count(q.device)
-    part, part_lse = _workspace(q.device, programs, rows, latent)
+    part, part_lse = _workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_kernel[(programs,)](
         q, cache, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], cache.stride(0), block_table.stride(0),

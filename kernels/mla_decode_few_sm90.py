@@ -28,6 +28,11 @@ from kernels.mla_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.sm90 import COPIED, SHARED, silence
 
 MOST_ROWS = 32
+# Sums as they are stored: eight neighbours of a row a thread, two threads a sector of 32 bytes.
+_LANES, _WARPS = [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]], [[16, 0], [32, 0]]
+_EACH = [[1, 0], [2, 0], [4, 0], [64, 0], [128, 0]]
+STORED_16 = gl.constexpr(gl.DistributedLinearLayout(_EACH, _LANES, _WARPS, [], [256, 16]))
+STORED_32 = gl.constexpr(gl.DistributedLinearLayout([*_EACH, [0, 16]], _LANES, _WARPS, [], [256, 32]))
 
 
 @gluon.jit
@@ -94,15 +99,16 @@ def _store_half(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Writes latents from `column` on of what the run has of an item: to `out` if that is all of it, else to a part."""
-    L: gl.constexpr = acc.type.layout
+    L: gl.constexpr = STORED_32 if acc.shape[1] == 32 else STORED_16
+    values = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     d = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, L))
     r = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
     if (item_begin >= begin) & (item_end <= end):
         rows = out + (r // GROUP) * out_t + (r % GROUP) * out_h
-        gl.store(rows[None, :] + d[:, None], acc.to(out.dtype.element_ty), mask=(r < T * GROUP)[None, :])
+        gl.store(rows[None, :] + d[:, None], values, mask=(r < T * GROUP)[None, :])
     else:
         here = slot_of(begin, item_begin, run, 1) * acc.shape[1] + r
-        gl.store(part + here[None, :] * R + d[:, None], acc)
+        gl.store(part + here[None, :] * R + d[:, None], values)
 
 
 @gluon.jit
@@ -230,7 +236,7 @@ def launch(
     page_rows, latents, ropes = pieces(cache, latent)
     programs = programs or sm_count(q.device)
     rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that bring 16-byte accesses to all threads
-    part, part_lse = _workspace(q.device, programs, rows, latent)
+    part, part_lse = _workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_few_sm90_kernel[(programs,)](
         latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], block_table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),

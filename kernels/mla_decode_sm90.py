@@ -37,6 +37,14 @@ from kernels.sm90 import COPIED, SHARED, silence
 # Of TILE rows of queries and TILE keys, and of the rows and half of the latents.
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
+# The latter as they are stored, in whole sectors of 32 bytes. (Eight neighbours a thread instead of four would go
+# through shared memory, of which there is no more.)
+STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]], [], [64, 256],
+    )
+)  # fmt: skip
 
 
 @gluon.jit
@@ -134,14 +142,15 @@ def _store_rows(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
     """Writes columns from `column` on of what the run has of an item: to `out` if that is all of it, else to a part."""
-    m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, VALUES))
-    d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, VALUES))
+    values = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
+    m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, STORED))
+    d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORED))
     if (item_begin >= begin) & (item_end <= end):
         rows = out + (m // GROUP) * out_t + (m % GROUP) * out_h
-        gl.store(rows[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=(m < T * GROUP)[:, None])
+        gl.store(rows[:, None] + d[None, :], values, mask=(m < T * GROUP)[:, None])
     else:
         here = slot_of(begin, item_begin, run, TILES_M) * ROWS + m
-        gl.store(part + here[:, None] * R + d[None, :], acc, mask=(m < ROWS)[:, None])
+        gl.store(part + here[:, None] * R + d[None, :], values, mask=(m < ROWS)[:, None])
 
 
 @gluon.jit
@@ -374,7 +383,7 @@ def launch(
     tiles_m = triton.cdiv(T * Hq, TILE.value)
     runs = max(1, (programs or sm_count(q.device)) // tiles_m)
     rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))
-    part, part_lse = _workspace(q.device, runs, rows, latent)
+    part, part_lse = _workspace(q.device, q.dtype, runs, rows, latent)
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
         latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], block_table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),

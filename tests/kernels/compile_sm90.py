@@ -25,7 +25,7 @@ from kernels.all_reduce_norm import _all_reduce_norm_kernel
 from kernels.commit import _commit_kernel
 from kernels.each_head import _each_head_kernel, head_blocks
 from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
-from kernels.flash_decode import SLICE, _flash_decode_kernel, _merge_parts_kernel, decode_tile
+from kernels.flash_decode import LARGE, SLICE, _flash_decode_kernel, _merge_parts_kernel, decode_tile
 from kernels.flash_prefill import _flash_prefill_kernel
 from kernels.flash_prefill_sm90 import _flash_prefill_sm90_kernel
 from kernels.kv_append import _kv_append_kernel
@@ -67,7 +67,7 @@ SPECIAL = {
     ),
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
-    **dict.fromkeys(("out_lse", "lse", "part", "part_lse", "sinks"), ("*fp32", True)),
+    **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
@@ -85,7 +85,7 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs", "packed", "plus", "p_logits", "q_logits",
+    "logits", "gate_up", "down", "h", "outputs", "packed", "plus", "p_logits", "q_logits", "part",
 }  # fmt: skip
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
@@ -234,6 +234,8 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         kind, aligned = SPECIAL.get(name, ("i32", True))
         if name in TENSORS:
             kind = "*i32" if words else f"*{NAMES[dtype]}"
+        if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
+            kind = "*fp32"
         if name in DESCRIPTORS:
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         if name == "words" and function in (_linear_sm90_kernel, _moe_sm90_kernel):
