@@ -30,6 +30,7 @@ from kernels.reference.moe import moe as reference
 
 Way = Literal["few", "some", "many"]
 _ALPHA: tl.constexpr = tl.constexpr(ALPHA)
+ENOUGH = 240  # programs of a GPU, nearly two an SM
 
 
 @triton.jit
@@ -179,11 +180,14 @@ def _gate_up_kernel(
     x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, limit,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
-    BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
+    if EARLY:  # down's programs take the places of those that are done, and look for their pairs
+        start_successor(PDL)
     expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
     )
@@ -200,7 +204,8 @@ def _gate_up_kernel(
         y = _activation(y, limit, CLAMPED) * weight[None, :]
         f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         tl.store(h + (pair * F)[None, :] + f[:, None], y, mask=(f < F)[:, None] & valid[None, :])
-    start_successor(PDL)
+    if not EARLY:
+        start_successor(PDL)
 
 
 @triton.jit
@@ -223,6 +228,7 @@ def _down_kernel(
         valid = lane < stop
         pair = _pairs_at(lane, stop, counts, order, SORTED)
         wait_for_predecessor(PDL)  # after the first time, this returns at once
+        start_successor(PDL)
         if BIAS:
             weight = tl.load(weights + pair, mask=valid, other=0.0)
         acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
@@ -330,7 +336,7 @@ def moe(
         )  # fmt: skip
         return out
 
-    tile, down_tile = _tiles(N, top_k, E, F, x.dtype)
+    tile, down_tile = _tiles(N, top_k, E, F, H, x.dtype)
     is_sorted = way == "many"
     plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
     blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
@@ -380,19 +386,26 @@ def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     return gate_up, dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=RUN, STAGES=3, num_warps=down_warps)
 
 
-def _tiles(N: int, top_k: int, E: int, F: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
+def _tiles(N: int, top_k: int, E: int, F: int, H: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
     """Launch options of the others' two products: bound by reading weights, and in the end by multiplications.
 
-    Rows of down are as short as a share of an expert is narrow: a program takes so many that it has 100 KB to read.
+    Rows of down are as short as a share of an expert is narrow: of some tokens a program takes up to 200 KB of them, as
+    long as there are enough programs, for each looks for its pairs. So many may start while gate and up run out; fewer
+    would crowd where there is room first.
     """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
-        return tile, tile | dict(TILES=2)
+        return tile | dict(EARLY=False), tile | dict(TILES=2)
     if _way(N, top_k, E) != "many":
         tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
-        return tile, tile | dict(TILES=min(8, triton.next_power_of_2(max(1, 768 // max(F, 1)))))
+        touched = E * (1 - (1 - 1 / E) ** (N * top_k))  # where pairs lie evenly, and on local experts
+        rows = 64
+        while rows < H and 2 * rows * F <= 100 << 10 and touched * triton.cdiv(H, 2 * rows) >= ENOUGH:
+            rows *= 2
+        early = touched * triton.cdiv(H, rows) >= ENOUGH
+        return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
     if N * top_k < 128 * E:
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
     else:
         tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)
-    return tile, tile | dict(TILES=1)
+    return tile | dict(EARLY=False), tile | dict(TILES=1)

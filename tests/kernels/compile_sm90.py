@@ -218,7 +218,7 @@ def moe_cases(
         options = {"num_warps": tile.pop("num_warps")}
         yield "moe-few", dtype, kernel, shape | extra | tile, options
     for tokens in (64, 512):
-        tile, down_tile = _tiles(tokens, k, E, F, dtype)
+        tile, down_tile = _tiles(tokens, k, E, F, H, dtype)
         options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
         find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
