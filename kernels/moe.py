@@ -56,14 +56,16 @@ def _activation(y, limit, CLAMPED: tl.constexpr):
 def _gate_up_few_kernel(
     x, ids, weights, gate_up, bias, h, x_n, first, limit,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
     tile = tl.program_id(1)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
     expert = tl.load(ids + pair) - first
+    if EARLY:
+        start_successor(PDL)
     if (expert >= 0) & (expert < EXPERTS):
         k = tl.arange(0, BLOCK_K)
         x_at = x + (pair // TOP_K) * x_n + k
@@ -81,7 +83,8 @@ def _gate_up_few_kernel(
         y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), limit, CLAMPED) * tl.load(weights + pair)
         f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         tl.store(h + pair * F + f, y, mask=f < F)
-    start_successor(PDL)
+    if not EARLY:
+        start_successor(PDL)
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _down_few_kernel(
     h, ids, weights, down, bias, plus, out, first,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -100,7 +103,10 @@ def _down_few_kernel(
     local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
     place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
     count = tl.sum(local.to(tl.int32), 0)
-    wait_for_predecessor(PDL)
+    if count >= 0:  # Always: the compiler would have moved the wait to before the ids.
+        wait_for_predecessor(PDL)
+    if EARLY:
+        start_successor(PDL)
     k = tl.arange(0, BLOCK_K)
     chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
@@ -113,7 +119,8 @@ def _down_few_kernel(
         ws = tl.load(w_at, mask=(column < F)[None, :], other=0.0).to(tl.float32)
         hs = tl.load(h + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
         acc += tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
-    start_successor(PDL)
+    if not EARLY:
+        start_successor(PDL)
     y = tl.sum(acc, 1)
     if BIAS:
         weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
@@ -380,10 +387,12 @@ def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tens
 
 def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     """Launch options of the two products of a few tokens, as measured on an H200."""
-    warps, rows, down_warps = (2, 4, 2) if N <= 2 else (1, 8, 1)
-    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * RUN, RUN=RUN, STAGES=3 if N <= 2 else 1, num_warps=warps)
+    least = N <= 2
+    warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
+    shared = dict(RUN=RUN, EARLY=least)  # the successors of more programs would crowd
+    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * RUN, STAGES=3 if least else 1, num_warps=warps)
     block_k = min(down_warps * 32 * RUN, max(2 * RUN, triton.next_power_of_2(F)))
-    return gate_up, dict(BLOCK_R=rows, BLOCK_K=block_k, RUN=RUN, STAGES=3, num_warps=down_warps)
+    return gate_up | shared, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | shared
 
 
 def _tiles(N: int, top_k: int, E: int, F: int, H: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
