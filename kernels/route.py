@@ -27,7 +27,7 @@ def _route_kernel(
     logits, choice_bias, ids, weights, logits_n, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    ALWAYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a token. Scores are compared as integers, of which a warp finds the largest in one instruction."""
     n = tl.program_id(0)
@@ -84,9 +84,9 @@ def _route_kernel(
         weight /= tl.sum(weight, 0)
     if NORMALISE:
         weight /= tl.sum(tl.where(slot < TOP_K, weight, 0.0), 0) + 1e-20
-    at = n.to(tl.int64) * TOP_K + slot
-    tl.store(ids + at, chosen, mask=slot < TOP_K)
-    tl.store(weights + at, weight * scale, mask=slot < TOP_K)
+    at = n.to(tl.int64) * (TOP_K + ALWAYS) + slot
+    tl.store(ids + at, tl.where(slot < TOP_K, chosen + ALWAYS, slot - TOP_K), mask=slot < TOP_K + ALWAYS)
+    tl.store(weights + at, tl.where(slot < TOP_K, weight * scale, 1.0), mask=slot < TOP_K + ALWAYS)
 
 
 def route(
@@ -100,8 +100,11 @@ def route(
     group_score: int = 1,
     normalise: bool = False,
     scale: float = 1.0,
+    always: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` best experts of each token, best first, ties by the lowest id; all in fp32.
+
+    Experts that every token goes to come behind them, with weight 1 and the lowest ids: the others' are moved up.
 
     Args:
         logits: [N, E], any float dtype, last dim contiguous.
@@ -115,9 +118,10 @@ def route(
             DeepSeek-V3), bias included.
         normalise: the weights of a token sum to one.
         scale: factor on the weights in the end.
+        always: experts besides the E that every token goes to.
 
     Returns:
-        Expert ids [N, top_k] int32 and weights [N, top_k] fp32.
+        Expert ids [N, top_k + always] int32 and weights [N, top_k + always] fp32.
 
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
@@ -125,17 +129,17 @@ def route(
     size = logits.shape[1] // groups
     assert logits.shape[1] == size * groups and group_score <= size and top_k <= size * top_groups <= size * groups
     if not routing.on_gpu(logits):
-        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalise, scale)
+        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalise, scale, always)
     N = len(logits)
     assert logits.stride(1) == 1
-    ids = torch.empty(N, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(N, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(N, top_k + always, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(N, top_k + always, dtype=torch.float32, device=logits.device)
     if N:
         _route_kernel[(N,)](
             logits, bias, ids, weights, logits.stride(0), scale,
             EXPERTS=logits.shape[1], TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, GROUP_SCORE=group_score,
-            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, BLOCK_G=triton.next_power_of_2(groups),
-            BLOCK_E=triton.next_power_of_2(size), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
-            **overlapped(logits),
+            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, ALWAYS=always,
+            BLOCK_G=triton.next_power_of_2(groups), BLOCK_E=triton.next_power_of_2(size),
+            BLOCK_K=triton.next_power_of_2(top_k + always), num_warps=1, **overlapped(logits),
         )  # fmt: skip
     return ids, weights

@@ -10,7 +10,8 @@ then a local gather. And both sums of the combine are sums of the same N x H num
     all-gather over e of (all-reduce over t of part[e, t]), summed over e locally  =  sum over e, t of part[e, t]
 
 which is one all-reduce over all ranks, of N x H numbers instead of EP times as many, and is left to the norm that
-follows, as after every other layer. Shared experts are dense: TP over all ranks, their part added before that sum.
+follows, as after every other layer. Shared experts are TP over all ranks, their part added before that sum. With ep = 1
+the routed ones are, too, and those that all tokens pass through become routed ones that every token chooses.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class MoESpec:
 
     Attributes:
         width: of one expert.
-        shared_width: of the expert that all tokens pass through, 0 for none.
+        shared_width: of the expert that all tokens pass through, or of several side by side; 0 for none.
         scoring: this and what follows up to `group_score` as in `kernels.route.route`.
         choice_bias: scores get a learned bias while experts are chosen, and not as weights.
         router_bias: the router's logits have a bias.
@@ -88,34 +89,39 @@ class MoE:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
             weights.read(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
 
-        local, width = len(self.experts), len(self.columns)
+        like_routed = layout.ep == 1 and spec.storage == "apart" and spec.shared_width % spec.width == 0
+        self.always = spec.shared_width // spec.width if like_routed else 0
+        local, width = len(self.experts) + self.always * bool(self.experts), len(self.columns)
         self.gate_up = weights.parameter(local, 2 * width, hidden)  # gate's rows, then up's
         self.down = weights.parameter(local, hidden, width)
         self.gate_up_bias: Tensor | None = None
         self.down_bias: Tensor | None = None
         if spec.storage == "apart":
-            self._read_apart(weights, hidden, f"{name}.experts")
+            self._read_apart(weights, hidden, name)
         else:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
-        if spec.shared_width:
+        if spec.shared_width and not self.always:
             self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
 
     def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
-        """Three matrices an expert, as dense layers have them."""
+        """Three matrices an expert, as dense layers have them; those of shared experts are one's as wide as all."""
         spec, width = self.spec, len(self.columns)
         assert not spec.expert_bias, "no family has it"
-        for e in range(spec.experts):
-            gate, up, down = (f"{name}.{e}.{matrix}.weight" for matrix in spec.matrices)
-            if e not in self.experts:
-                weights.leave(gate, (spec.width, hidden))
-                weights.leave(up, (spec.width, hidden))
-                weights.leave(down, (hidden, spec.width))
-                continue
-            i = e - self.experts.start
-            weights.read(self.gate_up[i, :width], gate, (spec.width, hidden), self.columns)
-            weights.read(self.gate_up[i, width:], up, (spec.width, hidden), self.columns)
-            weights.read(self.down[i], down, (hidden, spec.width), range(hidden), self.columns)
+        stored = [(f"{name}.shared_experts", spec.shared_width, i * spec.width) for i in range(self.always)]
+        stored += [(f"{name}.experts.{e}", spec.width, 0) for e in range(spec.experts)]
+        for i, (expert, total, begin) in enumerate(stored, -self.always):
+            gate, up, down = (f"{expert}.{matrix}.weight" for matrix in spec.matrices)
+            columns = range(begin + self.columns.start, begin + self.columns.stop)
+            if i in self.experts or (i < 0 and self.experts):
+                here = self.always + i - self.experts.start
+                weights.read(self.gate_up[here, :width], gate, (total, hidden), columns)
+                weights.read(self.gate_up[here, width:], up, (total, hidden), columns)
+                weights.read(self.down[here], down, (hidden, total), range(hidden), columns)
+            else:
+                weights.leave(gate, (total, hidden))
+                weights.leave(up, (total, hidden))
+                weights.leave(down, (hidden, total))
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
         """All experts in one tensor; the rows of gate and up alternate."""
@@ -158,6 +164,7 @@ class MoE:
             group_score=spec.group_score,
             normalise=spec.normalise,
             scale=spec.scale,
+            always=self.always,
         )  # [N, k] both
         return moe(
             x,

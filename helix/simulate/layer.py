@@ -91,7 +91,7 @@ class Layer:
         """From there to the sum behind the FFN."""
         return self._experts() if experts else self._dense()
 
-    def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int = 1, flops: Any = None) -> Phase:
+    def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int | Array = 1, flops: Any = None) -> Phase:
         """A product of `rows` with matrices of `weights` numbers on this rank; `flops`: what experts compute of it."""
         hw = self.hardware
         read = weights * self.item["weights"] + self.zeros
@@ -107,7 +107,7 @@ class Layer:
         name: str,
         read: Array,
         flops: Array,
-        kernels: int,
+        kernels: int | Array,
         share: Constant | None = None,
         rate: Constant | None = None,
     ) -> Phase:
@@ -253,7 +253,9 @@ class Layer:
         phases.append(self.kernel("experts", _up(m.experts, p.ep) * touched * matrices, None, kernels=2, flops=flops))
         if m.shared_width:
             rows = np.where(alone, self.rows, self.all_rows)
-            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(), rows, kernels=2))
+            alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
+            kernels = np.where(~alone & (p.ep == 1) & alike, 0, 2)
+            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(), rows, kernels=kernels))
         full = self.all_rows * s.hidden * item
         summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, full)
         chosen = np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep) * s.hidden * item

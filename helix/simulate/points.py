@@ -147,6 +147,8 @@ class Options:
         output: the output projection is divided over `all` ranks that serve a sequence, or over `tpa` (appendix A).
         queries: of MLA: every rank makes those of `all` its heads (the paper), or they are gathered where that is
             `faster` (the runtime).
+        shared: experts that all tokens pass through are a `dense` FFN (the paper), or among the `routed` ones where
+            these are as wide and on all ranks, ep = 1 (the runtime).
         memory_fraction: what KV may take of the memory that weights leave.
         append_block, page_size: of the cache, which round its size up.
     """
@@ -159,6 +161,7 @@ class Options:
     exchange: str = "batched"
     output: str = "all"
     queries: str = "faster"
+    shared: str = "routed"
     sparse: Sparse | None = None
     speculation: Speculation | None = None
     memory_fraction: float = 0.9
@@ -168,6 +171,7 @@ class Options:
     def __post_init__(self) -> None:
         choices = {key: tuple(BYTES) for key in ("weights", "kv", "messages")}
         choices |= {"exchange": ("batched", "serial"), "output": ("all", "tpa"), "queries": ("all", "faster")}
+        choices |= {"shared": ("dense", "routed")}
         for key, known in choices.items():
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}={getattr(self, key)!r} is unknown; choose one of {', '.join(known)}")

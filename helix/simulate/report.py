@@ -19,7 +19,7 @@ from helix.simulate.search import best_at, frontier, ordered, search
 from helix.simulate.step import Step
 
 Row = dict[str, Any]
-PAPER = Options(queries="all")  # section 2.1.1: every rank projects the queries of all its heads
+PAPER = Options(queries="all", shared="dense")  # section 2.1.1: every rank projects the queries of all its heads
 GPUS = tuple(2**i for i in range(7))
 BATCHES = 2 ** np.arange(13)
 ALL_BATCHES = np.unique(np.concatenate([np.arange(1, 129), 2 ** np.arange(7, 13), 3 * 2 ** np.arange(6, 11)]))
@@ -219,6 +219,7 @@ def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
         "an exchange for each request": replace(setting, options=replace(options, exchange="serial")),
         "HOP-B off": replace(setting, options=replace(options, hopb=False)),
         "queries gathered where faster": replace(setting, options=replace(options, queries="faster")),
+        "shared experts among the routed": replace(setting, options=replace(options, shared="routed")),
         "all batches to 128": replace(setting, batches=tuple(map(int, ALL_BATCHES))),
         "any number of GPUs": replace(setting, gpus=tuple(range(1, 65))),
     }

@@ -147,8 +147,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile = {"SPLIT": split, "SLICED": split in (1, 2, 4), "N_MAX": most, "BLOCK_K": block, "STAGES": 5}
         tile |= {"BIAS": True, "GATED": gated}
         yield "linear-sm90", bf16, _linear_sm90_kernel, tile, {"num_warps": 4}
-    choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 8, "PDL": True}
-    choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True}
+    choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 16, "PDL": True}
+    choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True, "ALWAYS": 1}
     yield "route", fp32, _route_kernel, choice, {"num_warps": 1}
     yield from moe_cases(bf16, 128, 2048, 96, 8, False)  # ranks of Qwen3-30B-A3B and gpt-oss-20b
     yield from moe_cases(bf16, 4, 2880, 2880, 4, True)

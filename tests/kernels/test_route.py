@@ -90,6 +90,16 @@ def test_best_first_and_ties_by_the_lowest_id(device: torch.device) -> None:
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.125, 0.125]]
 
 
+def test_experts_that_every_token_goes_to(device: torch.device) -> None:
+    """They take the lowest ids, and have a weight that neither scale nor sum touches."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 0.5], [3.0, 0.0, 0.0, 4.0, 0.0]], device=device)
+    chosen, scores = route(logits, 2, normalise=True, scale=2.5)
+    ids, weights = route(logits, 2, normalise=True, scale=2.5, always=3)
+    assert ids.tolist() == [[4, 5, 0, 1, 2], [6, 3, 0, 1, 2]]
+    assert torch.equal(ids[:, :2], chosen + 3) and torch.equal(weights[:, :2], scores)
+    assert (weights[:, 2:] == 1.0).all()
+
+
 def test_the_bias_chooses_and_does_not_weigh(device: torch.device) -> None:
     logits = torch.zeros(1, 4, device=device)
     bias = torch.tensor([0.0, -9.0, 5.0, 1.0], device=device)

@@ -30,6 +30,7 @@ SPECS = {
         experts=12, top_k=3, width=10, shared_width=29, scoring="sigmoid", normalise=True, scale=2.5,
         groups=4, top_groups=2, group_score=2, choice_bias=True,
     ),
+    "shared-as-wide": MoESpec(experts=7, top_k=2, width=11, shared_width=22, scale=0.3),  # as two of the routed ones
 }  # fmt: skip
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1), (3, 2), (2, 3)]
 
@@ -130,6 +131,12 @@ def test_idle_ranks_of_medha_add_nothing() -> None:
     parts = [layer(spec, layout, rank)[0](x) for rank in range(6)]
     assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
     assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
+    spec = SPECS["shared-as-wide"]
+    layout = HelixLayout("medha", 3, 2, 2, 1)
+    parts = [layer(spec, layout, rank)[0](x) for rank in range(6)]
+    assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
+    shared = dense(x, "mlp.shared_experts", spec.shared_width)
+    assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)) + shared)
 
 
 @pytest.mark.parametrize("planted", ["a bias on two ranks", "gate and up swapped", "an expert on two ranks"])
