@@ -23,8 +23,8 @@ from kernels.reference.flash_decode import flash_decode as reference
 
 SLICE = 32  # of the head dim, a program of the merge, at least
 MERGING = 512  # programs of a merge that are enough: beyond, each takes a larger slice
-MERGED = 8192  # bytes of parts that a program of the merge holds at once, a warp of it at least
-LARGE = 4096  # numbers of a part
+MERGED = 8192  # bytes of parts that a warp of the merge holds at once
+LARGE = 4096  # numbers of a part, from which on its bytes count
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def _workspace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts, and their LSEs in base 2; allocated once, shared by all launches on one stream.
 
-    Large parts are of the output's dtype: storing and reading them takes half as long. Small ones are fp32.
+    Large parts are of the output's dtype, for their bytes; small ones are fp32, which the merge adds up faster.
     """
     slots = 2 * programs
     return (

@@ -1,4 +1,4 @@
-"""The routed experts that a rank holds: gather, two grouped products, weighted sum, with no copy of x.
+"""A rank's experts of those that tokens go to: gather, two grouped products, weighted sum, with no copy of x.
 
 A pair is a token and one of its experts. Four ways, by static shapes, none of whose grids depends on ids:
 
@@ -6,7 +6,7 @@ A pair is a token and one of its experts. Four ways, by static shapes, none of w
   up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
   programs take some rows of down and walk through their token's experts, so that nothing is left to be summed.
 - Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids by itself, which costs less
-  than a launch that would sort them, and feeds the rows past 16 or 32 pairs at a time through the tensor cores; an
+  than a launch that would sort them, and feeds the rows past 16 pairs at a time through the tensor cores; an
   expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
   order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
 - Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 
 from kernels import moe_sm90, routing
-from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.linear import RUN
 from kernels.reference.moe import ALPHA
 from kernels.reference.moe import moe as reference
 
 Way = Literal["few", "some", "many"]
 _ALPHA: tl.constexpr = tl.constexpr(ALPHA)
-ENOUGH = 240  # programs of a GPU, nearly two an SM
+ENOUGH = 1.8  # programs an SM, with which a launch fills the GPU
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def _gate_up_few_kernel(
     tile = tl.program_id(1)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    expert = tl.load(ids + pair) - first
-    if EARLY:
+    if EARLY:  # down's programs take the places of those that are done, and read ids
         start_successor(PDL)
+    expert = tl.load(ids + pair) - first
     if (expert >= 0) & (expert < EXPERTS):
         k = tl.arange(0, BLOCK_K)
         x_at = x + (pair // TOP_K) * x_n + k
@@ -193,7 +193,7 @@ def _gate_up_kernel(
     tile = tl.program_id(0)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    if EARLY:  # down's programs take the places of those that are done, and look for their pairs
+    if EARLY:  # as of few; down's programs look for their pairs
         start_successor(PDL)
     expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
@@ -288,6 +288,7 @@ def moe(
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
     plus: torch.Tensor | None = None,
+    of: int | None = None,
 ) -> torch.Tensor:
     """Sum over a token's chosen local experts of weight * (down(act(gate_up x))); this rank's part of a sum.
 
@@ -306,6 +307,7 @@ def moe(
         down_bias: [E_local, H], likewise; added once an expert, before its weight.
         limit: bound of the clamps, or None.
         plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
+        of: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are chosen here.
 
     Returns:
         [N, H] in x's dtype; `plus`, or zeros, for a token without local experts.
@@ -314,7 +316,7 @@ def moe(
         return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus)
     (N, H), top_k = x.shape, ids.shape[1]
     E, _, F = down.shape
-    if 0 in (N, H, E, top_k):
+    if 0 in (N, H, E, top_k) or (F == 0 and down_bias is None):
         return torch.zeros(N, H, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
     assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
@@ -343,7 +345,8 @@ def moe(
         )  # fmt: skip
         return out
 
-    tile, down_tile = _tiles(N, top_k, E, F, H, x.dtype)
+    touched = E * (1 - (1 - 1 / (of or E)) ** P)  # experts, where pairs lie evenly
+    tile, down_tile = _tiles(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
     is_sorted = way == "many"
     plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
     blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
@@ -373,7 +376,7 @@ def _way(N: int, top_k: int, E: int) -> Way:
     pairs = N * top_k
     if N <= 2 or (N <= 8 and 2 * pairs <= E):
         return "few"
-    return "some" if pairs <= 512 else "many"  # each program of `some` looks through all pairs
+    return "some" if pairs <= 512 or N <= 64 else "many"  # each program of `some` looks through all pairs
 
 
 def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -389,31 +392,32 @@ def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     """Launch options of the two products of a few tokens, as measured on an H200."""
     least = N <= 2
     warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
-    shared = dict(RUN=RUN, EARLY=least)  # the successors of more programs would crowd
+    both = dict(RUN=RUN, EARLY=least)  # the successors of more programs would crowd
     gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * RUN, STAGES=3 if least else 1, num_warps=warps)
     block_k = min(down_warps * 32 * RUN, max(2 * RUN, triton.next_power_of_2(F)))
-    return gate_up | shared, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | shared
+    return gate_up | both, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | both
 
 
-def _tiles(N: int, top_k: int, E: int, F: int, H: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch options of the others' two products: bound by reading weights, and in the end by multiplications.
+def _tiles(
+    way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Launch options of the others' two products of P pairs with `touched` of E experts, counted an SM.
 
-    Rows of down are as short as a share of an expert is narrow: of some tokens a program takes up to 200 KB of them, as
-    long as there are enough programs, for each looks for its pairs. So many may start while gate and up run out; fewer
-    would crowd where there is room first.
+    They are bound by reading weights, and in the end by multiplications. Of some tokens a program of down takes up to
+    200 KB of rows, so that fewer look for their pairs, as long as ENOUGH remain. With that many down starts early;
+    fewer would crowd on the SMs that are free first.
     """
     if dtype == torch.float32:
         tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
         return tile | dict(EARLY=False), tile | dict(TILES=2)
-    if _way(N, top_k, E) != "many":
+    if way == "some":
         tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
-        touched = E * (1 - (1 - 1 / E) ** (N * top_k))  # where pairs lie evenly, and on local experts
         rows = 64
         while rows < H and 2 * rows * F <= 100 << 10 and touched * triton.cdiv(H, 2 * rows) >= ENOUGH:
             rows *= 2
         early = touched * triton.cdiv(H, rows) >= ENOUGH
         return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
-    if N * top_k < 128 * E:
+    if P < 128 * E:
         tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
     else:
         tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)

@@ -89,8 +89,9 @@ class MoE:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
             weights.read(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
 
-        like_routed = layout.ep == 1 and spec.storage == "apart" and spec.shared_width % spec.width == 0
-        self.always = spec.shared_width // spec.width if like_routed else 0
+        plain = spec.storage == "apart" and spec.limit is None
+        like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
+        self.always = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
         local, width = len(self.experts) + self.always * bool(self.experts), len(self.columns)
         self.gate_up = weights.parameter(local, 2 * width, hidden)  # gate's rows, then up's
         self.down = weights.parameter(local, hidden, width)
@@ -105,23 +106,29 @@ class MoE:
             self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
 
     def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
-        """Three matrices an expert, as dense layers have them; those of shared experts are one's as wide as all."""
-        spec, width = self.spec, len(self.columns)
+        """Three matrices an expert, as dense layers have them; those of shared experts lie side by side in one's."""
+        spec = self.spec
         assert not spec.expert_bias, "no family has it"
-        stored = [(f"{name}.shared_experts", spec.shared_width, i * spec.width) for i in range(self.always)]
-        stored += [(f"{name}.experts.{e}", spec.width, 0) for e in range(spec.experts)]
-        for i, (expert, total, begin) in enumerate(stored, -self.always):
-            gate, up, down = (f"{expert}.{matrix}.weight" for matrix in spec.matrices)
-            columns = range(begin + self.columns.start, begin + self.columns.stop)
-            if i in self.experts or (i < 0 and self.experts):
-                here = self.always + i - self.experts.start
-                weights.read(self.gate_up[here, :width], gate, (total, hidden), columns)
-                weights.read(self.gate_up[here, width:], up, (total, hidden), columns)
-                weights.read(self.down[here], down, (hidden, total), range(hidden), columns)
-            else:
-                weights.leave(gate, (total, hidden))
-                weights.leave(up, (total, hidden))
-                weights.leave(down, (hidden, total))
+        for i in range(self.always):
+            held = i if self.experts else None
+            self._read_expert(weights, hidden, f"{name}.shared_experts", held, spec.shared_width, i * spec.width)
+        for e in range(spec.experts):
+            held = self.always + e - self.experts.start if e in self.experts else None
+            self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)
+
+    def _read_expert(self, weights: Weights, hidden: int, name: str, held: int | None, total: int, begin: int) -> None:
+        """Matrices of `total` columns, from `begin` on, of the expert that is number `held` here; None: elsewhere."""
+        gate, up, down = (f"{name}.{matrix}.weight" for matrix in self.spec.matrices)
+        if held is None:
+            weights.leave(gate, (total, hidden))
+            weights.leave(up, (total, hidden))
+            weights.leave(down, (hidden, total))
+            return
+        width = len(self.columns)
+        columns = range(begin + self.columns.start, begin + self.columns.stop)
+        weights.read(self.gate_up[held, :width], gate, (total, hidden), columns)
+        weights.read(self.gate_up[held, width:], up, (total, hidden), columns)
+        weights.read(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
         """All experts in one tensor; the rows of gate and up alternate."""
@@ -165,7 +172,7 @@ class MoE:
             normalise=spec.normalise,
             scale=spec.scale,
             always=self.always,
-        )  # [N, k] both
+        )  # [N, k + always] both
         return moe(
             x,
             ids,
@@ -177,4 +184,5 @@ class MoE:
             down_bias=self.down_bias,
             limit=spec.limit,
             plus=None if self.shared is None else self.shared(x),
+            of=spec.experts + self.always,
         )

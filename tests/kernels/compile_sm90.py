@@ -47,6 +47,7 @@ from kernels.moe import (
     _gate_up_kernel,
     _sum_kernel,
     _tiles,
+    _way,
 )
 from kernels.moe_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe_sm90 import ROWS as DOWN_ROWS
@@ -218,7 +219,7 @@ def moe_cases(
         options = {"num_warps": tile.pop("num_warps")}
         yield "moe-few", dtype, kernel, shape | extra | tile, options
     for tokens in (64, 512):
-        tile, down_tile = _tiles(tokens, k, E, F, H, dtype)
+        tile, down_tile = _tiles(_way(tokens, k, E), tokens * k, E, F, H, dtype, touched=E / 132)
         options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
         find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options

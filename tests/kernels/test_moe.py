@@ -250,8 +250,11 @@ def test_a_summand_left_out_is_caught(where: torch.device) -> None:
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize(
     "N, k, E, H, F",
-    [(1, 8, 128, 2048, 96), (4, 4, 4, 720, 360), (5, 8, 128, 512, 96), (64, 4, 8, 360, 200), (900, 2, 4, 256, 104)],
-)
+    [
+        (1, 8, 128, 2048, 96), (4, 4, 4, 720, 360), (5, 8, 128, 512, 96), (64, 4, 8, 360, 200), (900, 2, 4, 256, 104),
+        (64, 8, 128, 2048, 96), (16, 4, 32, 2880, 360),  # of some tokens, such that down starts early, by many rows
+    ],
+)  # fmt: skip
 def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torch.dtype) -> None:
     case = make_case(N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, plus=True, dtype=dtype, device="cuda")
     out = case.result()
@@ -394,17 +397,15 @@ def test_hopper_does_not_take() -> None:
     assert not moe_sm90.fits(x, gate_up.flatten()[1:], down)
 
 
-@pytest.mark.gpu
-def test_hopper_layers_in_a_graph() -> None:
+def check_layers_in_a_graph(case: Case, experts: int, k: int) -> None:
     """Each reads what the one before wrote, in one workspace: however they overlap, the bits are the same."""
-    case = wide_case(4, 16, 8, 2048, 768, False)
-    logits = torch.randn(12, 8, 16, device="cuda")
-    ys = torch.empty(12, 8, 2048, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(12, len(case.x), experts, device="cuda")
+    ys = torch.empty(12, *case.x.shape, device="cuda", dtype=torch.bfloat16)
 
     def layers(between: Any) -> None:
         x = case.x
         for scores, y in zip(logits, ys, strict=True):
-            ids, weights = route(scores, 4, normalise=True)
+            ids, weights = route(scores, k, normalise=True)
             x = replace(case, x=x, ids=ids, weights=weights).result()
             between()
             y.copy_(x)
@@ -420,6 +421,21 @@ def test_hopper_layers_in_a_graph() -> None:
         ys.fill_(torch.nan)
         graph.replay()
         assert torch.equal(ys, wanted)
+
+
+@pytest.mark.gpu
+def test_hopper_layers_in_a_graph() -> None:
+    check_layers_in_a_graph(wide_case(4, 16, 8, 2048, 768, False), 16, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, way", [(2, "few"), (16, "some"), (64, "some")])
+def test_layers_in_a_graph_that_start_early(N: int, way: str) -> None:
+    E, k, H, F = 64, 8, 2048, 96
+    few, _ = moe_module._few_tiles(N, F)
+    some, _ = moe_module._tiles("some", N * k, E, F, H, torch.bfloat16, touched=50 / 132)
+    assert moe_module._way(N, k, E) == way and (few if way == "few" else some)["EARLY"]
+    check_layers_in_a_graph(make_case(N, k, E, H, F, dtype=torch.bfloat16, device="cuda"), E, k)
 
 
 def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:

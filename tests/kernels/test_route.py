@@ -99,6 +99,15 @@ def test_experts_that_every_token_goes_to(device: torch.device) -> None:
     assert torch.equal(ids[:, :2], chosen + 3) and torch.equal(weights[:, :2], scores)
     assert (weights[:, 2:] == 1.0).all()
 
+    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(9)).to(device)
+    bias = torch.linspace(-1, 1, 24, device=device)
+    grouped: dict[str, Any] = dict(groups=4, top_groups=2, group_score=2, bias=bias, scoring="sigmoid")
+    for options in (grouped, dict(scoring="top_softmax")):
+        chosen, scores = route(x, 5, **options)
+        ids, weights = route(x, 5, always=1, **options)
+        assert torch.equal(ids, torch.cat([chosen + 1, torch.zeros_like(chosen[:, :1])], 1))
+        assert torch.equal(weights, torch.cat([scores, torch.ones_like(scores[:, :1])], 1))
+
 
 def test_the_bias_chooses_and_does_not_weigh(device: torch.device) -> None:
     logits = torch.zeros(1, 4, device=device)

@@ -116,6 +116,27 @@ def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: 
     assert close(gathered.sum(0) + shared, ours)
 
 
+@pytest.mark.parametrize("tpf, ep", GRIDS)
+def test_shared_experts_are_among_the_routed_where_all_ranks_hold_these(tpf: int, ep: int) -> None:
+    layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
+    for name, always in (("shared-as-wide", 2), ("shared", 0)):
+        built = layer(SPECS[name], layout, 0)[0]
+        assert built.always == (always if ep == 1 else 0) and (built.shared is None) == (built.always > 0)
+
+
+@pytest.mark.parametrize("planted", ["ids of routed experts not moved up", "a slice of the shared experts twice"])
+def test_planted_errors_of_shared_experts_are_caught(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, x = SPECS["shared-as-wide"], tokens()
+    built = layer(spec, HelixLayout("helix", 1, 1, 1, 1), 0)[0]
+    wanted = expected(spec, x, range(spec.experts)) + dense(x, "mlp.shared_experts", spec.shared_width)
+    assert close(built(x), wanted)
+    if planted == "ids of routed experts not moved up":
+        monkeypatch.setattr("helix.layers.moe.route", lambda *a, always, **o: route(*a, **o))
+    else:
+        built.down[1] = built.down[0]
+    assert not close(built(x), wanted)
+
+
 def test_batches_in_which_experts_get_no_token() -> None:
     x = tokens()[:1]
     for spec in SPECS.values():
