@@ -178,6 +178,21 @@ def test_bytes_of_experts_are_those_touched_whatever_the_grid() -> None:
 
 
 @pytest.mark.parametrize(
+    "mode, widths, saved", [("helix", {"ep": 1}, 2), ("helix", {"ep": 2}, 0), ("dp", {"ep": 1}, 0)]
+)
+def test_shared_experts_among_the_routed_have_no_launches(mode: str, widths: dict[str, int], saved: int) -> None:
+    """Two less in each of R1's 58 layers with experts, where these are on all ranks; as many bytes."""
+    width = {"helix": "kvp", "dp": "dp"}[mode]
+    routed, dense = (
+        step("deepseek-r1", gb200(), mode, 8, **{width: 8}, **widths, shared=s) for s in ("routed", "dense")
+    )
+    launches, read = (
+        [sum(getattr(p, key)[0] for p in s.phases) for s in (dense, routed)] for key in ("launches", "bytes")
+    )
+    assert launches[0] - launches[1] == 58 * saved and read[0] == pytest.approx(read[1], rel=EXACT)
+
+
+@pytest.mark.parametrize(
     "op, width, message, sent",
     [("all_reduce", 8, 64, 112), ("all_to_all", 8, 64, 56), ("all_gather", 8, 64, 56), ("send", 2, 64, 64)],
 )

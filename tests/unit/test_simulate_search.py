@@ -204,6 +204,8 @@ def test_what_is_not_modelled_is_refused() -> None:
         layouts(load_spec("llama-3.1-8b"), [8], ["cp"])
     with pytest.raises(ValueError, match="exchange='parallel' is unknown; choose one of batched, serial"):
         Options(exchange="parallel")
+    with pytest.raises(ValueError, match="shared='apart' is unknown; choose one of dense, routed"):
+        Options(shared="apart")
     with pytest.raises(ValueError, match="memory_fraction=0"):
         Options(memory_fraction=0)
     with pytest.raises(ValueError, match="between 0 and 1"):
