@@ -262,7 +262,7 @@ def best_steps() -> list[str]:
     ranks = found[0]["layout"]
     width = int(re.findall(r"tpf=(\d+)", ranks)[0])
     rows = [
-        f"| shape | KV | best layout of {width} GPUs | time per token | all bytes once | x "
+        f"| shape | KV | best Helix layout of {width} GPUs | time per token | all bytes once | x "
         "| vLLM 0.25.1, TP=8 (Qwen2.5-7B: 4) |",
         "|---|---|---|---|---|---|---|",
     ]

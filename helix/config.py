@@ -200,10 +200,10 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
     """
     found = []
     for text in bench.points:
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
         if match is None:
-            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072")
-        found.append((int(match[1]), int(match[2])))
+            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
+        found.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
     return found
 
 
@@ -214,6 +214,7 @@ def check(config: Config) -> None:
         "model.load": ("checkpoint", "random"),
         "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "speculation.model.load": ("checkpoint", "random"),
+        "layout.mode": ("helix", "tp", "medha", "auto"),
         "attention.policy": ("dense",),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
@@ -240,6 +241,18 @@ def check(config: Config) -> None:
             f"bench.gammas has {bad[0]}, but speculation.drafter={config.speculation.drafter} with "
             f"speculation.gamma={config.speculation.gamma} proposes {gamma} at most"
         )
+    if config.bench.kind in ("decode", "hopb", "prefill"):
+        bench_points(config.bench)
+    decode = config.decode
+    for key, inside, accepted in (
+        ("temperature", decode.temperature >= 0, "at least 0"),
+        ("top_k", decode.top_k >= 0, "at least 0"),
+        ("top_p", 0 < decode.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= decode.min_p <= 1, "from 0 to 1"),
+        ("seed", decode.seed >= 0, "at least 0"),
+    ):
+        if not inside:
+            raise ValueError(f"decode.{key}={getattr(decode, key)!r} must be {accepted}")
     if not 0 <= config.speculation.acceptance <= 1:
         raise ValueError(f"speculation.acceptance={config.speculation.acceptance!r} must be from 0 to 1")
     if not 0 < config.kv.memory_fraction <= 1:

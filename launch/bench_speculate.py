@@ -137,7 +137,8 @@ def copies(ranks: int) -> Iterator[dict[str, Any]]:
             code, record = _job(ranks, [*job, *DRAFTING[drafting]])
             if code:
                 raise SystemExit(f"error: the job with drafting={drafting} ended with {code}")
-            tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").splitlines()]
+            tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
+            answers.unlink()
             plain = plain or (tokens, record)
             yield {
                 "kind": "edits", "model": "demo", "layout": f"helix kvp={ranks} tpa=1", "drafting": drafting,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from pathlib import Path
 from typing import Any
 
 from comm.base import Communicator
@@ -31,8 +30,7 @@ def decode(
     config = plan.config
     results, requests, refusals = None, [], []
     if comm.rank == 0:
-        output = None if config.decode.output is None else Path(config.decode.output)
-        results = ResultFile(output, plan.prompts, config.decode.resume)
+        results = ResultFile(config.decode, plan.prompts)
         read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
         requests = [r for r in read if isinstance(r, Request)]
         refusals = [r for r in read if isinstance(r, Output)]

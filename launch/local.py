@@ -10,9 +10,11 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+INTERRUPTED = 130  # exit code after control-C, as shells have it
 ENTRY = Path(__file__).resolve().parent.parent / "torchrun_entry.py"
 
 
@@ -20,7 +22,7 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
     """Runs `torchrun_entry.py` with `overrides` on `world_size` ranks of this host.
 
     Returns:
-        0, or the exit code of the rank that failed first (1 where a signal killed it).
+        0, or the exit code of the rank that failed first (1 where a signal killed it), or INTERRUPTED.
     """
     # Ranks share the cores; one thread each where there are more ranks than cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
@@ -38,6 +40,12 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-u", str(ENTRY), *overrides)
+    except (KeyboardInterrupt, SignalException):
+        print(
+            "interrupted: results of finished requests are in decode.output; decode.resume=true runs the rest",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
     except ChildFailedError as error:
         # A rank that was killed is the cause, whoever noticed first; those that the agent ended are not.
         for rank, failure in error.failures.items():

@@ -16,7 +16,7 @@ from helix.loading import Checkpoint, load_spec_config, read_json
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.speculation import check_draft
 from launch.auto import choose
-from launch.prompts import Prompt, check_writable, read_prompts
+from launch.prompts import Prompt, check_writable, kept_results, read_prompts
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) 
     """Raises ValueError unless the draft model can propose to the target."""
     speculation = config.speculation
     try:
+        if speculation.model.path is None and not speculation.model.config:
+            raise ValueError("speculation=model needs speculation.model.path=DIR")
         spec = make_spec(replace(config, model=speculation.model))
         layout = make_draft_layout(speculation.layout, spec, world_size)
         check_draft(target.vocab, world_size, spec.vocab, layout)
@@ -151,6 +153,11 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
             f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but {world_size} were started: "
             f"use torchrun --nproc-per-node={layout.world_size} or change layout.kvp or layout.tpa"
         )
+    if config.model.path is not None and config.model.load == "random" and "architectures" in config.model.config:
+        raise ValueError(
+            f"model=NAME is a shape with random weights, which would not read model.path={config.model.path}: leave "
+            "out model=NAME"
+        )
     spec = make_spec(config)
     prompts = _prompts(config)
     reason = None
@@ -175,6 +182,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
+        kept_results(config.decode, prompts)
     return RunPlan(config, layout, spec, checkpoint, draft, prompts, reason)
 
 
@@ -186,10 +194,10 @@ def _prompts(config: Config) -> list[Prompt]:
         raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
     prompts = read_prompts(Path(config.decode.prompts))
     if any(p.text is not None for p in prompts) and not has_tokenizer(config.model):
-        raise ValueError(
-            f"{config.decode.prompts} holds text, but model.path={config.model.path} has no tokenizer.json; "
-            'use "prompt_ids"'
-        )
+        why = "a shape without model.path has no tokenizer"
+        if config.model.path is not None:
+            why = f"model.path={config.model.path} has no tokenizer.json"
+        raise ValueError(f'{config.decode.prompts} holds text, but {why}: use "prompt_ids"')
     return prompts
 
 

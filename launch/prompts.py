@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -40,7 +41,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: with file and line, where a line is no prompt or an id occurs twice; or the file is unreadable.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends may stand inside of JSON's texts
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"decode.prompts={path} cannot be read: {error}") from error
     prompts: list[Prompt] = []
@@ -63,8 +64,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _parse(line: str, index: int) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     if not isinstance(entry, dict):
         raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
     unknown = sorted(set(entry) - set(KEYS))
@@ -78,6 +79,8 @@ def _parse(line: str, index: int) -> Prompt:
         raise ValueError('needs "prompt" (text) or "prompt_ids" (token ids), one of the two')
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be text, not {text!r:.60}')
+    if text is not None and (broken := [i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"]):
+        raise ValueError(f'"prompt" has half a character at {broken[0]} (a surrogate without the other): no valid text')
     if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):
         raise ValueError(f'"prompt_ids" must be a list of integers, not {ids!r:.60}')
     stop = entry.get("stop", [])
@@ -121,25 +124,68 @@ def check_writable(key: str, path: Path) -> None:
         raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
 
 
+def digest(prompt: Prompt, defaults: DecodeConfig) -> str:
+    """What a result line says of what was asked: 16 hex digits of the prompt and all that it is decoded with."""
+    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in OPTIONS}
+    return hashlib.sha256(json.dumps([prompt.text, prompt.ids, options]).encode()).hexdigest()[:16]
+
+
+def kept_results(config: DecodeConfig, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:
+    """The results that `decode.output` already holds, by id, but for errors; none without `decode.resume`.
+
+    Raises:
+        ValueError: the file holds something else, which a run would lose: results of other requests, no results at
+            all, or any without `decode.resume`.
+    """
+    path = Path(str(config.output))
+    if config.output is None or not path.exists() or not path.stat().st_size:
+        return {}
+    name = f"decode.output={path}"
+    if not config.resume:
+        raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
+    asked = {prompt.id: digest(prompt, config) for prompt in prompts}
+    kept = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            found, reason = (line["id"], line["request"]), line["finish_reason"]
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines) or text == "":
+                continue  # the end, or torn by the interruption
+            raise ValueError(f"{name}, line {number}, is no result: move the file away") from None
+        if found[0] not in asked:
+            raise ValueError(f"{name} holds a result {found[0]!r}, which decode.prompts has not: move the file away")
+        if found[1] != asked[found[0]]:
+            raise ValueError(
+                f"{name} holds a result {found[0]!r} of another prompt, or decoded with other settings: give prompts "
+                "ids of their own, set what it was decoded with, or move the file away"
+            )
+        if reason in ("stop", "length"):
+            kept[found[0]] = line
+    return kept
+
+
 class ResultFile:
     """Result lines, written as requests finish and put into the prompts' order at the end.
 
     Args:
-        path: the file; None keeps nothing.
+        config: says where; `output=None` keeps nothing.
         prompts: all prompts of the run, in order.
-        resume: keeps the results that the file already holds, but for errors.
+
+    Raises:
+        ValueError: as `kept_results`.
     """
 
-    def __init__(self, path: Path | None, prompts: Sequence[Prompt], resume: bool) -> None:
-        self._path = path
+    def __init__(self, config: DecodeConfig, prompts: Sequence[Prompt]) -> None:
+        self._path = None if config.output is None else Path(config.output)
         self._prompts = prompts
-        self.lines: dict[str | int, dict[str, Any]] = {}
-        if path is not None and resume and path.exists():
-            self._keep(path, {p.id for p in prompts})
+        self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
+        self.lines = kept_results(config, prompts)
         self._file: TextIO | None = None
-        if path is not None:
-            self._rewrite()  # drops what is not kept, a torn last line among it
-            self._file = path.open("a", encoding="utf-8")
+        if self._path is not None:
+            self._rewrite()  # drops what is not kept: errors, a torn last line
+            self._file = self._path.open("a", encoding="utf-8")
 
     @property
     def remaining(self) -> list[Prompt]:
@@ -152,6 +198,7 @@ class ResultFile:
             "output_ids": list(output.output_ids),
             "text": output.text,
             "finish_reason": output.finish_reason,
+            "request": self._digests[output.id],
         }
         if output.reason is not None:
             line["reason"] = output.reason
@@ -164,15 +211,6 @@ class ResultFile:
         if self._file:
             self._file.close()
             self._rewrite()
-
-    def _keep(self, path: Path, wanted: set[str | int]) -> None:
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue  # torn by the interruption
-            if isinstance(line, dict) and line.get("id") in wanted and line.get("finish_reason") in ("stop", "length"):
-                self.lines[line["id"]] = line
 
     def _rewrite(self) -> None:
         assert self._path is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import hydra
 import torch
@@ -49,12 +50,32 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
 def _composed(config: DictConfig) -> None:
     # Left by exit and not by return: Hydra's main passes no value on.
-    sys.exit(run(as_config(config), HydraConfig.get().overrides.task))
+    try:
+        checked = as_config(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(run(checked, HydraConfig.get().overrides.task))
 
 
 def as_config(config: DictConfig) -> Config:
-    """The dataclasses behind a composed config."""
+    """The dataclasses behind a composed config.
+
+    Raises:
+        ValueError: a key that they do not have was added to it (`+key=value`).
+    """
+    refuse_unknown(config, Config, "")
     return cast(Config, OmegaConf.to_object(config))
+
+
+def refuse_unknown(config: DictConfig, schema: type, prefix: str) -> None:
+    """Raises ValueError for a key that is no field of the dataclass `schema`, or of those in it."""
+    kinds = get_type_hints(schema)
+    for key, value in config.items_ex(resolve=False):
+        name = str(key)
+        if name not in kinds:
+            raise ValueError(f"{prefix}{name} is unknown; known: {', '.join(prefix + known for known in kinds)}")
+        if is_dataclass(kinds[name]) and isinstance(value, DictConfig):
+            refuse_unknown(value, cast(type, kinds[name]), f"{prefix}{name}.")
 
 
 def run(config: Config, overrides: Sequence[str]) -> int:
@@ -69,6 +90,8 @@ def run(config: Config, overrides: Sequence[str]) -> int:
     job = Job(place)
     try:
         return _run_rank(job, config)
+    except KeyboardInterrupt:  # who started the ranks says so
+        os._exit(local.INTERRUPTED)
     except Exception as error:
         job.fail(error)
 

@@ -19,7 +19,7 @@ from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job, torchrun
 
 FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
-KEYS = ["id", "prompt_tokens", "output_ids", "text", "finish_reason"]
+KEYS = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -128,6 +128,26 @@ def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many
     _, fresh = decode(whole, *common(many), command=torchrun(2))
     assert [line["id"] for line in fresh] == [f"r{i}" for i in range(8)]
     assert resumed == fresh
+
+
+def test_control_c_ends_the_job_in_a_line(tmp_path: Path, many: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    job = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log")
+    job.wait_for(out, "r1")
+    for pid in job.members():
+        os.kill(pid, signal.SIGINT)
+    ended = job.wait()
+    assert ended.code == 130 and ended.seconds < 20
+    assert "interrupted: results of finished requests are in decode.output" in ended.output
+    assert "Traceback" not in ended.output and {"r0", "r1"} <= {line["id"] for line in jsonl(out)}
+
+
+def test_an_earlier_run_s_results_are_not_overwritten(tmp_path: Path, many: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": "r0"}\n')
+    ended = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log").wait()
+    assert ended.code == 1 and "exists: decode.resume=true" in ended.output and "Traceback" not in ended.output
+    assert out.read_text() == '{"id": "r0"}\n'
 
 
 def test_a_draft_model_over_the_same_ranks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from helix.config import Config, check
+from helix.config import BenchConfig, Config, bench_points, check
 from launch.run import ROOT, as_config
 
 CONF = Path(ROOT) / "conf"
@@ -48,6 +48,11 @@ def test_the_command_line_of_the_documentation() -> None:
 def test_unknown_keys_are_refused() -> None:
     with pytest.raises(Exception, match="kvpp"):
         composed("layout.kvpp=2")
+    for override in ("+layout.kvpp=2", "+speculation.model.gama=9", "+kvp=2"):
+        key = override[1:].split("=")[0]
+        with pytest.raises(ValueError, match=f"{key} is unknown; known: "):
+            composed(override)
+    assert composed("+model.config.num_hidden_layers=3").model.config == {"num_hidden_layers": 3}
 
 
 def test_help_names_every_group() -> None:
@@ -79,12 +84,21 @@ def test_help_names_every_group() -> None:
         ("decode.run_steps=0", ["decode.run_steps"]),
         ("comm.timeout_s=0", ["comm.timeout_s"]),
         ("decode.resume=true", ["decode.resume", "decode.output"]),
+        ("decode.temperature=-1", ["decode.temperature=-1", "at least 0"]),
+        ("decode.top_p=7", ["decode.top_p=7", "at most 1"]),
+        ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, auto"]),
     ],
 )
 def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         check(composed(override))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_points_are_read_before_anything_is_loaded() -> None:
+    assert bench_points(BenchConfig("decode", ["2x3", "1x64K", "8x1M"])) == [(2, 3), (1, 65536), (8, 1 << 20)]
+    with pytest.raises(ValueError, match=r"bench\.points has '1x2G'"):
+        check(composed("bench=decode", "bench.points=[1x2G]"))
 
 
 def test_drafts_to_time_are_those_that_are_proposed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from helix.config import DecodeConfig
 from helix.request import Output, Request
-from launch.prompts import Prompt, ResultFile, check_writable, read_prompts, to_request
+from launch.prompts import Prompt, ResultFile, check_writable, kept_results, read_prompts, to_request
 
 
 def write(tmp_path: Path, *lines: Any) -> Path:
@@ -89,8 +90,8 @@ def test_parameters_out_of_range_refuse_the_request(options: dict[str, Any], wor
     assert refused.reason is not None and word in refused.reason
 
 
-def output(name: str | int, reason: str = "length") -> Output:
-    return Output(name, 3, (4, 5), "", f"text of {name}", reason, "why" if reason == "error" else None)
+def output(name: str | int, reason: str = "length", text: str = "text") -> Output:
+    return Output(name, 3, (4, 5), "", f"{text} of {name}", reason, "why" if reason == "error" else None)
 
 
 def prompts(*names: str | int) -> list[Prompt]:
@@ -103,8 +104,7 @@ def ids(path: Path) -> list[Any]:
 
 def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_text("from an earlier run\n")
-    results = ResultFile(path, prompts("a", "b", "c"), resume=False)
+    results = ResultFile(DecodeConfig(output=str(path)), prompts("a", "b", "c"))
     assert path.read_text() == ""
     results.add(output("c"))
     assert ids(path) == ["c"], "on disk before the run ends"
@@ -114,35 +114,70 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
     results.close()
     assert ids(path) == ["a", "b", "c"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    keys = ["id", "prompt_tokens", "output_ids", "text", "finish_reason"]
+    keys = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
     assert list(lines[1]) == keys and list(lines[0]) == [*keys, "reason"]
 
 
 def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = ResultFile(path, prompts(0, 1, 2, 3), resume=False)
+    asked = DecodeConfig(output=str(path))
+    first = ResultFile(asked, prompts(0, 1, 2, 3))
     first.add(output(2))
     first.add(output(0, "error"))
     with path.open("a") as file:
         file.write('{"id": 1, "prompt_tok')  # torn by the interruption
-    second = ResultFile(path, prompts(0, 1, 2, 3), resume=True)
+    again = replace(asked, resume=True)
+    second = ResultFile(again, prompts(0, 1, 2, 3))
     assert [p.id for p in second.remaining] == [0, 1, 3]
     assert ids(path) == [2]
     for name in (3, 1, 0):
-        second.add(output(name))
+        second.add(output(name, text="a\u2028b"))  # no end of a line to JSON
     second.close()
-    assert ids(path) == [0, 1, 2, 3]
-    third = ResultFile(path, prompts(3, 0), resume=True)  # other prompts now
-    assert third.remaining == []
+    third = ResultFile(again, prompts(0, 1, 2, 3))
+    assert third.remaining == [] and len(third.lines) == 4
     third.close()
-    assert ids(path) == [3, 0]
+
+
+def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    asked = DecodeConfig(output=str(path))
+    again = replace(asked, resume=True)
+    results = ResultFile(asked, prompts("a", "b"))
+    results.add(output("a"))
+    results.close()
+    held = path.read_text()
+    for config, wanted, said in (
+        (asked, prompts("a", "b"), "exists: decode.resume=true keeps"),
+        (again, prompts("b"), "holds a result 'a', which decode.prompts has not"),
+        (again, [Prompt("a", "another", None, {})], "holds a result 'a' of another prompt"),
+        (replace(again, max_new_tokens=3), prompts("a", "b"), "decoded with other settings"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kept_results(config, wanted)
+        with pytest.raises(ValueError, match=said):
+            ResultFile(config, wanted)
+        assert path.read_text() == held
+    path.write_text("# Something else\n\nof two lines\n")
+    with pytest.raises(ValueError, match="line 1, is no result"):
+        kept_results(again, prompts("a"))
+    path.write_text("")
+    assert kept_results(asked, prompts("a")) == {}
 
 
 def test_without_a_file_results_are_counted_all_the_same() -> None:
-    results = ResultFile(None, prompts("a"), resume=False)
+    results = ResultFile(DecodeConfig(), prompts("a"))
     results.add(output("a"))
     results.close()
     assert list(results.lines) == ["a"]
+
+
+def test_text_of_any_editor_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n{"prompt": "c"}\n')
+    assert [p.text for p in read_prompts(path)] == ["a\u2028b", "c"]
+    path.write_text('{"prompt": "a\\ud83d"}')
+    with pytest.raises(ValueError, match=r"line 1: .*half a character at 1"):
+        read_prompts(path)
 
 
 def test_unwritable_places_are_named_and_nothing_is_left(tmp_path: Path) -> None:
