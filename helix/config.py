@@ -243,16 +243,6 @@ def check(config: Config) -> None:
         )
     if config.bench.kind in ("decode", "hopb", "prefill"):
         bench_points(config.bench)
-    decode = config.decode
-    for key, inside, accepted in (
-        ("temperature", decode.temperature >= 0, "at least 0"),
-        ("top_k", decode.top_k >= 0, "at least 0"),
-        ("top_p", 0 < decode.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= decode.min_p <= 1, "from 0 to 1"),
-        ("seed", decode.seed >= 0, "at least 0"),
-    ):
-        if not inside:
-            raise ValueError(f"decode.{key}={getattr(decode, key)!r} must be {accepted}")
     if not 0 <= config.speculation.acceptance <= 1:
         raise ValueError(f"speculation.acceptance={config.speculation.acceptance!r} must be from 0 to 1")
     if not 0 < config.kv.memory_fraction <= 1:

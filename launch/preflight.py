@@ -16,7 +16,7 @@ from helix.loading import Checkpoint, load_spec_config, read_json
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.speculation import check_draft
 from launch.auto import choose
-from launch.prompts import Prompt, check_writable, kept_results, read_prompts
+from launch.prompts import Prompt, check_defaults, check_writable, kept_results, read_prompts
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         ValueError: naming the key, its value and what to do.
     """
     check(config)
+    check_defaults(config.decode)
     auto = config.layout.mode == "auto"
     layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
     if layout.world_size != world_size:

@@ -90,6 +90,14 @@ def _parse(line: str, index: int) -> Prompt:
     return Prompt(name, text, None if ids is None else tuple(ids), options)
 
 
+def check_defaults(config: DecodeConfig) -> None:
+    """Raises ValueError where a sampling key of `decode` is out of range, as of each prompt that leaves it unset."""
+    try:
+        SamplingParams(**{key: getattr(config, key) for key in SAMPLING})
+    except ValueError as error:
+        raise ValueError(f"decode: {error}") from error
+
+
 def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
     """A request for the engine, or the output that refuses it where its parameters are out of range."""
     ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")

@@ -114,10 +114,11 @@ def check(out: Tensor, lse: Tensor, case: Case, expected: tuple[Tensor, Tensor] 
 
     Tolerances: fp32 sums of a few hundred terms of size 1 keep 1e-5 (2^-24 x sqrt(terms), and Triton's exp2 adds its
     own 2^-22). Below fp32 the weights are rounded to the dtype before the second product, large parts before they are
-    merged, and the output once more: each adds at most half a unit in the last place, 2^-9 for bf16 and 2^-12 for fp16,
-    of values up to about 4. LSE stays fp32.
+    merged, and the output once more, each by half a unit in the last place, 2^-9 for bf16 and 2^-12 for fp16, of values
+    up to about 4. Two of the three count: a row as large as that is nearly one key's, whose weight is 1 and stays so.
+    LSE stays fp32.
     """
     want, want_lse = expected or case.expected()
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 6 * 2**-8, torch.float16: 6 * 2**-11}[out.dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}[out.dtype]
     torch.testing.assert_close(out.double().cpu(), want, atol=tolerance, rtol=0)
     torch.testing.assert_close(lse.double().cpu(), want_lse, atol=1e-5, rtol=1e-6)

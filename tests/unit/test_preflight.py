@@ -70,6 +70,8 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("speculation=replay",), 2, ["speculation.drafter=replay", "not the model's", "bench=decode"]),
         (("decode.prompts=null",), 2, ["nothing to do", "decode.prompts", "bench=decode"]),
         (("model.path=null",), 2, ["no model", "model.path=DIR"]),
+        (("decode.temperature=-1",), 2, ["decode: ", "temperature = -1", ">= 0"]),
+        (("decode.top_p=nan",), 2, ["decode: ", "top_p = nan", "(0, 1]"]),
         (("decode.prompts=/nowhere.jsonl",), 2, ["/nowhere.jsonl cannot be read"]),
         (("model.path=/nowhere",), 2, ["model.path=/nowhere is not a directory"]),
     ],

@@ -99,7 +99,7 @@ def prompts(*names: str | int) -> list[Prompt]:
 
 
 def ids(path: Path) -> list[Any]:
-    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["id"] for line in path.read_text().split("\n") if line]
 
 
 def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path) -> None:
@@ -133,6 +133,7 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
     for name in (3, 1, 0):
         second.add(output(name, text="a\u2028b"))  # no end of a line to JSON
     second.close()
+    assert ids(path) == [0, 1, 2, 3]
     third = ResultFile(again, prompts(0, 1, 2, 3))
     assert third.remaining == [] and len(third.lines) == 4
     third.close()
