@@ -10,8 +10,9 @@ stream than the rest, but no collective on two streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,16 @@ TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be 
 ONE_SHOT_BYTES = 64 << 10  # above, sending every row to every rank costs more than the detour
 GATHER_PIECES = 512  # slices: 512 KiB
 LOOK_S = 3e-7  # the least that one look at a box takes, seconds
+WORD = 8  # bytes of a word with its tag
+SLICE = all_reduce_norm.SLICE_WORDS * WORD
+# Bytes of the boxes of one source, of each collective.
+SOURCE = {
+    "exchange": EXCHANGE_PIECES * exchange.PIECE_WORDS * WORD,
+    "one_shot": ONE_SHOT_PIECES * SLICE,
+    "two_shot": TWO_SHOT_PIECES * SLICE,
+    "sums": TWO_SHOT_PIECES * SLICE,
+    "gather": GATHER_PIECES * all_gather.SLICE_WORDS * WORD,
+}
 
 
 class SymmMemCommunicator(TorchDistCommunicator):
@@ -42,28 +53,23 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
         super().__init__(kvp_groups, device, timeout)
         self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))
-        world, group = self.world_size, len(self.kvp_group)
-        slices = all_reduce_norm.SLICE_WORDS
-        sizes = {
-            "exchange": 2 * group * EXCHANGE_PIECES * exchange.PIECE_WORDS,
-            "one_shot": 2 * world * ONE_SHOT_PIECES * slices,
-            "two_shot": 2 * (world + 1) * TWO_SHOT_PIECES * slices,
-            "gather": 2 * world * GATHER_PIECES * all_gather.SLICE_WORDS,
-        }
+        sources = dict.fromkeys(SOURCE, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
+        # Two turns of each, one behind the other.
+        *begins, size = accumulate((2 * sources[name] * SOURCE[name] for name in SOURCE), initial=0)
         try:
-            self._boxes = symm_mem.empty(sum(sizes.values()), dtype=torch.int64, device=self.device)
+            self._boxes = symm_mem.empty(size // WORD, dtype=torch.int64, device=self.device)
             handle = symm_mem.rendezvous(self._boxes, _world())
         except RuntimeError as error:
             raise RuntimeError(
-                f"the GPUs of this host cannot share {sum(sizes.values()) * 8} bytes of memory ({error}): "
-                "use comm.backend=nccl"
+                f"the GPUs of this host cannot share {size} bytes of memory ({error}): use comm.backend=nccl"
             ) from error
-        self._peers, offset = {}, 0
-        for name, size in sizes.items():
-            ranks = self.kvp_group if name == "exchange" else range(world)
-            addresses = [handle.buffer_ptrs[r] + offset * 8 for r in ranks]
-            self._peers[name] = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-            offset += size
+        at = self._addresses(handle.buffer_ptrs, dict(zip(SOURCE, begins, strict=True)))
+        tables = {name: torch.tensor(table, dtype=torch.int64, device=self.device) for name, table in at.items()}
+        self._peers = {name: tables[name] for name in ("exchange", "gather")}
+        self._peers |= {
+            "one_shot": tables["one_shot"][None],
+            "two_shot": torch.stack((tables["two_shot"], tables["sums"])),
+        }
         names = "sent", "received", "one_shot", "two_shot", "gather"
         self._counts = {name: torch.zeros(1, dtype=torch.int64, device=self.device) for name in names}
         self._squares = {
@@ -73,6 +79,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._starts: dict[tuple[int, ...], Tensor] = {}
         self.reset()
+
+    def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
+        """Where each rank has the boxes of each collective, which begin at `begins` in the `memory` of a process."""
+        ranks = {name: range(self.world_size) for name in begins} | {"exchange": self.kvp_group}
+        return {name: [memory[r] + begin for r in ranks[name]] for name, begin in begins.items()}
 
     def reset(self) -> None:
         """Empties all boxes after a step that some rank did not finish; a collective, with no other one under way."""
@@ -117,17 +128,29 @@ class SymmMemCommunicator(TorchDistCommunicator):
         )  # fmt: skip
 
     def all_reduce_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        size = x.numel() * x.element_size()
-        row, rest = divmod(x.shape[1] * x.element_size(), 4)
-        pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
-        way = "one_shot" if size <= ONE_SHOT_BYTES and pieces <= ONE_SHOT_PIECES else "two_shot"
-        if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in exchange.DTYPES:
+        way = self._way(x)
+        if way is None:
             return super().all_reduce_norm(x, residual, weight, eps)
         return all_reduce_norm.all_reduce_norm(
             x, residual, weight, eps,
             self._peers[way], self._squares[way], self._counts[way], self._status,
             rank=self.rank, pieces=len(self._squares[way]) // 2, spins=self._spins, two_shot=way == "two_shot",
         )  # fmt: skip
+
+    def _way(self, x: Tensor) -> str | None:
+        """How rows are added up; None: by the library."""
+        size = x.numel() * x.element_size()
+        row, rest = divmod(x.shape[1] * x.element_size(), 4)
+        pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
+        if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in exchange.DTYPES:
+            return None
+        if size <= ONE_SHOT_BYTES and pieces <= ONE_SHOT_PIECES:
+            return "one_shot"
+        return "two_shot" if self._spreads(pieces) else None
+
+    def _spreads(self, pieces: int) -> bool:
+        """Whether so many pieces can have owners."""
+        return True
 
     def _starts_of(self, shares: Sequence[int]) -> Tensor:
         """First head of each rank and the end, int32 on the device; made once, so that capture finds it."""

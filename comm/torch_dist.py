@@ -33,7 +33,7 @@ class TorchDistCommunicator(Communicator):
     """
 
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = self._place(kvp_groups)
         if sorted(r for group in kvp_groups for r in group) != list(range(world_size)):
             raise ValueError(f"kvp groups {kvp_groups} must contain each of the {world_size} ranks exactly once")
         if any(list(group) != sorted(group) for group in kvp_groups):
@@ -42,18 +42,27 @@ class TorchDistCommunicator(Communicator):
         self.capturable = self.device.type == "cuda"
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
-        self._kvp: dist.ProcessGroup | None = None
-        # Every rank creates every group, in this order: creation is itself a collective of the world.
-        for ranks in kvp_groups:
-            if len(ranks) > 1:
-                group = dist.new_group(list(ranks), timeout=timeout)
-                if rank in ranks:
-                    self._kvp = group
-                    self._groups.append(group)
+        self._kvp = self._connect(kvp_groups)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._groups.append(self._control)
         # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
         self.barrier()
+
+    def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """This rank, and how many there are."""
+        return dist.get_rank(), dist.get_world_size()
+
+    def _connect(self, kvp_groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The process group of this rank's kvp group, None where it is alone."""
+        mine = None
+        # Every rank creates every group, in this order: creation is itself a collective of the world.
+        for ranks in kvp_groups:
+            if len(ranks) > 1:
+                group = dist.new_group(list(ranks), timeout=self._timeout)
+                if self.rank in ranks:
+                    mine = group
+                    self._groups.append(group)
+        return mine
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous(), f"all_reduce of a non-contiguous tensor {list(x.shape)}"
@@ -86,7 +95,7 @@ class TorchDistCommunicator(Communicator):
         return received
 
     def all_gather_object(self, obj: T) -> list[T]:
-        gathered: list[Any] = [None] * self.world_size
+        gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, obj, group=self._control)
         return gathered
 

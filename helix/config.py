@@ -70,7 +70,8 @@ class AttentionConfig:
 class CommConfig:
     """Attributes:
     backend: symm_mem (kernels of our own between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
-        the first of these that can be.
+        the first of these that can be. stand_in: one or two GPUs play ranks of a layout of more, in a benchmark; what
+        is for other ranks goes to each other, so that steps take the time they would (one: less the link's).
     timeout_s: deadline of each collective, seconds.
     """
 
@@ -216,7 +217,7 @@ def check(config: Config) -> None:
         "speculation.model.load": ("checkpoint", "random"),
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "attention.policy": ("dense",),
-        "comm.backend": ("auto", "gloo", "nccl", "symm_mem"),
+        "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "stand_in"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
         "speculation.drafter": ("none", "ngram", "model", "replay"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),

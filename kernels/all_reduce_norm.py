@@ -20,7 +20,7 @@ SLICE_WORDS = 256
 
 @triton.jit
 def _all_reduce_norm_kernel(
-    x, residual, weight, y, total, peers, sums_at, squares, count, status,
+    x, residual, weight, y, total, peers, squares, count, status,
     rank, H, eps, spins,
     ROW_WORDS: tl.constexpr, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
@@ -59,10 +59,10 @@ def _all_reduce_norm_kernel(
                 words = pack(tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0), DTYPE)
                 for step in tl.static_range(RANKS):
                     to = (rank + 1 + step) % RANKS
-                    send(box(boxes_of(peers, to) + sums_at, tag, 0, piece, 1, PIECES, SIZE) + w, words, tag, inside)
+                    send(box(boxes_of(peers, RANKS + to), tag, 0, piece, 1, PIECES, SIZE) + w, words, tag, inside)
     if PHASES & 4:
         if TWO_SHOT:
-            sum_at = box(boxes_of(peers, rank) + sums_at, tag, 0, piece, 1, PIECES, SIZE) + w
+            sum_at = box(boxes_of(peers, RANKS + rank), tag, 0, piece, 1, PIECES, SIZE) + w
             words = receive(sum_at, tag, inside, owner, status, looks)
             first, second = low(words, DTYPE), high(words, DTYPE)
         else:
@@ -115,8 +115,8 @@ def all_reduce_norm(
         x: [N, H], a multiple of 4 bytes a row; contiguous.
         residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
         weight: [H].
-        peers: [W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces, slice_words],
-            and behind them, for two shots, [2, pieces, slice_words].
+        peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
+            slice_words], and for two shots those of the sums, [2, pieces, slice_words].
         squares: int64 [2, pieces], zeroed, local.
         count: int64 [1], zeroed, of turns. Boxes, squares and count serve calls with one shot only, or with two only.
         status: [1] int32, set where a rank does not come within `spins` looks.
@@ -132,8 +132,8 @@ def all_reduce_norm(
     N, H = x.shape
     words = H * x.itemsize // 4
     slices = triton.cdiv(words, slice_words)
-    ranks = len(peers)
-    assert words * 4 == H * x.itemsize and N * slices <= pieces
+    ranks = peers.shape[1]
+    assert words * 4 == H * x.itemsize and N * slices <= pieces and len(peers) >= 1 + two_shot
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     y, total = torch.empty_like(x), torch.empty_like(x)
 
@@ -142,7 +142,7 @@ def all_reduce_norm(
 
     _all_reduce_norm_kernel[(N * slices,)](
         as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
-        peers, 2 * ranks * pieces * slice_words, squares, count, status, rank, H, eps, spins,
+        peers, squares, count, status, rank, H, eps, spins,
         ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
         RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
         DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, TWO_SHOT=two_shot, PHASES=phases,

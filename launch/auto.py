@@ -14,6 +14,7 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
 from helix.simulate.points import Options
+from launch import local
 from launch.hardware import hardware_of
 from launch.prompts import Prompt
 
@@ -21,12 +22,14 @@ TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, whi
 
 
 def ranks(config: Config) -> int:
-    """How many ranks a run without a launcher has: those of its layout, or under `auto` every GPU (one on a CPU).
+    """How many processes a run without a launcher has: the ranks of its layout, under `auto` every GPU (one on a CPU).
 
     Raises:
         ValueError: the widths form no layout.
     """
     layout = config.layout
+    if config.comm.backend == "stand_in":
+        return local.processes()
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
     return HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size

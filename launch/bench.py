@@ -23,9 +23,12 @@ from launch import (
     bench_speculate,
     bench_steps,
     bench_verify,
+    local,
 )
 from launch.report import provenance
 
+PLAYED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
+RANKS = f"of {', '.join(PLAYED)}: more than there are GPUs, of which one or two play some (comm/stand_in.py)"
 MODELS = "of step, baselines (default all), hopb (default qwen2.5-7b), speculate (default llama-3.1-70b demo)"
 
 
@@ -46,13 +49,21 @@ def main() -> None:
     }
     parser.add_argument("what", choices=what, help="; ".join(f"{k}: {v}" for k, v in what.items()))
     parser.add_argument("--models", nargs="*", help=MODELS)
-    parser.add_argument("--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl")
+    parser.add_argument(
+        "--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl, or WHAT-of-N.jsonl"
+    )
+    parser.add_argument("--ranks", type=int, help=RANKS)
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus else "cpu")
     if not gpus:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
-    ranks, models = gpus or 2, arguments.models
+    ranks, models = arguments.ranks or gpus or 2, arguments.models
+    played = local.played(ranks)
+    if arguments.ranks is not None and (not played or arguments.what not in PLAYED):
+        parser.error(
+            f"--ranks={ranks}: one or two GPUs can play ranks of more, in {', '.join(PLAYED)}; there are {gpus} GPUs"
+        )
     parts: dict[str, list[Callable[[], Iterable[dict[str, Any]]]]] = {
         "kernels": [partial(bench_kernels.run, device), partial(bench_linear.run, device)],
         "moe": [partial(bench_moe.run, device)],
@@ -65,12 +76,13 @@ def main() -> None:
         "hopb": [partial(bench_hopb.run, ranks, models)],
         "prefill": [partial(bench_prefill.run, ranks, device)],
     }
-    output = arguments.output or (Path(f"benchmarks/results/{arguments.what}.jsonl") if gpus else None)
-    count, facts = 0, provenance(device)
+    name = f"{arguments.what}-of-{ranks}" if played else arguments.what
+    output = arguments.output or (Path(f"benchmarks/results/{name}.jsonl") if gpus else None)
+    count, facts = 0, provenance(device) | ({"played_by": local.processes()} if played else {})
     with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:
         for row in (row for part in parts[arguments.what] for row in part()):
             if file is not None:  # what is measured is kept, whatever becomes of the next row
-                file.write(json.dumps({"name": arguments.what, **facts, **row}) + "\n")
+                file.write(json.dumps({"name": name, **facts, **row}) + "\n")
                 file.flush()
                 count += 1
     if output is not None:

@@ -252,9 +252,10 @@ def run(ranks: int, models: list[str] | None = None) -> list[dict[str, Any]]:
     gpus = torch.cuda.is_available()
     if ranks < 2:
         raise SystemExit("error: one GPU has nobody to exchange with: use two or more")
+    backends = ("stand_in",) if local.played(ranks) else ("symm_mem", "nccl") if gpus else ("gloo",)
     rows: list[dict[str, Any]] = []
     for model in (models or ["qwen2.5-7b"]) if gpus else ["demo"]:
-        for backend in ("symm_mem", "nccl") if gpus else ("gloo",):
+        for backend in backends:
             found = _job(model, backend, ranks, POINTS if gpus else ON_CPU)
             # What does not depend on a model or a backend counts once.
             rows += [row | {"model": model} for row in found if row["kind"] in ("ttl", "failed")]
@@ -269,7 +270,7 @@ def _job(model: str, backend: str, ranks: int, points: list[str]) -> list[dict[s
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
         code = local.launch(
-            ranks,
+            local.processes() if backend == "stand_in" else ranks,
             [
                 f"model={model}", "bench=hopb", f"comm.backend={backend}", f"layout.kvp={ranks}",
                 f"bench.points=[{','.join(points)}]", f"bench.steps={STEPS if torch.cuda.is_available() else 3}",

@@ -136,7 +136,7 @@ def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
     model = "qwen2.5-7b" if gpu else "demo"
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
-        code = local.launch(
+        code = local.benchmark(
             ranks,
             [
                 f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{prompts}]",

@@ -89,7 +89,7 @@ def _job(ranks: int, overrides: list[str]) -> tuple[int, dict[str, Any]]:
     """The exit code of a job of its own, and its record."""
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
-        code = local.launch(ranks, [*overrides, "decode.stream=false", f"record={record}"])
+        code = local.benchmark(ranks, [*overrides, "decode.stream=false", f"record={record}"])
         return code, json.loads(record.read_text()) if code == 0 else {}
 
 
@@ -160,7 +160,7 @@ def run(ranks: int, models: list[str] | None = None) -> Iterator[dict[str, Any]]
             rows.append(row)
             yield row
     terminal.print(_replay_table(rows))
-    if gpu and "demo" not in chosen:
+    if gpu and ("demo" not in chosen or local.played(ranks)):
         return
     table = Table("drafts", "tok/step", "tok/s/user", "gain", "as without", title="copies of files by the demo model")
     for row in copies(ranks):

@@ -142,7 +142,7 @@ def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) ->
     points = ",".join(f"{w.batch}x{w.length}" for w in works)
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
-        code = local.launch(
+        code = local.benchmark(
             layout.world_size,
             [
                 f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",

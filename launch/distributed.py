@@ -59,7 +59,7 @@ class Job:
     Attributes:
         place: which rank this is.
         device: where its tensors live, once `connect` has chosen.
-        backend: symm_mem (over NCCL), nccl or gloo, likewise.
+        backend: symm_mem, stand_in (both over NCCL), nccl or gloo, likewise.
         timeout: deadline of each collective, likewise.
     """
 
@@ -178,7 +178,8 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     """
     gpus = min(f["gpus"] for f in facts)
     covered = gpus >= place.local_world_size
-    peers = covered and place.world_size > 1 and all(f["peers"] for f in facts)
+    within_reach = covered and all(f["peers"] for f in facts)
+    peers = within_reach and place.world_size > 1
     if backend == "auto":
         return "symm_mem" if peers else "nccl" if covered else "gloo"
     if backend != "gloo" and not covered:
@@ -191,6 +192,8 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
             "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
             "use comm.backend=nccl"
         )
+    if backend == "stand_in" and not within_reach:
+        raise ValueError("comm.backend=stand_in needs two GPUs of one host that reach each other's memory, or one")
     return backend
 
 

@@ -10,12 +10,32 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from comm.stand_in import PROCESSES
+
 INTERRUPTED = 130  # exit code after control-C, as shells have it
 ENTRY = Path(__file__).resolve().parent.parent / "torchrun_entry.py"
+
+
+def played(ranks: int) -> bool:
+    """Whether a benchmark of so many ranks has one or two GPUs to stand in for them: there are GPUs, and fewer."""
+    return 0 < torch.cuda.device_count() < ranks
+
+
+def processes() -> int:
+    """Of those that stand in for ranks."""
+    return min(PROCESSES, torch.cuda.device_count())
+
+
+def benchmark(ranks: int, overrides: Sequence[str]) -> int:
+    """As `launch`, by one or two GPUs that play some of the ranks where there are not so many."""
+    if played(ranks):
+        return launch(processes(), ["comm.backend=stand_in", *overrides])
+    return launch(ranks, overrides)
 
 
 def launch(world_size: int, overrides: Sequence[str]) -> int:

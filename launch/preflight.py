@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from comm import stand_in
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, check
@@ -149,6 +150,9 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     check_defaults(config.decode)
     auto = config.layout.mode == "auto"
     layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
+    if config.comm.backend == "stand_in":
+        _check_stand_in(config, layout, world_size)
+        rank, world_size = stand_in.rank_of(rank, world_size, layout.world_size), layout.world_size
     if layout.world_size != world_size:
         raise ValueError(
             f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but {world_size} were started: "
@@ -185,6 +189,18 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
                 check_writable(key, Path(value))
         kept_results(config.decode, prompts)
     return RunPlan(config, layout, spec, checkpoint, draft, prompts, reason)
+
+
+def _check_stand_in(config: Config, layout: HelixLayout, processes: int) -> None:
+    """Raises ValueError where two processes cannot play ranks of the layout."""
+    what = "comm.backend=stand_in: one or two GPUs play ranks of a larger layout"
+    if config.bench.kind == "none":
+        raise ValueError(f"{what}, and tokens mean nothing: set bench=decode, comm, hopb or prefill")
+    if config.layout.mode == "auto" or not processes <= min(stand_in.PROCESSES, layout.world_size - 1):
+        raise ValueError(
+            f"{what}: {processes} processes were started for {layout}; start {stand_in.PROCESSES} at most, and set "
+            "layout.kvp and layout.tpa to more"
+        )
 
 
 def _prompts(config: Config) -> list[Prompt]:

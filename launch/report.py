@@ -59,7 +59,9 @@ class Console:
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
-        self._terminal.print(f"{plan.layout}: {job.place.world_size} ranks on {where} over {job.backend}{auto}")
+        played = f", of which {job.place.world_size} are played" if job.backend == "stand_in" else ""
+        ranks = f"{plan.layout.world_size} ranks{played}"
+        self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from comm.base import Communicator
+from comm.stand_in import StandInCommunicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
@@ -33,6 +34,7 @@ from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
 ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = {"symm_mem": SymmMemCommunicator, "stand_in": StandInCommunicator}
 REFUSED = 3  # exit code where requests were refused and the others served
 
 OmegaConf.register_new_resolver("root", lambda: str(ROOT))
@@ -112,7 +114,7 @@ def _run_rank(job: Job, config: Config) -> int:
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)
-    kind = SymmMemCommunicator if job.backend == "symm_mem" else TorchDistCommunicator
+    kind = BACKENDS.get(job.backend, TorchDistCommunicator)
     comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
     comms: list[Communicator] = [comm]
     if plan.draft is not None:

@@ -99,6 +99,7 @@ def test_a_nan_lse_surfaces(device: torch.device) -> None:
 def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dtype, device: torch.device) -> None:
     size = 64  # words of a slice; a row is one slice, so that no program of a rank waits for another
     ranks = Ranks(W, (2 * W + 2) * PIECES * size, device)
+    peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * W * PIECES * size))  # sums lie behind the parts
     squares = torch.zeros(W, 2, PIECES, dtype=torch.int64, device=device)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(H, generator=generator).to(device, dtype)
@@ -109,7 +110,7 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
         for phase in (1, 2, 4):
             got = [
                 all_reduce_norm(
-                    parts[r], residual, weight, 1e-5, ranks.peers, squares[r], ranks.counts[r][0], ranks.status[r],
+                    parts[r], residual, weight, 1e-5, peers, squares[r], ranks.counts[r][0], ranks.status[r],
                     rank=r, pieces=PIECES, spins=2, two_shot=two_shot, slice_words=size, phases=phase,
                 )
                 for r in range(W)

@@ -1,0 +1,120 @@
+"""One or two GPUs stand in for the ranks of a larger world, whose steps can then be timed without it.
+
+Each of two processes plays one rank of W: it holds that rank's weights and KV, runs its kernels, and sends what that
+rank sends. Messages for any other rank go to the other process, as if from a rank that is not there: every box in which
+a kernel waits for a message is filled once a turn, and as many bytes cross a GPU's link, in each direction, as with W.
+A single process does the same with itself, and no link is crossed.
+
+What comes is not what those ranks would say: tokens mean nothing. And times lack what W GPUs do to each other: more
+ranks to be the slowest of, and a switch with more to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.base import T
+from comm.symm_mem import SLICE, SOURCE, SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+
+PROCESSES = 2  # at most
+
+
+def rank_of(process: int, processes: int, world_size: int) -> int:
+    """The rank that a process plays: the first of all, or the first of the second half."""
+    return process * (world_size // processes)
+
+
+def addresses(
+    ranks: int, mine: int, theirs: int, own: int, other: int, source_bytes: int, piece_bytes: int = 0
+) -> list[int]:
+    """A table of boxes by which a kernel of rank `mine` sends what is for others to the process that plays `theirs`.
+
+    What is meant for `theirs` comes there as from `mine`, what is meant for another as from that one. Kernels send to
+    the box of source `mine` of what they find here, so that the table makes up for the difference.
+
+    Args:
+        own, other: addresses of this process's boxes and of the other's.
+        source_bytes: from the boxes of one source to those of the next.
+        piece_bytes: from a piece to the next, where each destination gets pieces of its own: that of rank r in every
+            `ranks` of them. They go to those of `theirs`.
+    """
+    return [
+        own if to == mine else other + (source - mine) * source_bytes + (theirs - to) * piece_bytes
+        for to, source in enumerate(mine if to == theirs else to for to in range(ranks))
+    ]
+
+
+class StandInTransport(TorchDistCommunicator):
+    """As `TorchDistCommunicator`, for a process that plays one of the W ranks in `kvp_groups`.
+
+    Objects come from the processes: that of a rank which is not there is the one of the rank played in its half.
+    """
+
+    def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+        world_size, self._process, self._processes = sum(map(len, kvp_groups)), dist.get_rank(), dist.get_world_size()
+        assert self._processes <= min(PROCESSES, world_size), f"{self._processes} processes for {world_size} ranks"
+        self._other = self._processes - 1 - self._process
+        return rank_of(self._process, self._processes, world_size), world_size
+
+    def _connect(self, kvp_groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        self._peer = rank_of(self._other, self._processes, self.world_size)
+        self._peer_in_group = next(list(group).index(self._peer) for group in kvp_groups if self._peer in group)
+        ranks, mine, theirs = len(self.kvp_group), self.kvp_rank, self._peer_in_group
+        # In the order in which the other process has the sources.
+        for_other = [theirs if source == mine else source for source in range(ranks) if source != theirs]
+        self._for_other = torch.tensor(for_other, device=self.device)
+        self._from_other = torch.tensor([source for source in range(ranks) if source != mine], device=self.device)
+        return None
+
+    def _swap(self, x: Tensor) -> Tensor:
+        """The other process's tensor of the same shape, for this one; contiguous."""
+        received, sizes = torch.empty_like(x), [0] * self._processes
+        sizes[self._other] = x.numel()
+        dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes)
+        return received
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum with W - 1 times the other's; a second message makes it the bytes of a ring, 2 (W - 1) / W."""
+        other, W = self._swap(x), self.world_size
+        if rest := x.numel() * (W - 2) // W:
+            self._swap(x.view(-1)[:rest])
+        return x.add_(other, alpha=W - 1)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        others = self._swap(x.expand(self.world_size - 1, *x.shape).contiguous())
+        return torch.cat((others[: self.rank], x[None], others[self.rank :]))
+
+    def all_to_all(self, send: Tensor) -> Tensor:
+        if len(send) == 1:
+            return send
+        received = torch.empty_like(send)
+        received[self.kvp_rank] = send[self.kvp_rank]
+        return received.index_copy_(0, self._from_other, self._swap(send[self._for_other]))
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        gathered = super().all_gather_object(obj)
+        half = self.world_size // self._processes
+        return [gathered[min(rank // half, self._processes - 1)] for rank in range(self.world_size)]
+
+
+class StandInCommunicator(SymmMemCommunicator, StandInTransport):
+    """As `SymmMemCommunicator`, likewise."""
+
+    def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
+        own, other = memory[self._process], memory[self._other]
+        places = dict.fromkeys(begins, (self.world_size, self.rank, self._peer))
+        places["exchange"] = len(self.kvp_group), self.kvp_rank, self._peer_in_group
+        # Of every W pieces a rank owns one. It sends their sum to all ranks, here to the pieces that they own.
+        sizes = {name: (SOURCE[name], 0) for name in begins}
+        sizes |= {"two_shot": (SOURCE["two_shot"], SLICE), "sums": (SLICE, 0)}
+        return {
+            name: addresses(*places[name], own + begin, other + begin, *sizes[name]) for name, begin in begins.items()
+        }
+
+    def _spreads(self, pieces: int) -> bool:
+        return pieces % self.world_size == 0  # or some rank would wait for a piece that its stand-in does not own
