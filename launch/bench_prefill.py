@@ -117,10 +117,13 @@ def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Con
 
 
 def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case."""
+    """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case.
+
+    Prompts alone where GPUs play these ranks: the kernel is the same.
+    """
     gpu = device.type == "cuda"
     rate = matrix_tflops(device)
-    shapes = KERNELS if gpu else [(4, 2, 128, 512)]
+    shapes = [] if local.played(ranks) else KERNELS if gpu else [(4, 2, 128, 512)]
     rows = []
     for shape in shapes:
         rows.append({**measure_kernel(*shape, device), "matrix_tflops": rate})
