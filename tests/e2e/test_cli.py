@@ -180,6 +180,15 @@ def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) 
     assert ended.code == 1 and "comm.backend=nccl needs a GPU for each rank" in ended.output, ended.output
 
 
+def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
+    """Found once the weights are in, on all ranks alike: in a run, and at the only point of a benchmark."""
+    bench = ["bench=decode", "bench.points=[900000000x9]", "bench.steps=1"]
+    for overrides, command in ((["kv.tokens=1000000000000"], ENTRY), (bench, torchrun(2))):
+        ended = run(tmp_path, *common(many), *overrides, command=command)
+        assert ended.code == 1 and ended.output.count("error: kv.tokens=") == 1, ended.output
+        assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
+
+
 @pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_job(tmp_path: Path, many: Path, stop_signal: signal.Signals) -> None:
     out = tmp_path / "out.jsonl"
@@ -287,7 +296,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         assert found["tokens_per_s_user"] == pytest.approx(each * 5 / found["decode_s"])
     assert points[0]["speculation"]["acceptance_by_place"] == [1.0] * 3 and points[1]["speculation"] is None
     ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[1x510]")
-    assert ended.code == 1 and "exceed the model's context of 512" in ended.output
+    assert ended.code == 1 and "error: 510 tokens and 37 steps exceed the model's context of 512" in ended.output
 
 
 def test_layout_auto(tmp_path: Path) -> None:
