@@ -320,27 +320,27 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     ended = run(
         tmp_path, "-m", f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=1,2",
-        "layout.tpa=1,4", "kv.tokens=16,0", f"hydra.sweep.dir={sweep}", command=[sys.executable, "-m", "launch.sweep"],
+        "layout.tpa=1,4", "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={sweep}",
+        command=[sys.executable, "-m", "launch.sweep"],
     )  # fmt: skip
     with (sweep / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == [
-        "ok",
-        "failed",
-        "skipped",
-        "skipped",
-        "ok",
-        "failed",
-        "skipped",
-        "skipped",
-    ]
+    assert [row["status"] for row in rows] == 2 * ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
     assert ended.code == 1, "some points failed"
     assert [row["kvp"] for row in rows if row["status"] == "ok"] == ["1", "2"]
     assert all(float(row["ttl_p50_us"]) > 0 for row in rows if row["status"] == "ok")
     assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
-    assert "kv.tokens=0 must be positive" in ended.output and "layout.tpa=4 does not fit" in ended.output
+    early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
+    assert early == "kv.tokens=0 must be positive" and late.startswith("kv.tokens=1000000000000 needs")
+    assert f"point 1, 7 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
     assert (sweep / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "4.jsonl")[0]["output_ids"]
+    assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "6.jsonl")[0]["output_ids"]
+    ended = run(
+        tmp_path, "-m", "layout.kvp=1,2", "+decode.tokens=3", f"hydra.sweep.dir={tmp_path}/none",
+        command=[sys.executable, "-m", "launch.sweep"],
+    )  # fmt: skip
+    assert ended.code == 1 and ended.output.startswith("error: decode.tokens is unknown; known: "), ended.output
+    assert ended.output.count("\n") == 1
 
 
 def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
