@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helix.layout import HelixLayout
+from launch.demo import verdict
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job, torchrun
 
@@ -378,3 +379,8 @@ def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
     word, number, _ = needle["id"].split("-")
     assert f"# The magic number for {word} is {number}." in needle["prompt"]
     assert needle["prompt"].endswith(f"# The magic number for {word} is")
+    answers = {f" {number}.": "was found", f" {number}5.": "was NOT found", "": "was NOT found"}
+    for text, said in answers.items():
+        results = [json.dumps({"id": name, "text": text}) for name in ("read-json", needle["id"])]
+        assert f"the line hidden in the first prompt {said}: it says {number}" in verdict(results)
+    assert verdict(results[:1]) == "", "other prompts hide nothing"
