@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from bisect import bisect_right
-from typing import Any
+from typing import Any, NoReturn
 
 from comm.base import Communicator
 from helix.config import Config
@@ -41,7 +43,10 @@ def decode(
             {(not r.sampling.is_greedy, r.sampling.is_filtered) for r in requests},
         )
     )
-    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
+    try:
+        engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
+    except ValueError as error:
+        end_all(comm, error)
     if comm.device.type == "cuda":
         engine.warm_up(variants)
     engine.on_prefill = console.prefill
@@ -62,6 +67,15 @@ def decode(
         title = f"{len(results.lines) - refused} served, {refused} refused"
         console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)
     return measured, comm.broadcast_object(refused)
+
+
+def end_all(comm: Communicator, error: ValueError) -> NoReturn:
+    """Ends all ranks with one line about what is wrong on all of them alike; a collective."""
+    if comm.rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    comm.barrier()  # the first rank that exits takes the others down: not before the line is out
+    os._exit(1)  # at once: destructors of process groups may wait for peers
 
 
 def make_drafter(
@@ -134,7 +148,8 @@ def build_engine(
         own_pages = "" if draft is None else ", besides those of the draft model"
         raise ValueError(
             f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}"
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
+            "take fewer tokens, or a larger layout.kvp"
         )
     budget = tokens_of(pages)
     max_length = min(budget, spec.max_positions)

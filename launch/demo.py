@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from launch import local
+from launch.needles import score
+from launch.run import ROOT
 
 
 def main() -> None:
     gpus = torch.cuda.device_count()
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
-    overrides = ["experiment=demo", f"layout.kvp={kvp}", f"layout.tpa={tpa}", *sys.argv[1:]]
-    sys.exit(local.launch(kvp * tpa, overrides))
+    with TemporaryDirectory() as directory:
+        results = Path(directory) / "results.jsonl"
+        overrides = ["experiment=demo", f"layout.kvp={kvp}", f"layout.tpa={tpa}", f"decode.output={results}"]
+        code = local.launch(kvp * tpa, [*overrides, *sys.argv[1:]])
+        if code == 0 and results.exists():  # or decode.output was given
+            print(verdict(results.read_text(encoding="utf-8").splitlines()), end="")
+    sys.exit(code)
+
+
+def verdict(lines: Sequence[str]) -> str:
+    """A line on whether the first of the demo's prompts got the number hidden in it; empty where it has no result."""
+    with (ROOT / "assets" / "prompts.jsonl").open(encoding="utf-8") as file:
+        needle = json.loads(file.readline())["id"]
+    answer = next((line for line in lines if json.loads(line)["id"] == needle), None)
+    if answer is None:
+        return ""
+    found = "found" if score([answer]) == (1, 1) else "NOT found"
+    number, text = needle.split("-")[1], json.loads(answer)["text"].strip()
+    return f"the line hidden in the first prompt was {found}: it says {number}, the answer was {text!r}\n"
 
 
 if __name__ == "__main__":

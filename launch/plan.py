@@ -45,7 +45,7 @@ from helix.simulate.plan import Choice, Question, Ranking, plan
 from launch.auto import planned
 from launch.hardware import hardware_of, load_hardware
 from launch.preflight import make_spec
-from launch.prompts import write_atomically
+from launch.prompts import check_writable, write_atomically
 from launch.recorded import Cell, compare, read_cells
 from launch.run import ROOT, as_config
 
@@ -300,8 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check(arguments[1:])
             return
         given = parse(arguments)
+        if (path := given.get("json")) not in (None, "-"):
+            check_writable("json", Path(path))
         ranking, overrides = answer(given)
-        if (path := given.get("json")) is None:
+        if path is None:
             show(ranking, overrides)
             return
         text = json.dumps(as_json(ranking, overrides, given), indent=1)

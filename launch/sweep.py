@@ -1,17 +1,23 @@
 """Sweeps: `python -m launch.sweep -m layout.kvp=1,2,4 layout.tpa=1,2 decode.prompts=FILE.jsonl`.
 
-One job a point through torch's elastic launcher, one after the other. Points that are no layout of the model are
-skipped with the reason, and a point that fails does not end the sweep. At the end stand one table, one CSV and one
-plot, next to each point's record and results in `sweeps/<time>/` (`hydra.sweep.dir=DIR` to choose).
+All points are checked first: those that are no layout of the model are skipped with the reason, and a mistake that all
+the others have ends the sweep. The rest run one after the other, each as one job through torch's elastic launcher; one
+that fails does not end the sweep. At the end stand one table, one CSV and one plot, next to each point's record and
+results in `sweeps/<time>/` (`hydra.sweep.dir=DIR` to choose).
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import hydra
@@ -26,7 +32,7 @@ from rich.table import Table
 from helix.config import Config
 from launch import local
 from launch.auto import ranks
-from launch.preflight import check_layout, make_layout, make_spec
+from launch.preflight import check_layout, make_layout, make_spec, preflight
 from launch.run import REFUSED, ROOT, as_config
 
 mpl.use("Agg")  # before pyplot: there may be no display
@@ -34,6 +40,8 @@ import matplotlib.pyplot as plt
 
 MEASURED = ("ttl_p50_us", "ttl_p90_us", "tokens_per_s_user", "tokens_per_s_gpu", "prefill_s", "decode_tokens")
 LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "world_size")
+# Lines of a failed job that say why, the surest first: who killed a rank, what the runtime said, what was raised.
+CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
 
 
 @dataclass
@@ -42,14 +50,16 @@ class Point:
 
     Attributes:
         overrides: what the command line set for it.
-        status: ok, refused (some requests were), skipped or failed.
+        config: of its job, with the files that are its own.
+        status: ok, refused (some requests were), skipped or failed; waiting before it ran.
         reason: why it was skipped or failed.
         record: what the run measured.
     """
 
     number: int
     overrides: list[str]
-    status: str
+    config: Config
+    status: str = "waiting"
     reason: str = ""
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -67,37 +77,87 @@ class Point:
         }
 
 
-POINTS: list[Point] = []  # Hydra's sweeper runs the points in this process and drops what they return
-DIRECTORY: list[Path] = []
+POINTS: list[Point] = []  # Hydra's sweeper drops what is returned
 
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
-def _point(composed: DictConfig) -> None:
+def _collect(composed: DictConfig) -> None:
     job = HydraConfig.get()
-    number = int(job.job.num)
-    directory = Path(job.sweep.dir)
-    if not DIRECTORY:
-        DIRECTORY.append(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    overrides = list(job.overrides.task)
-    print(f"--- point {number}: {' '.join(overrides)}", flush=True)
-    record = directory / f"{number}.json"
-    point = Point(number, overrides, "skipped", skip_reason(as_config(composed)) or "")
-    if point.reason:
-        print(f"skipped: {point.reason}")
-    else:
-        world_size = ranks(as_config(composed))
-        output = [f"decode.output={directory / f'{number}.jsonl'}"] if composed.bench.kind == "none" else []
-        code = local.launch(world_size, [*overrides, *output, f"record={record}"])
-        point.status = {0: "ok", REFUSED: "refused"}.get(code, "failed")
-        point.reason = f"exit code {code}" if point.status == "failed" else ""
-        if record.exists():
-            point.record = json.loads(record.read_text())
-    POINTS.append(point)
+    try:
+        config = as_config(composed)
+    except ValueError as error:
+        sys.exit(f"error: {error}")  # a key that no point knows
+    name = Path(job.sweep.dir) / str(job.job.num)
+    config.record = f"{name}.json"
+    if config.bench.kind == "none":
+        config.decode.output = f"{name}.jsonl"
+    POINTS.append(Point(int(job.job.num), list(job.overrides.task), config))
+
+
+def check(points: Sequence[Point]) -> None:
+    """Finds out which points cannot run here, without running any.
+
+    Raises:
+        ValueError: all points that are not skipped have this one mistake.
+    """
+    for point in points:
+        if (reason := skip_reason(point.config)) is not None:
+            point.status, point.reason = "skipped", reason
+            continue
+        try:
+            preflight(point.config, 0, ranks(point.config))
+        except ValueError as error:
+            point.status, point.reason = "failed", str(error)
+    tried = [point for point in points if point.status != "skipped"]
+    if len({point.reason for point in tried}) == 1 and tried[0].status == "failed":
+        raise ValueError(tried[0].reason)
+
+
+def run(point: Point) -> None:
+    """Runs a point that nothing is known to be wrong with, and notes what became of it."""
+    config = point.config
+    files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
+    with heard() as lines:
+        code = local.launch(ranks(config), [*point.overrides, *files])
+    point.status = {0: "ok", REFUSED: "refused"}.get(code, "failed")
+    point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
+    record = Path(str(config.record))
+    if record.exists():
+        point.record = json.loads(record.read_text())
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Lines that this process and those that it starts write to stderr meanwhile; the terminal shows them as well."""
+    lines: list[str] = []
+    terminal = os.dup(2)
+    read, write = os.pipe()
+    os.dup2(write, 2)
+    os.close(write)
+
+    def listen() -> None:
+        with os.fdopen(read, errors="replace") as pipe:
+            for line in pipe:
+                os.write(terminal, line.encode())
+                lines.append(line.strip())
+
+    thread = Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield lines
+    finally:
+        os.dup2(terminal, 2)
+        thread.join(1.0)  # a process that somebody left behind may hold the other end for longer
+
+
+def cause(lines: Sequence[str]) -> str:
+    """The line that says why a job failed; empty where none does."""
+    found = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
+    return next(found, "").removeprefix("error: ")
 
 
 def skip_reason(config: Config) -> str | None:
-    """Why a point cannot run here, None where it can; what is wrong with all points alike is left to their jobs."""
+    """Why a point is no layout of the model, or one of too many ranks for this host; None where it is neither."""
     if config.layout.mode == "auto":
         return None
     try:
@@ -160,19 +220,32 @@ def show(points: list[Point]) -> None:
         table.add_row(str(point.number), escape(differs), point.status, *cells)
     terminal = Console()
     terminal.print(table)
+    why: dict[tuple[str, str], list[str]] = {}
     for point in points:
-        if point.reason:
-            terminal.print(f"point {point.number} {point.status}: {point.reason}", markup=False, highlight=False)
+        why.setdefault((point.status, point.reason), []).append(str(point.number))
+    for (status, reason), numbers in why.items():
+        if reason:
+            terminal.print(f"point {', '.join(numbers)} {status}: {reason}", markup=False, highlight=False)
 
 
 def main() -> None:
     """Runs the sweep; the exit code is 0 where no point failed."""
     if not {"-m", "--multirun"} & set(sys.argv[1:]):
         sys.argv.append("--multirun")
-    _point()
+    _collect()
     if not POINTS:  # --help and its like
         return
-    directory = DIRECTORY[0]
+    try:
+        check(POINTS)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for point in POINTS:
+        print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
+        if point.reason:
+            print(f"{point.status}: {point.reason}", flush=True)
+        else:
+            run(point)
+    directory = Path(str(POINTS[0].config.record)).parent
     write_csv(directory / "sweep.csv", POINTS)
     plot(directory / "sweep.png", POINTS)
     show(POINTS)

@@ -25,7 +25,7 @@ from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
 from helix.timings import Timings
-from launch.decode import build_engine
+from launch.decode import build_engine, end_all
 from launch.preflight import RunPlan
 from launch.report import Console, summary
 
@@ -43,8 +43,7 @@ def time_steps(
 ) -> dict[str, Any]:
     """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
 
-    Raises:
-        ValueError: a point is beyond the model's context, or its cache does not fit; on every rank alike.
+    A point beyond the model's context, or whose cache does not fit, ends the run where it is the only one.
     """
     found: list[dict[str, Any]] = []
     todo = bench_points(plan.config.bench)
@@ -53,7 +52,7 @@ def time_steps(
             found += _time_point(plan, comm, model, draft, console, batch, length)
         except ValueError as error:  # alike on every rank; of several points, the others count
             if len(todo) == 1:
-                raise
+                end_all(comm, error)
             failed = {"batch": batch, "length": length, "failed": str(error)}
             found += [{**failed, "gamma": gamma} for gamma in gammas(plan.config)]
         if comm.device.type == "cuda":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from helix.config import MAX_QUERIES
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate import cost
@@ -61,6 +62,10 @@ class Question:
             raise ValueError("give batch, or ttl_ms and the largest batch within it is planned")
         if self.gamma is not None and self.acceptance is None:
             raise ValueError(f"gamma={self.gamma} needs acceptance: the probability that a drafted token is accepted")
+        if self.gamma is not None and self.gamma >= MAX_QUERIES:
+            raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the most that the runtime drafts")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,12 @@ class Refused:
     """A layout without room for the batch.
 
     Attributes:
-        missing_bytes: on the fullest rank.
+        weight_bytes, missing_bytes: on the fullest rank.
         largest_batch: for which there would be room; 0: not even for one sequence.
     """
 
     layout: HelixLayout
+    weight_bytes: float
     missing_bytes: float
     largest_batch: int
 
@@ -123,7 +129,7 @@ class Ranking:
     """All layouts of a question, the best first; those within `ttl_s` before those that are not.
 
     Attributes:
-        reason: why the first is first.
+        reason: why the first is first, and whether none keeps to `ttl_s`.
         verdict: whether splitting KV over GPUs (kvp of at least 2) pays here, and why.
     """
 
@@ -144,15 +150,11 @@ def plan(question: Question) -> Ranking:
         ValueError: the model or hardware cannot be predicted, or no layout has memory for it.
     """
     q = question
-    found = layouts(q.spec, [q.gpus], MODES, pp=False)
-    rows = [row for row in found if row[2] == 1]  # no data-parallel groups
     choices, refused = [], []
-    for kvp in sorted({row[3] for row in rows}):
-        options = replace(q.options, append_block=_append_block(q.length, kvp))
-        for row in (row for row in rows if row[3] == kvp):
-            best, lacking = _best(q, row, options)
-            choices += [best] if best is not None else []
-            refused += [lacking] if lacking is not None else []
+    for row, options in _rows(q):
+        best, lacking = _best(q, row, options)
+        choices += [best] if best is not None else []
+        refused += [lacking] if lacking is not None else []
     if not choices:
         raise ValueError(_nothing_fits(q, refused))
     ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
@@ -165,6 +167,13 @@ def plan(question: Question) -> Ranking:
 
     choices.sort(key=key)
     return replace(ranking, reason=_reason(ranking), verdict=_verdict(ranking))
+
+
+def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
+    """All layouts of the question's GPUs, without data-parallel groups, and the options of each."""
+    rows = [row for row in layouts(q.spec, [q.gpus], MODES, pp=False) if row[2] == 1]
+    blocks = {kvp: _append_block(q.length, kvp) for kvp in {row[3] for row in rows}}
+    return [(row, replace(q.options, append_block=blocks[row[3]])) for row in sorted(rows, key=lambda row: row[3])]
 
 
 def _append_block(length: int, kvp: int) -> int:
@@ -182,8 +191,9 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     memory = memory_of(q.spec, q.hardware, points, q.length, options)
     fits = points.batch <= memory.largest_batch
     if not fits.any():
-        room = (q.hardware.memory_bytes.value - memory.weight_bytes[0]) * options.memory_fraction
-        return None, Refused(points.layout(0), float(memory.kv_bytes[0] - room), int(memory.largest_batch[0]))
+        weights = float(memory.weight_bytes[0])
+        room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
+        return None, Refused(points.layout(0), weights, float(memory.kv_bytes[0] - room), int(memory.largest_batch[0]))
     points = points[fits]
     gammas: Iterable[int] = (0,)
     if q.acceptance is not None:
@@ -254,6 +264,14 @@ def _longest(q: Question, step: Step, i: int, room_bytes: float, options: Option
 
 
 def _reason(ranking: Ranking) -> str:
+    first, limit = ranking.choices[0], ranking.question.ttl_s
+    late = ""
+    if limit is not None and not ranking.in_time(first):
+        late = f"No layout keeps to ttl_ms={1e3 * limit:g}: the nearest, {first.name}, takes {_ms(first.ttl_s)}. "
+    return late + _why_first(ranking)
+
+
+def _why_first(ranking: Ranking) -> str:
     first, *others = ranking.choices
     if not others:
         return f"{first.name} is the only layout with room for it."
@@ -282,6 +300,10 @@ def _verdict(ranking: Ranking) -> str:
         none = any(r.layout.mode == "helix" and r.layout.kvp > 1 for r in ranking.refused)
         why = "none of its layouts has memory for it" if none else "a single GPU has nobody to split KV with"
         return f"Helix does not help here: {why}."
+    if whole is None and not any(r.layout.kvp == 1 for r in ranking.refused):
+        q = ranking.question
+        heads = f"{q.spec.kv_heads} KV heads and {q.spec.q_heads} query heads cannot be split into {q.gpus}"
+        return f"Helix is not compared here: there is no plain TP over {q.gpus} GPUs, {heads}."
     if whole is None:
         return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."
     if ranking.choices.index(split) < ranking.choices.index(whole):
@@ -313,12 +335,25 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
 
 def _nothing_fits(q: Question, refused: list[Refused]) -> str:
     least = min(refused, key=lambda r: r.missing_bytes)
-    batch = q.batch or 1
+    batch, memory = q.batch or 1, q.hardware.memory_bytes.value
     asked = f"{batch} sequence{'s' if batch > 1 else ''} of {q.length} tokens"
-    room = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU"
-    most = f"; batch={least.largest_batch} would fit" if least.largest_batch else ""
-    gpus = f"{q.gpus} x {q.hardware.name} ({q.hardware.memory_bytes.value / 1e9:.0f} GB each)"
-    return f"no layout of {gpus} has memory for {asked}: {room}{most}: take more GPUs, or less of either"
+    gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
+    if (weights := min(r.weight_bytes for r in refused)) > memory:
+        why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
+    else:
+        most = f"batch={least.largest_batch} would fit" if least.largest_batch else "not one sequence fits"
+        why = f"{least.layout} lacks least, {least.missing_bytes / 1e9:.1f} GB a GPU; {most}"
+    more = range(q.gpus + 1, q.hardware.gpus + 1)
+    enough = next((n for n in more if _holds(replace(q, gpus=n))), None)
+    advice = f"gpus={enough} would do" if enough else f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
+    return f"no layout of {gpus} has memory for {asked}: {why}" + (f"; {advice}" if more else "")
+
+
+def _holds(q: Question) -> bool:
+    """Whether some layout has memory for what is asked."""
+    batch = np.array([q.batch or 1])
+    found = ((Points.crossed([row], batch), options) for row, options in _rows(q))
+    return any(memory_of(q.spec, q.hardware, p, q.length, o).largest_batch[0] >= batch[0] for p, o in found)
 
 
 def _ms(seconds: float) -> str:

@@ -51,7 +51,7 @@ class Points:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}")
         ranks = tpa if mode == "medha" else dp * kvp * tpa
-        row = (MODES.index(mode), pp, dp, kvp, tpa, ranks // ep if tpf is None else tpf, ep, batch)
+        row = (MODES.index(mode), pp, dp, kvp, tpa, ranks // max(ep, 1) if tpf is None else tpf, ep, batch)
         return cls(*(np.array([value]) for value in row))
 
     @classmethod

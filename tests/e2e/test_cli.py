@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helix.layout import HelixLayout
+from launch.demo import verdict
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job, torchrun
 
@@ -180,6 +181,15 @@ def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) 
     assert ended.code == 1 and "comm.backend=nccl needs a GPU for each rank" in ended.output, ended.output
 
 
+def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
+    """Found once the weights are in, on all ranks alike: in a run, and at the only point of a benchmark."""
+    bench = ["bench=decode", "bench.points=[900000000x9]", "bench.steps=1"]
+    for overrides, command in ((["kv.tokens=1000000000000"], ENTRY), (bench, torchrun(2))):
+        ended = run(tmp_path, *common(many), *overrides, command=command)
+        assert ended.code == 1 and ended.output.count("error: kv.tokens=") == 1, ended.output
+        assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
+
+
 @pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_job(tmp_path: Path, many: Path, stop_signal: signal.Signals) -> None:
     out = tmp_path / "out.jsonl"
@@ -287,7 +297,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         assert found["tokens_per_s_user"] == pytest.approx(each * 5 / found["decode_s"])
     assert points[0]["speculation"]["acceptance_by_place"] == [1.0] * 3 and points[1]["speculation"] is None
     ended = run(tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[1x510]")
-    assert ended.code == 1 and "exceed the model's context of 512" in ended.output
+    assert ended.code == 1 and "error: 510 tokens and 37 steps exceed the model's context of 512" in ended.output
 
 
 def test_layout_auto(tmp_path: Path) -> None:
@@ -311,27 +321,27 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     ended = run(
         tmp_path, "-m", f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=1,2",
-        "layout.tpa=1,4", "kv.tokens=16,0", f"hydra.sweep.dir={sweep}", command=[sys.executable, "-m", "launch.sweep"],
+        "layout.tpa=1,4", "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={sweep}",
+        command=[sys.executable, "-m", "launch.sweep"],
     )  # fmt: skip
     with (sweep / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == [
-        "ok",
-        "failed",
-        "skipped",
-        "skipped",
-        "ok",
-        "failed",
-        "skipped",
-        "skipped",
-    ]
+    assert [row["status"] for row in rows] == 2 * ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
     assert ended.code == 1, "some points failed"
     assert [row["kvp"] for row in rows if row["status"] == "ok"] == ["1", "2"]
     assert all(float(row["ttl_p50_us"]) > 0 for row in rows if row["status"] == "ok")
     assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
-    assert "kv.tokens=0 must be positive" in ended.output and "layout.tpa=4 does not fit" in ended.output
+    early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
+    assert early == "kv.tokens=0 must be positive" and late.startswith("kv.tokens=1000000000000 needs")
+    assert f"point 1, 7 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
     assert (sweep / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "4.jsonl")[0]["output_ids"]
+    assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "6.jsonl")[0]["output_ids"]
+    ended = run(
+        tmp_path, "-m", "layout.kvp=1,2", "+decode.tokens=3", f"hydra.sweep.dir={tmp_path}/none",
+        command=[sys.executable, "-m", "launch.sweep"],
+    )  # fmt: skip
+    assert ended.code == 1 and ended.output.startswith("error: decode.tokens is unknown; known: "), ended.output
+    assert ended.output.count("\n") == 1
 
 
 def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
@@ -363,9 +373,21 @@ def test_speculation_is_timed_without_a_gpu(tmp_path: Path) -> None:
     assert copies[1]["tokens_per_step"] > 2 > copies[0]["tokens_per_step"] == 1
 
 
+def test_the_example_of_the_python_interface(tmp_path: Path) -> None:
+    ended = run(tmp_path, command=[*torchrun(2)[:-1], "-m", "launch.example"])
+    said = sorted(line for line in ended.output.splitlines() if line[:2] in ("0 ", "1 "))
+    assert ended.code == 0 and len(said) == 2, ended.output  # rank 0 alone has outputs
+    assert said[0].startswith("0 length: ") and '"""Read a JSON file from a JSON file.' in said[0]
+
+
 def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
     lines = jsonl(DEMO.parent / "prompts.jsonl")
     needle = next(line for line in lines if "The magic number" in line["prompt"][-60:])
     word, number, _ = needle["id"].split("-")
     assert f"# The magic number for {word} is {number}." in needle["prompt"]
     assert needle["prompt"].endswith(f"# The magic number for {word} is")
+    answers = {f" {number}.": "was found", f" {number}5.": "was NOT found", "": "was NOT found"}
+    for text, said in answers.items():
+        results = [json.dumps({"id": name, "text": text}) for name in ("read-json", needle["id"])]
+        assert f"the line hidden in the first prompt {said}: it says {number}" in verdict(results)
+    assert verdict(results[:1]) == "", "other prompts hide nothing"

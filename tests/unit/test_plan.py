@@ -109,7 +109,10 @@ def test_batches_and_limits() -> None:
         assert predicted(more, "qwen2.5-7b", M) > 0.020 or more.batch > choice.largest_batch
     late = ask(ttl_s=0.020)
     assert late.choices[-1].name == "tp tpa=8" and not late.in_time(late.choices[-1])
-    assert "where 20.00 ms are allowed" in late.verdict
+    assert "where 20.00 ms are allowed" in late.verdict and "No layout keeps" not in found.reason + late.reason
+    for more in ({}, {"batch": None}):
+        never = ask(ttl_s=1e-4, **more)
+        assert never.reason.startswith(f"No layout keeps to ttl_ms=0.1: the nearest, {never.choices[0].name}, takes ")
 
 
 def test_chunks_where_they_hide_something() -> None:
@@ -129,6 +132,11 @@ def test_drafts_where_they_are_accepted() -> None:
     assert {c.gamma for c in ask(acceptance=0.8, gamma=2, batch=1).choices} == {2}
     with pytest.raises(ValueError, match="gamma=4 needs acceptance"):
         ask(gamma=4)
+    with pytest.raises(ValueError, match="gamma=32 must be at most 31"):
+        ask(gamma=32, acceptance=0.5)
+    for wrong in (1.5, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=f"^acceptance={wrong:g} must be from 0 to 1"):
+            ask(acceptance=wrong)
 
 
 # ---- words
@@ -142,6 +150,7 @@ def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
     assert "nobody to split KV with" in ask(gpus=1, batch=1).verdict
     # 8 x 2M tokens of KV that TP doubles: 240 GB a GPU.
     assert "without splitting KV (kvp=1) nothing fits" in ask(length=2 * M).verdict
+    assert "no plain TP over 3 GPUs, 4 KV heads and 28 query heads cannot be split" in ask(gpus=3, batch=1).verdict
 
 
 def test_the_reason_is_the_phase_that_differs() -> None:
@@ -158,10 +167,21 @@ def test_the_reason_is_the_phase_that_differs() -> None:
 
 
 def test_what_cannot_be_planned() -> None:
-    with pytest.raises(ValueError, match=r"no layout of 8 x NVIDIA H200 \(149 GB each\).*lacks least.*GB a GPU"):
+    with pytest.raises(ValueError, match=r"no layout of 8 x NVIDIA H200 \(149 GB each\).*the weights alone take \S+ G"):
         ask("deepseek-r1")
-    with pytest.raises(ValueError, match=r"for 1000 sequences.*batch=\d+ would fit"):
+    with pytest.raises(ValueError, match=r"for 1000 sequences.*lacks least, \S+ GB a GPU; batch=\d+ would fit$"):
         ask(batch=1000)
+    with pytest.raises(ValueError, match=r"the weights alone .*; nor would gpus=8 do"):
+        ask("deepseek-r1", gpus=4)
+    # 812 GB, of which 76 are QKV projections: 8 heads go to tpa=2 at most on 6 ranks, (812 - 76) / 6 + 76 / 2 = 161 GB.
+    with pytest.raises(ValueError, match=r"the weights alone take 811\.7 GB a GPU; gpus=8 would do"):
+        ask("llama-3.1-405b", gpus=1, length=1024, batch=1)
+    with pytest.raises(ValueError, match=r"batch=4 would fit; gpus=\d would do") as short:
+        ask(gpus=2, batch=10)
+    enough = int(re.findall(r"gpus=(\d)", str(short.value))[-1])
+    assert ask(gpus=enough, batch=10).choices
+    with pytest.raises(ValueError, match="no layout"):
+        ask(gpus=enough - 1, batch=10)
     with pytest.raises(ValueError, match="gpus=16, but NVIDIA H200 is described with 8"):
         ask(gpus=16)
     with pytest.raises(ValueError, match="give batch, or ttl_ms"):
@@ -222,6 +242,9 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["reason"] in out and found["verdict"] in out and found["hardware"] == "NVIDIA H200"
     main([*question, "json=-"])
     assert json.loads(capsys.readouterr().out) == found | {"asked": {**found["asked"], "json": "-"}}
+    with pytest.raises(SystemExit, match=r"json=.* cannot be written"):
+        main([*question, f"json={tmp_path}/none/plan.json"])
+    assert capsys.readouterr().out == "", "before there is any work"
     main(["--help"])
     assert "python -m launch.plan model=" in capsys.readouterr().out
 

@@ -259,5 +259,19 @@ def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
     main(["point", "--hardware", "gb200", *shape.split()])
     out = capsys.readouterr().out
     assert "exchange" in out and "TTL 6.100 ms" in out and "(roofline)" in out
-    main(["point", "--hardware", "h200", "--model", "llama-3.1-70b", "--mode", "tp"])
-    assert "it does not fit" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["point", "--hardware", "h200", "--model", "llama-3.1-70b", "--mode", "tp"])
+    shown = capsys.readouterr()
+    assert left.value.code == 1 and "error: a batch of 1 does not fit: 141.10 GB of weights and " in shown.err
+    assert "attention" in shown.out and "room for a batch of 0" in shown.out
+    with pytest.raises(SystemExit):
+        main(["point", "--hardware", "h200", "--model", "llama-3.1-70b", "--ep", "0"])
+    assert "every width and the batch are at least 1" in capsys.readouterr().err
+
+
+def test_the_help_of_a_point_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["point", "--help"])
+    (example,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m"))
+    main(example.split()[3:])
+    assert "helix kvp=2 tpa=4" in capsys.readouterr().out
