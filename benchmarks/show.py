@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from launch.plan import check_table, regrets, summary  # noqa: E402
 from launch.recorded import read_cells  # noqa: E402
 from launch.simulate import load_spec  # noqa: E402
 
-PAGES = ["README.md", "docs/measurements.md", "docs/planner.md"]
+PAGES = ["README.md", "docs/measurements.md", "docs/eight-ranks.md", "docs/planner.md"]
 TIMES = "us", "cudnn_us", "flash_us", "flashinfer_us"
 Row = dict[str, Any]
 
@@ -199,13 +200,16 @@ def _layout(r: Row) -> str:
     return f"{attention} {ffn}" if load_spec(r["model"]).moe is not None else attention
 
 
-def steps() -> list[str]:
+WORKLOAD = "model", "batch", "length", "layout"
+
+
+def steps(name: str = "step") -> list[str]:
     """Whole decode steps: every layout of every workload."""
     rows = [
         "| shape | KV | layout | TTL | floor | x floor | bar on 8 | vLLM, TP=8 (Qwen2.5-7B: 4) | launches a layer |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in results("step", "model", "batch", "length", "layout"):
+    for r in results(name, *WORKLOAD):
         start = f"| {_point(r)} | {_layout(r)} "
         if "failed" in r:
             rows.append(f"{start}| does not fit | | | | | |")
@@ -219,17 +223,17 @@ def steps() -> list[str]:
     return rows
 
 
-def _best() -> list[Row]:
+def _best(name: str) -> list[Row]:
     """The best Helix layout of each workload."""
     found: dict[tuple[Any, ...], Row] = {}
-    for r in results("step", "model", "batch", "length", "layout"):
+    for r in results(name, *WORKLOAD):
         key = r["model"], r["batch"], r["length"]
         if "failed" not in r and (key not in found or r["ttl_p50_us"] < found[key]["ttl_p50_us"]):
             found[key] = r
     return list(found.values())
 
 
-def gap() -> list[str]:
+def gap(name: str = "step") -> list[str]:
     """What stands between the best steps of dense models and their floors, by the simulator's constants."""
     rows = [
         "| shape | KV | TTL | floor | read more than once | read below the ceiling | kernels' fixed parts "
@@ -238,7 +242,7 @@ def gap() -> list[str]:
     ]
     hardware = load_hardware("h200")
     options = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
-    for r in _best():
+    for r in _best(name):
         if (spec := load_spec(r["model"])).moe is not None or spec.mla is not None:
             continue
         widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", r["layout"])}
@@ -257,30 +261,72 @@ def gap() -> list[str]:
 
 
 def best_steps() -> list[str]:
-    """The best Helix layout of each workload beside vLLM."""
-    found = _best()
-    ranks = found[0]["layout"]
-    width = int(re.findall(r"tpf=(\d+)", ranks)[0])
+    """The best Helix layout of eight ranks at each workload, beside its bar, plain TP and vLLM."""
+    plain = {
+        tuple(r[k] for k in WORKLOAD[:3]): "does not fit" if "failed" in r else _ttl(r)
+        for r in results("baselines-of-8", *WORKLOAD)
+        if r["layout"].startswith("tp ")
+    }
     rows = [
-        f"| shape | KV | best Helix layout of {width} GPUs | time per token | all bytes once | x "
-        "| vLLM 0.25.1, TP=8 (Qwen2.5-7B: 4) |",
-        "|---|---|---|---|---|---|---|",
+        "| shape | KV | best Helix layout | time per token | all bytes once | x | bar | plain TP=8 | vLLM 0.25.1 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in found:
+    for r in _best("step-of-8"):
+        layout = r["layout"].split(" ->")[0].removeprefix("helix ")
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
+        times = r["ttl_p50_us"] / r["floor_us"]
+        bar = f"{r['bar']}{'' if times <= r['bar'] else ' missed'}" if r["bar"] else "-"
         rows.append(
-            f"| {_point(r)} | {r['layout'].split(' ->')[0].removeprefix('helix ')} | {_ttl(r)} "
-            f"| {r['floor_us'] / 1e3:.2f} ms | {r['ttl_p50_us'] / r['floor_us']:.2f} | {vllm} |"
+            f"| {_point(r)} | {layout} | {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {times:.2f} | {bar} "
+            f"| {plain.get(tuple(r[k] for k in WORKLOAD[:3]), '-')} | {vllm} |"
         )
     return rows
 
 
-def budgets() -> list[str]:
+def played_steps() -> list[str]:
+    """Four ranks that two GPUs and one play, beside four GPUs."""
+    real = {tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step", *WORKLOAD) if "failed" not in r}
+    played = {(r["played_by"], *(r[k] for k in WORKLOAD)): r for r in results("step-of-4", "played_by", *WORKLOAD)}
+    rows = [
+        "| shape | KV | layout | four GPUs | two play four | | one plays four | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (count, *point), r in played.items():
+        if count == 2:
+            of_four = real[tuple(point)]
+            times = [played[n, *point]["ttl_p50_us"] for n in (2, 1)]
+            cells = " | ".join(f"{us / 1e3:.2f} ms | {us / of_four - 1:+.1%}" for us in times)
+            rows.append(f"| {_point(r)} | {_layout(r)} | {of_four / 1e3:.2f} ms | {cells} |")
+    return rows
+
+
+def played_comm() -> list[str]:
+    """Collectives of ranks that GPUs play, beside those of as many GPUs."""
+    key = "op", "ranks", "message_bytes"
+    real = {tuple(r[k] for k in key): r["symm_us"] for r in results("comm", *key)}
+    of_4, of_8 = (
+        {(r["played_by"], r["op"], r["message_bytes"]): r for r in results(f"comm-of-{ranks}", "played_by", *key)}
+        for ranks in (4, 8)
+    )
+    rows = [
+        "| collective | message | four GPUs | two play four | one plays four | two play eight | one plays 8 | bar |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for count, op, size in of_8:
+        if count == 2:
+            bar = of_8[2, op, size]["bar_us"]
+            times = [real[op, 4, size], *(of[n, op, size]["symm_us"] for of in (of_4, of_8) for n in (2, 1))]
+            cells = " | ".join(f"{us:.1f} us" for us in times)
+            rows.append(f"| {op} | {size:,} B | {cells} | {f'{bar:.0f} us' if bar else '-'} |")
+    return rows
+
+
+def budgets(name: str) -> list[str]:
     """The largest measured batch of each layout within a TTL."""
     limits = " | ".join(f"<= {ms} ms" for ms in BUDGETS_MS)
     rows = [f"| shape | length | layout | {limits} |", "|---" * (3 + len(BUDGETS_MS)) + "|"]
     groups: dict[tuple[str, int, str], list[Row]] = {}
-    for r in results("baselines", "model", "batch", "length", "layout"):
+    for r in _todays(results(name, *WORKLOAD)):
         groups.setdefault((r["model"], r["length"], r["layout"].split(" ->")[0]), []).append(r)
     for (model, length, layout), found in groups.items():
         fitting = [largest_batch(found, 1e3 * ms) or "-" for ms in BUDGETS_MS]
@@ -288,10 +334,15 @@ def budgets() -> list[str]:
     return rows
 
 
-def baselines() -> list[str]:
+def _todays(rows: list[Row]) -> list[Row]:
+    """Without what older kernels took."""
+    return [r for r in rows if "superseded" not in r]
+
+
+def baselines(name: str = "baselines") -> list[str]:
     """Helix beside plain TP and Medha's layout."""
     rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
-    for r in results("baselines", "model", "batch", "length", "layout"):
+    for r in _todays(results(name, *WORKLOAD)):
         start = f"| {_point(r)} | {_layout(r)} "
         if "failed" in r:
             rows.append(f"{start}| does not fit | | |")
@@ -359,8 +410,12 @@ def edits() -> list[str]:
 
 
 def prefill() -> list[str]:
-    """The prefill kernel, and prompts."""
-    found = results("prefill", "kind", "heads", "q_tokens", "length", "layout")
+    """The prefill kernel, and prompts, those of eight ranks too."""
+    found = [
+        r
+        for name in ("prefill", "prefill-of-8")
+        for r in results(name, "kind", "heads", "q_tokens", "length", "layout")
+    ]
     rows = ["| heads | queries | keys | ours | of the matrix rate | cuDNN | flash |", "|---|---|---|---|---|---|---|"]
     for r in found:
         if r["kind"] == "kernel":
@@ -381,20 +436,28 @@ def prefill() -> list[str]:
     return rows
 
 
-def planner() -> list[str]:
+def planner(*names: str) -> list[str]:
     """The planner's first choice among recorded layouts, with the shipped description of an H200."""
     hardware = load_hardware("h200")
-    rows = regrets([cell for cell in read_cells() if cell.device == hardware.name], lambda device: hardware)
+    files = [ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in names]
+    cells = read_cells(files) if files else read_cells()
+    rows = regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
     head, *body = check_table(rows)
     lines = [head, ["---"] * len(head), *body]
     return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {line}" for line in summary(rows).splitlines())]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "steps-of-8": partial(steps, "step-of-8"),
+    "gap-of-8": partial(gap, "step-of-8"),
+    "baselines-of-8": partial(baselines, "baselines-of-8"),
+    "budgets-of-8": partial(budgets, "baselines-of-8"),
+    "planner-of-8": partial(planner, "step-of-8", "baselines-of-8"),
+} | {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, gap, best_steps, baselines, budgets,
-        hopb, prefill, planner, speculate, edits,
+        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, gap, best_steps, played_steps,
+        played_comm, baselines, hopb, prefill, planner, speculate, edits,
     )
 }  # fmt: skip
 

@@ -199,7 +199,7 @@ def step(rows: list[Row]) -> Figure:
             value, y = floors.get(row["layout"]), len(labels)
             labels.append(row["layout"])
             if value is None:
-                panel.text(0, y, f" failed: {row['failed']}", va="center", fontsize=7, color=RED)
+                panel.text(0, y, f" failed: {row['failed'][:50]}..", va="center", fontsize=7, color=RED)
                 continue
             colour = ORANGE if _kvp(row["layout"]) == 1 else BLUE if value == best else GREY
             panel.barh(y, value, height=0.8, color=colour)
@@ -362,6 +362,9 @@ DRAWINGS = {
     "step": Drawing(step, "step", WORKLOAD),
     "grids": Drawing(grids, "step", WORKLOAD),
     "baselines": Drawing(baselines, "baselines", WORKLOAD),
+    "step-of-8": Drawing(step, "step-of-8", WORKLOAD),
+    "grids-of-8": Drawing(grids, "step-of-8", WORKLOAD),
+    "baselines-of-8": Drawing(baselines, "baselines-of-8", WORKLOAD),
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
@@ -379,7 +382,7 @@ def draw(name: str, results: Path, figures: Path) -> None:
         print(f"skipped {target}: {source} {'has no lines for it' if source.exists() else 'does not exist'}")
         return
     figure = drawing.draw(rows)
-    measured = dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in rows)
+    measured = dict.fromkeys(f"{_where(row)}, commit {row['commit']}" for row in rows)
     figure.supxlabel("; ".join(measured), fontsize=6, color="#555555")
     for panel in figure.axes:
         panel.set_axisbelow(True)
@@ -388,6 +391,11 @@ def draw(name: str, results: Path, figures: Path) -> None:
     figure.savefig(target, dpi=150)
     plt.close(figure)
     print(f"wrote {target}")
+
+
+def _where(row: Row) -> str:
+    played_by = row.get("played_by")
+    return f"{played_by} x {row['device']} that play all ranks" if played_by else row["device"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -173,7 +173,7 @@ def skip_reason(config: Config) -> str | None:
     except ValueError as error:
         return str(error)
     gpus = torch.cuda.device_count()
-    if gpus and config.comm.backend != "gloo" and layout.world_size > gpus:
+    if gpus and config.comm.backend != "gloo" and ranks(config) > gpus:
         return f"{layout.world_size} ranks on {gpus} GPUs (comm.backend=gloo runs them on the CPU)"
     return None
 

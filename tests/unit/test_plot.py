@@ -71,6 +71,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ] + [{"kind": "replay", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": 8, "length": K * K,
           "gamma": 4, "failed": "does not fit"}],
 }  # fmt: skip
+ROWS |= {f"{name}-of-8": ROWS[name] for name in ("step", "baselines")}
 PROVENANCE = {"device": "NVIDIA H200", "commit": "0123456789ab", "versions": {"torch": "2.11.0"}}
 
 
@@ -99,6 +100,15 @@ def test_every_axis_says_what_it_shows(name: str) -> None:
     assert all(panel.get_ylabel() for panel in figure.axes) and figure.axes[-1].get_xlabel()
     assert name == "hopb-timeline" or all(panel.get_xlabel() for panel in figure.axes)
     plt.close(figure)
+
+
+def test_small_print_says_who_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(plot.Figure, "supxlabel", lambda figure, text, **style: said.append(text))
+    rows = [{**row, "played_by": 2} for row in ROWS["step-of-8"]]
+    write(tmp_path / "step-of-8.jsonl", rows, "step-of-8")
+    main(["step-of-8", "--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
+    assert said == ["2 x NVIDIA H200 that play all ranks, commit 0123456789ab"]
 
 
 def test_last_line_of_a_point_counts(tmp_path: Path) -> None:
@@ -157,7 +167,8 @@ def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.
     main(["--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(DRAWINGS) and sum(line.startswith("skipped") for line in said) == len(DRAWINGS) - 1
-    assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[2] and "has no lines for it" in said[7]
+    assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[list(DRAWINGS).index("comm")]
+    assert "has no lines for it" in said[list(DRAWINGS).index("hopb-timeline")]
     assert [png.name for png in (tmp_path / "figures").iterdir()] == ["hopb.png"]
 
 
