@@ -28,7 +28,7 @@ from launch import local
 
 DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
-NORMS = [(1, 1024), (1, HIDDEN), (2, HIDDEN), (4, HIDDEN), (16, HIDDEN), (64, HIDDEN)]  # tokens, hidden
+NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64))]  # tokens, hidden
 GATHERS = [1, 8, 64]  # tokens
 IN_A_ROW = 20
 BARS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
