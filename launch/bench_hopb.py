@@ -35,6 +35,7 @@ from helix.layout import share
 from helix.models import Decoder
 from launch import local
 from launch.decode import build_engine
+from launch.distributed import AlikeError
 from launch.preflight import RunPlan
 from launch.report import Console
 from launch.timing import fill
@@ -58,7 +59,7 @@ def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, cons
         for done, (batch, length) in enumerate(todo, 1):
             try:
                 rows += _ttl(plan, comm, model, batch, length)
-            except ValueError as error:  # it does not fit; alike on every rank
+            except AlikeError as error:  # it does not fit
                 rows.append({"kind": "failed", "batch": batch, "length": length, "failed": str(error)})
             if comm.device.type == "cuda":
                 gc.collect()  # an engine and its graphs refer to each other

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from bisect import bisect_right
-from typing import Any, NoReturn
+from typing import Any
 
 from comm.base import Communicator
 from helix.config import Config
@@ -15,6 +13,7 @@ from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output, Request
 from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, ReplayDrafter
+from launch.distributed import AlikeError
 from launch.preflight import RunPlan
 from launch.prompts import ResultFile, to_request
 from launch.report import Console, summary
@@ -43,10 +42,7 @@ def decode(
             {(not r.sampling.is_greedy, r.sampling.is_filtered) for r in requests},
         )
     )
-    try:
-        engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
-    except ValueError as error:
-        end_all(comm, error)
+    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
     if comm.device.type == "cuda":
         engine.warm_up(variants)
     engine.on_prefill = console.prefill
@@ -67,15 +63,6 @@ def decode(
         title = f"{len(results.lines) - refused} served, {refused} refused"
         console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)
     return measured, comm.broadcast_object(refused)
-
-
-def end_all(comm: Communicator, error: ValueError) -> NoReturn:
-    """Ends all ranks with one line about what is wrong on all of them alike; a collective."""
-    if comm.rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    comm.barrier()  # the first rank that exits takes the others down: not before the line is out
-    os._exit(1)  # at once: destructors of process groups may wait for peers
 
 
 def make_drafter(
@@ -120,7 +107,7 @@ def build_engine(
         draft: of speculation.drafter=model; its cache holds as many tokens.
 
     Raises:
-        ValueError: kv.tokens does not fit, on every rank alike.
+        AlikeError: kv.tokens does not fit.
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
@@ -146,7 +133,7 @@ def build_engine(
     pages = min(comm.all_gather_object(fitting))
     if kv.tokens is not None and pages < needed:
         own_pages = "" if draft is None else ", besides those of the draft model"
-        raise ValueError(
+        raise AlikeError(
             f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
             "take fewer tokens, or a larger layout.kvp"

@@ -27,6 +27,10 @@ LEAVING_S = 40.0  # for all ranks to leave a job that is done
 MEETING_S = 120.0  # for all ranks to have checked what the user set
 
 
+class AlikeError(ValueError):
+    """Something is wrong on every rank alike: one line says what, and all of them end."""
+
+
 @dataclass(frozen=True)
 class Place:
     """This process among the ranks, as torchrun says."""
@@ -96,24 +100,29 @@ class Job:
         errors = {f["error"]: r for r, f in reversed(list(enumerate(found))) if f["error"] is not None}
         if not errors:
             return [f["facts"] for f in found]
-        if self.leads:
-            for message, first in errors.items():
-                alone = sum(f["error"] == message for f in found) < world
-                print(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}", file=sys.stderr)
-            sys.stderr.flush()
-            self.store.set("preflight/said", "")
-        else:  # the first rank that exits takes the others down: not before the message is out
-            try:
-                self.store.wait(["preflight/said"], timedelta(seconds=10))
-            except dist.DistError:
-                print(f"error: {error or next(iter(errors))}", file=sys.stderr, flush=True)
+        lines = []
+        for message, first in errors.items():
+            alone = sum(f["error"] == message for f in found) < world
+            lines.append(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}")
+        self._say("\n".join(lines))
         raise SystemExit(1)
+
+    def _say(self, lines: str) -> None:
+        """Rank 0 prints what all ranks have to say; the others return when it is out."""
+        if self.leads:
+            print(lines, file=sys.stderr, flush=True)
+            self.store.set("said", "")
+            return
+        try:  # the first rank that exits takes the others down: not before
+            self.store.wait(["said"], timedelta(seconds=10))
+        except dist.DistError:
+            print(lines, file=sys.stderr, flush=True)
 
     def connect(self, backend: str, facts: list[dict[str, Any]], timeout_s: float) -> None:
         """Starts the process group and the watchdog; `backend` may be auto, `facts` are those of `gpu_facts`.
 
         Raises:
-            ValueError: a backend of GPUs without one for each rank or, for symm_mem, without peers; alike on all ranks.
+            AlikeError: a backend of GPUs without one for each rank or, for symm_mem, without peers.
         """
         place = self.place
         self.backend = choose_backend(backend, place, facts)
@@ -133,6 +142,12 @@ class Job:
             timeout=self.timeout,
             device_id=self.device if transport == "nccl" else None,
         )
+
+    def end(self, error: AlikeError) -> NoReturn:
+        """Ends this rank, and rank 0 says why; called on every rank."""
+        self._say(f"error: {error}")
+        sys.stdout.flush()
+        os._exit(1)  # at once, as below
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends this rank with its traceback, and tells the others why."""
@@ -174,7 +189,7 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     """The backend that `comm.backend` means where ranks found `facts` about their GPUs.
 
     Raises:
-        ValueError: it cannot be.
+        AlikeError: it cannot be.
     """
     gpus = min(f["gpus"] for f in facts)
     covered = gpus >= place.local_world_size
@@ -183,17 +198,17 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     if backend == "auto":
         return "symm_mem" if peers else "nccl" if covered else "gloo"
     if backend != "gloo" and not covered:
-        raise ValueError(
+        raise AlikeError(
             f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
             "ranks; use fewer ranks or comm.backend=gloo"
         )
     if backend == "symm_mem" and not peers:
-        raise ValueError(
+        raise AlikeError(
             "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
             "use comm.backend=nccl"
         )
     if backend == "stand_in" and not within_reach:
-        raise ValueError("comm.backend=stand_in needs two GPUs of one host that reach each other's memory, or one")
+        raise AlikeError("comm.backend=stand_in needs two GPUs of one host that reach each other's memory, or one")
     return backend
 
 

@@ -28,6 +28,8 @@ from launch.distributed import Job
 from launch.preflight import RunPlan
 from launch.prompts import write_atomically
 
+FILE_WIDTH = 120  # characters of a line that no terminal cuts
+
 
 class Phases:
     """Seconds of a run's phases, one after the other."""
@@ -52,6 +54,8 @@ class Console:
         self._speaks = job.leads
         self._streams = plan.config.decode.stream
         self._terminal = Terminal(quiet=not job.leads, highlight=False)
+        if not self._terminal.is_terminal:
+            self._terminal.width = FILE_WIDTH
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._text = _OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))

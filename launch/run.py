@@ -28,7 +28,7 @@ from launch import auto, decode, local
 from launch.bench_comm import time_collectives
 from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
-from launch.distributed import Job, Place, gpu_facts, gpu_name
+from launch.distributed import AlikeError, Job, Place, gpu_facts, gpu_name
 from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
@@ -94,6 +94,8 @@ def run(config: Config, overrides: Sequence[str]) -> int:
         return _run_rank(job, config)
     except KeyboardInterrupt:  # who started the ranks says so
         os._exit(local.INTERRUPTED)
+    except AlikeError as error:
+        job.end(error)
     except Exception as error:
         job.fail(error)
 

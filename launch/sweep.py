@@ -113,8 +113,8 @@ def check(points: Sequence[Point]) -> None:
         raise ValueError(tried[0].reason)
 
 
-def run(point: Point) -> None:
-    """Runs a point that nothing is known to be wrong with, and notes what became of it."""
+def run(point: Point) -> int:
+    """Runs a point that nothing is known to be wrong with, and notes what became of it; its exit code."""
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
@@ -124,6 +124,7 @@ def run(point: Point) -> None:
     record = Path(str(config.record))
     if record.exists():
         point.record = json.loads(record.read_text())
+    return code
 
 
 @contextmanager
@@ -229,7 +230,7 @@ def show(points: list[Point]) -> None:
 
 
 def main() -> None:
-    """Runs the sweep; the exit code is 0 where no point failed."""
+    """Runs the sweep; the exit code is 0 where no point failed, 130 after control-C."""
     if not {"-m", "--multirun"} & set(sys.argv[1:]):
         sys.argv.append("--multirun")
     _collect()
@@ -239,18 +240,20 @@ def main() -> None:
         check(POINTS)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    interrupted = False
     for point in POINTS:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
         if point.reason:
             print(f"{point.status}: {point.reason}", flush=True)
-        else:
-            run(point)
+        elif run(point) == local.INTERRUPTED:
+            interrupted = True
+            break
     directory = Path(str(POINTS[0].config.record)).parent
     write_csv(directory / "sweep.csv", POINTS)
     plot(directory / "sweep.png", POINTS)
     show(POINTS)
     print(f"wrote {directory / 'sweep.csv'} and {directory / 'sweep.png'}")
-    sys.exit(any(point.status == "failed" for point in POINTS))
+    sys.exit(local.INTERRUPTED if interrupted else any(point.status == "failed" for point in POINTS))
 
 
 if __name__ == "__main__":

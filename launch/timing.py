@@ -25,7 +25,8 @@ from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
 from helix.timings import Timings
-from launch.decode import build_engine, end_all
+from launch.decode import build_engine
+from launch.distributed import AlikeError
 from launch.preflight import RunPlan
 from launch.report import Console, summary
 
@@ -43,16 +44,17 @@ def time_steps(
 ) -> dict[str, Any]:
     """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
 
-    A point beyond the model's context, or whose cache does not fit, ends the run where it is the only one.
+    Raises:
+        AlikeError: the only point is beyond the model's context, or its cache does not fit.
     """
     found: list[dict[str, Any]] = []
     todo = bench_points(plan.config.bench)
     for batch, length in todo:
         try:
             found += _time_point(plan, comm, model, draft, console, batch, length)
-        except ValueError as error:  # alike on every rank; of several points, the others count
+        except AlikeError as error:  # of several points, the others count
             if len(todo) == 1:
-                end_all(comm, error)
+                raise
             failed = {"batch": batch, "length": length, "failed": str(error)}
             found += [{**failed, "gamma": gamma} for gamma in gammas(plan.config)]
         if comm.device.type == "cuda":
@@ -74,7 +76,7 @@ def _time_point(
     config = plan.config
     reserved = length + (WARM_UP + config.bench.steps + 1) * (1 + max(gammas(config)))
     if reserved > model.spec.max_positions:
-        raise ValueError(
+        raise AlikeError(
             f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
             "set model.config.max_position_embeddings"
         )
