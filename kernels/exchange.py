@@ -15,6 +15,22 @@ PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word,
 
 
 @triton.jit
+def _combine(parts, logs, real, DTYPE: tl.constexpr):
+    """Words of exact attention [n], of those of partial outputs [SOURCES, n] and their LSEs where a source is real."""
+    logs = tl.where(real, logs.to(tl.float32, bitcast=True), float("-inf"))
+    peak = tl.max(logs, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp(logs - peak)
+    total = tl.sum(weights, 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    # An empty source counts for nothing, whatever it left in its words. A NaN LSE passes, and surfaces.
+    some = (logs != float("-inf"))[:, None]
+    first = tl.sum(tl.where(some, low(parts, DTYPE) * weights[:, None], 0.0), 0) / total
+    second = tl.sum(tl.where(some, high(parts, DTYPE) * weights[:, None], 0.0), 0) / total
+    return pack(first, second, DTYPE)
+
+
+@triton.jit
 def _exchange_kernel(
     out, lse, result, starts, peers, sent, received, status,
     out_n, out_h, lse_n, lse_h, rank, lanes, spins,
@@ -54,20 +70,11 @@ def _exchange_kernel(
                 status,
                 looks,
             )
-            logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks).to(tl.float32, bitcast=True)
-            logs = tl.where(real, logs, float("-inf"))
-            peak = tl.max(logs, 0)
-            peak = tl.where(peak == float("-inf"), 0.0, peak)
-            weights = tl.exp(logs - peak)
-            total = tl.sum(weights, 0)
-            total = tl.where(total == 0.0, 1.0, total)
-            # An empty source counts for nothing, whatever it left in its words. A NaN LSE passes, and surfaces.
-            some = (logs != float("-inf"))[:, None]
-            first = tl.sum(tl.where(some, low(parts, DTYPE) * weights[:, None], 0.0), 0) / total
-            second = tl.sum(tl.where(some, high(parts, DTYPE) * weights[:, None], 0.0), 0) / total
+            logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks)
+            words = _combine(parts, logs, real, DTYPE)
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n * mine + lane) * WORDS + w
-            tl.store(at, pack(first, second, DTYPE), mask=(lane < mine) & (w < WORDS))
+            tl.store(at, words, mask=(lane < mine) & (w < WORDS))
             end_turn(received, piece, tl.num_programs(0))
 
 

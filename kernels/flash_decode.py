@@ -10,6 +10,7 @@ slower: benchmarks/LOG.md.)
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -176,6 +177,51 @@ def _flash_decode_kernel(
 
 
 @triton.jit
+def _item_of(
+    i, t, q_head, tiles, ends, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Where the tiles of the item that holds a query begin, how many they are, and the query's row in the item."""
+    tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
+    row = t * GROUP + q_head % GROUP
+    item = q_head // GROUP * tiles_m + row // BLOCK_M
+    mine = tl.arange(0, BLOCK_B) == i
+    length = tl.sum(tl.where(mine, tiles, 0), 0)
+    return tl.sum(tl.where(mine, ends, 0), 0) - (HEADS * tiles_m - item) * length, length, row % BLOCK_M
+
+
+@triton.jit
+def _merge_slice(
+    part, part_lse, sink, item_begin, run, first, parts, row, d,
+    D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Columns d [SLICE] of a row of an item, from its parts, and the row's LSE in base 2; with SINKS one more key's."""
+    acc = tl.zeros([SLICE], tl.float32)
+    total = 0.0
+    peak = -1.0e38
+    for begin in range(0, parts, PARTS):
+        p = begin + tl.arange(0, PARTS)
+        slot = tl.where(p == 0, _first_slot(item_begin, run), 2 * (first + p))
+        here = slot.to(tl.int64) * ROWS + row
+        logs = tl.load(part_lse + here, mask=p < parts, other=float("-inf"))
+        inside = (p < parts)[:, None] & (d < D)[None, :]
+        values = tl.load(part + here[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        new_peak = tl.maximum(peak, tl.max(logs, 0))
+        weights = tl.exp2(logs - new_peak)
+        rescale = tl.exp2(peak - new_peak)
+        acc = acc * rescale + tl.sum(values * weights[:, None], 0)
+        total = total * rescale + tl.sum(weights, 0)
+        peak = new_peak
+    empty = total == 0.0
+    acc /= tl.where(empty, 1.0, total)
+    log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
+    if SINKS:
+        log2, factor = with_sink(log2, tl.load(sink))
+        acc *= factor
+    return acc, log2
+
+
+@triton.jit
 def _merge_parts_kernel(
     lo, hi, sinks, out, lse, part, part_lse,
     lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
@@ -191,11 +237,7 @@ def _merge_parts_kernel(
     q_head = tl.program_id(0) % (HEADS * GROUP)
     t = tl.program_id(0) // (HEADS * GROUP) % T
     i = tl.program_id(0) // (HEADS * GROUP * T)
-    row = t * GROUP + q_head % GROUP
-    item = q_head // GROUP * tiles_m + row // BLOCK_M
-    mine = tl.arange(0, BLOCK_B) == i
-    length = tl.sum(tl.where(mine, tiles, 0), 0)
-    item_begin = tl.sum(tl.where(mine, ends, 0), 0) - (HEADS * tiles_m - item) * length
+    item_begin, length, row = _item_of(i, t, q_head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
     if parts >= 0:  # Always: it holds the wait behind the schedule, as above.
@@ -203,28 +245,10 @@ def _merge_parts_kernel(
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-        acc = tl.zeros([SLICE], tl.float32)
-        total = 0.0
-        peak = -1.0e38
-        for begin in range(0, parts, PARTS):
-            p = begin + tl.arange(0, PARTS)
-            slot = tl.where(p == 0, _first_slot(item_begin, run), 2 * (first + p))
-            here = slot.to(tl.int64) * ROWS + row % BLOCK_M
-            logs = tl.load(part_lse + here, mask=p < parts, other=float("-inf"))
-            inside = (p < parts)[:, None] & (d < D)[None, :]
-            values = tl.load(part + here[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            new_peak = tl.maximum(peak, tl.max(logs, 0))
-            weights = tl.exp2(logs - new_peak)
-            rescale = tl.exp2(peak - new_peak)
-            acc = acc * rescale + tl.sum(values * weights[:, None], 0)
-            total = total * rescale + tl.sum(weights, 0)
-            peak = new_peak
-        empty = total == 0.0
-        acc /= tl.where(empty, 1.0, total)
-        log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
-        if SINKS:
-            log2, factor = with_sink(log2, tl.load(sinks + q_head))
-            acc *= factor
+        acc, log2 = _merge_slice(
+            part, part_lse, sinks + q_head if SINKS else sinks, item_begin, run, first, parts, row, d,
+            D, ROWS, PARTS, SLICE, SINKS,
+        )  # fmt: skip
         b = i.to(tl.int64)
         tl.store(out + b * out_b + t * out_t + q_head * out_h + d, acc, mask=d < D)
         if tl.program_id(1) == 0:
@@ -251,31 +275,48 @@ def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
     return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
 
 
-def merge_parts(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    sinks: torch.Tensor | None,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    programs: int,
-    heads: int,
-    block_m: int,
-    block_n: int,
-) -> None:
-    """Launches the merge behind a kernel of `programs` runs over the schedule of `heads` KV heads and these tiles."""
-    B, T, Hq, D = out.shape
-    group = Hq // heads
-    items = B * heads * triton.cdiv(T * group, block_m)
-    parts, width, warps = _merge_shape(B * T * Hq, D, part.itemsize, items, programs)
-    _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
-        lo, hi, sinks, out, lse, part, part_lse,
-        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), B, programs,
-        T=T, HEADS=heads, GROUP=group, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_M=block_m, BLOCK_N=block_n,
-        ROWS=part.shape[1], PARTS=parts, SLICE=width, SINKS=sinks is not None,
-        num_warps=warps, **overlapped(out),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Parts:
+    """What the programs of attention left: results of items that one of them had, parts of all others.
+
+    Attributes:
+        out, lse, lo, hi, sinks: as `flash_decode` has them; queries [B, T].
+        part, part_lse: the workspace, until attention's next launch.
+        programs: the runs that the schedule was cut into.
+        heads: KV heads of the schedule.
+        block_m, block_n: rows and keys of a tile.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    sinks: torch.Tensor | None
+    part: torch.Tensor
+    part_lse: torch.Tensor
+    programs: int
+    heads: int
+    block_m: int
+    block_n: int
+
+    @property
+    def items(self) -> int:
+        B, T, Hq, _ = self.out.shape
+        return B * self.heads * triton.cdiv(T * (Hq // self.heads), self.block_m)
+
+    def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launches the merge; output and LSE, complete."""
+        out, lse, part = self.out, self.lse, self.part
+        B, T, Hq, D = out.shape
+        parts, width, warps = _merge_shape(B * T * Hq, D, part.itemsize, self.items, self.programs)
+        _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
+            self.lo, self.hi, self.sinks, out, lse, part, self.part_lse,
+            *self.lo.stride(), *self.hi.stride(), *out.stride()[:3], *lse.stride(), B, self.programs,
+            T=T, HEADS=self.heads, GROUP=Hq // self.heads, D=D, BLOCK_B=triton.next_power_of_2(B),
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, ROWS=part.shape[1], PARTS=parts, SLICE=width,
+            SINKS=self.sinks is not None, num_warps=warps, **overlapped(out),
+        )  # fmt: skip
+        return out, lse
 
 
 @cache
@@ -340,17 +381,35 @@ def flash_decode(
     """
     if not routing.on_gpu(q):
         return reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse)
-    B, T, Hq, D = q.shape
-    page_size, Hkv = k_cache.shape[1:3]
-    group = Hq // Hkv
-    assert scale > 0 and Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
+    Hq, Hkv = q.shape[2], k_cache.shape[2]
+    assert scale > 0 and Hq % Hkv == 0 and k_cache.dtype == v_cache.dtype == q.dtype
     assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
         return out, lse
+    return decode_parts(q, k_cache, v_cache, block_table, lo, hi, scale, sinks, out, lse, sms, early).merge()
 
+
+def decode_parts(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sms: int | None,
+    early: bool,
+) -> Parts:
+    """`flash_decode` of some queries on a GPU, with its arguments, before parts are merged."""
+    B, T, Hq, D = q.shape
+    page_size, Hkv = k_cache.shape[1:3]
+    group = Hq // Hkv
     tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
@@ -362,5 +421,4 @@ def flash_decode(
         scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
-    merge_parts(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])
-    return out, lse
+    return Parts(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import mla_decode_few_sm90, mla_decode_sm90, mla_sm90, routing
-from kernels.flash_decode import _item_at, _schedule, _store_item, _workspace, merge_parts
+from kernels.flash_decode import Parts, _item_at, _schedule, _store_item, _workspace
 from kernels.latents import attend_latents, latent_tile
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.mla_decode import mla_decode as reference
@@ -141,5 +141,5 @@ def mla_decode(
         scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
-    merge_parts(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])
+    Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"]).merge()
     return out, lse

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from kernels.flash_decode import _workspace, merge_parts
+from kernels.flash_decode import Parts, _workspace
 from kernels.launching import sm_count
 from kernels.mla_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.sm90 import COPIED, SHARED, silence
@@ -244,4 +244,4 @@ def launch(
         # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    merge_parts(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value)
+    Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value).merge()

@@ -34,6 +34,7 @@ from kernels.linear import _linear_kernel
 from kernels.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.linear_sm90 import SHARED as SLICED
 from kernels.lse_combine import _lse_combine_kernel
+from kernels.merge_exchange import _merge_exchange_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
 from kernels.mla_decode_few_sm90 import _mla_decode_few_sm90_kernel
@@ -105,7 +106,11 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **tile}
         yield "decode", dtype, _flash_decode_kernel, shared | {"PAGE": page}, options
         del shared["BLOCK_D"]
-        yield "merge", dtype, _merge_parts_kernel, shared | {"PARTS": 64, "SLICE": SLICE}, {"num_warps": 2}
+        merge = shared | {"PARTS": 64, "SLICE": SLICE}
+        yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
+        world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
+        world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True}
+        yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
@@ -229,12 +234,13 @@ def moe_cases(
 
 
 def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
-    words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words
+    words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words, where attention is not in them
+    mixed = function is _merge_exchange_kernel
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         kind, aligned = SPECIAL.get(name, ("i32", True))
         if name in TENSORS:
-            kind = "*i32" if words else f"*{NAMES[dtype]}"
+            kind = "*i32" if words and (not mixed or name == "result") else f"*{NAMES[dtype]}"
         if name == "part" and constants["ROWS"] * constants.get("D", 512) < LARGE:
             kind = "*fp32"
         if name in DESCRIPTORS:
