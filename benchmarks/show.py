@@ -285,7 +285,9 @@ def best_steps() -> list[str]:
 
 def played_steps() -> list[str]:
     """Four ranks that two GPUs and one play, beside four GPUs."""
-    real = {tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step", *WORKLOAD) if "failed" not in r}
+    real = {
+        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in _todays(results("step", *WORKLOAD)) if "failed" not in r
+    }
     played = {(r["played_by"], *(r[k] for k in WORKLOAD)): r for r in results("step-of-4", "played_by", *WORKLOAD)}
     rows = [
         "| shape | KV | layout | four GPUs | two play four | | one plays four | |",

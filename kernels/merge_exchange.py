@@ -1,4 +1,7 @@
-"""The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners."""
+"""The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners.
+
+Not used yet: it has to be faster on GPUs than the two launches that it stands for (docs/STATUS.md).
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def merge_exchange(
     push: bool = True,
     wait: bool = True,
 ) -> torch.Tensor:
-    """`kernels.exchange.exchange` of what `parts.merge()` would give, bit for bit, without the pass between them.
+    """`kernels.exchange.exchange` of what `parts.merge()` would give, but for the order of sums.
 
     Args:
         parts: of queries [B, T], in the exchange's order.

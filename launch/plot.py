@@ -199,7 +199,7 @@ def step(rows: list[Row]) -> Figure:
             value, y = floors.get(row["layout"]), len(labels)
             labels.append(row["layout"])
             if value is None:
-                panel.text(0, y, f" failed: {row['failed'][:50]}..", va="center", fontsize=7, color=RED)
+                panel.text(0, y, f" failed: {row['failed'][:50]}", va="center", fontsize=7, color=RED)
                 continue
             colour = ORANGE if _kvp(row["layout"]) == 1 else BLUE if value == best else GREY
             panel.barh(y, value, height=0.8, color=colour)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from launch import local
 from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, spec_of
 
 
@@ -47,3 +48,16 @@ def test_layouts_fit_and_cover_what_is_compared() -> None:
 def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
     rows = [{"batch": 1, "ttl_p50_us": 5.0}, {"batch": 8, "ttl_p50_us": 9.0}, {"batch": 32, "failed": "does not fit"}]
     assert [largest_batch(rows, budget) for budget in (4.9, 5.0, 8.0, 100.0)] == [None, 1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks, processes, played", [(0, 8, 8, 0), (4, 4, 4, 0), (2, 8, 2, 1), (1, 2, 1, 1), (4, 8, 2, 1)]
+)
+def test_ranks_beyond_the_gpus_are_played(
+    gpus: int, ranks: int, processes: int, played: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[int, list[str]]] = []
+    monkeypatch.setattr(local.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(local, "launch", lambda count, overrides: started.append((count, overrides)) or 0)
+    assert local.benchmark(ranks, ["bench=comm"]) == 0
+    assert started == [(processes, ["comm.backend=stand_in"] * played + ["bench=comm"])]
