@@ -14,16 +14,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kernels.flash_decode import Partial
+from kernels.linear import linear
 from kernels.lse_combine import lse_combine
 from kernels.rms_norm import rms_norm
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A rank's part of a projection whose sum over ranks comes next, not yet made: x W^T + b.
+
+    Attributes:
+        x: [N, K], this rank's columns of the input.
+        weight: [H, K].
+        bias: [H] on one rank, elsewhere None.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def make(self) -> Tensor:
+        """[N, H]"""
+        return linear(self.x, self.weight, self.bias)
 
 
 class Communicator(ABC):
@@ -71,11 +93,13 @@ class Communicator(ABC):
         The result may alias `send` when K = 1.
         """
 
-    def all_reduce_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def all_reduce_norm(
+        self, x: Tensor | Projection, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """RMSNorm of `residual` plus the sum of `x` over the world; all ranks get bitwise the same.
 
         Args:
-            x: [N, H] contiguous, each rank's part of a projection; may be overwritten.
+            x: [N, H] contiguous, each rank's part of a sum; may be overwritten.
             residual: [N, H], the same on all ranks; None adds nothing.
             weight: [H].
             eps: added to the mean square.
@@ -83,7 +107,7 @@ class Communicator(ABC):
         Returns:
             The normalised rows and the sum, each [N, H] in x's dtype.
         """
-        return rms_norm(self.all_reduce(x), weight, eps, residual)
+        return rms_norm(self.all_reduce(made(x)), weight, eps, residual)
 
     def check(self) -> None:
         """Raises RuntimeError where a collective of a step that has ended gave up waiting for a peer."""
@@ -109,6 +133,10 @@ class Communicator(ABC):
         mine = shares[self.kvp_rank]
         return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine])
 
+    def merge_exchange(self, partial: Partial, shares: Sequence[int]) -> Tensor:
+        """`exchange` of what `partial.merge()` gives."""
+        return self.exchange(*partial.merge(), shares)
+
     def _check_partials(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
         if len(shares) != len(self.kvp_group):
             raise ValueError(f"shares {list(shares)} must have one entry for each rank of kvp group {self.kvp_group}")
@@ -129,6 +157,10 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases what this communicator created; a second call does nothing."""
+
+
+def made(x: Tensor | Projection) -> Tensor:
+    return x if isinstance(x, Tensor) else x.make()
 
 
 def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:

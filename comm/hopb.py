@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kernels.flash_decode import Partial
+
 # A persistent grid is not preempted, whatever a stream's priority: attention leaves so much room for the exchange.
 RESERVED_SMS = 4
 
@@ -36,27 +38,27 @@ class Pipeline:
     def run(
         self,
         chunks: Sequence[slice],
-        attend: Callable[[slice], tuple[Tensor, Tensor]],
-        exchange: Callable[[Tensor, Tensor], Tensor],
+        attend: Callable[[slice], Partial],
+        exchange: Callable[[Partial], Tensor],
     ) -> Tensor:
         """Attention of all chunks, exchanged: what `exchange` returns of each, one after the other.
 
         Args:
             chunks: runs of rows, in order.
-            attend: gives a chunk's partial outputs and LSEs, by kernels on the current stream.
+            attend: gives a chunk's partial result, merged, by kernels on the current stream.
             exchange: makes of them [rows, ...], likewise.
         """
         # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
-        partials: list[tuple[Tensor, Tensor]] = []
+        partials: list[Partial] = []
         exchanged: list[Tensor] = []
         for rows in chunks:
             partials.append(attend(rows))
             if self._side is None:
-                exchanged.append(exchange(*partials[-1]))
+                exchanged.append(exchange(partials[-1]))
                 continue
             self._side.wait_stream(torch.cuda.current_stream(self._side.device))
             with torch.cuda.stream(self._side):
-                exchanged.append(exchange(*partials[-1]))
+                exchanged.append(exchange(partials[-1]))
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         return torch.cat(exchanged)

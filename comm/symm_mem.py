@@ -19,13 +19,18 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from comm.base import Projection
 from comm.torch_dist import TorchDistCommunicator
 from kernels import all_gather, all_reduce_norm, exchange
+from kernels.flash_decode import Partial, Parts
+from kernels.linear import linear_send, sends
+from kernels.mailbox import SumBoxes
+from kernels.merge_exchange import merge_exchange
 
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
-ONE_SHOT_BYTES = 64 << 10  # above, sending every row to every rank costs more than the detour
+ONE_SHOT_SENT = 256 << 10  # bytes that rows come to over all ranks; above, the detour costs less (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
 LOOK_S = 3e-7  # the least that one look at a box takes, seconds
 WORD = 8  # bytes of a word with its tag
@@ -115,10 +120,8 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
         N, _, D = out.shape
         lanes = max(shares)
-        values = 4 // out.element_size() if out.dtype in exchange.DTYPES else 0  # of a word
-        whole = values > 0 and not any(size % values for size in (D, *out.stride()[:2], out.storage_offset()))
-        fits = whole and 0 < N * lanes <= EXCHANGE_PIECES and D // values < exchange.PIECE_WORDS
-        if len(self.kvp_group) == 1 or out.stride(2) != 1 or not fits:
+        whole = not any(size * out.element_size() % 4 for size in (*out.stride()[:2], out.storage_offset()))  # words
+        if out.stride(2) != 1 or not whole or not self._boxes_take(N, D, out.dtype, shares):
             return super().exchange(out, lse, shares)
         self._check_partials(out, lse, shares)
         return exchange.exchange(
@@ -127,14 +130,40 @@ class SymmMemCommunicator(TorchDistCommunicator):
             rank=self.kvp_rank, lanes=lanes, pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
 
-    def all_reduce_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        way = self._way(x)
-        if way is None:
+    def merge_exchange(self, partial: Partial, shares: Sequence[int]) -> Tensor:
+        N, D, dtype = partial.lse.numel() // partial.lse.shape[-1], partial.out.shape[-1], partial.out.dtype
+        if not isinstance(partial, Parts) or not self._boxes_take(N, D, dtype, shares):
+            return super().merge_exchange(partial, shares)
+        return merge_exchange(
+            partial, partial.out.new_empty(N, shares[self.kvp_rank], D), self._starts_of(shares),
+            self._peers["exchange"], (self._counts["sent"], self._counts["received"]), self._status,
+            rank=self.kvp_rank, lanes=max(shares), pieces=EXCHANGE_PIECES, spins=self._spins,
+        )  # fmt: skip
+
+    def _boxes_take(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
+        """Whether the partials of N tokens, D values a head, fit the boxes of the exchange."""
+        words, rest = divmod(D * dtype.itemsize, 4)
+        fit = rest == 0 and words < exchange.PIECE_WORDS and 0 < N * max(shares) <= EXCHANGE_PIECES
+        return fit and dtype in exchange.DTYPES and len(self.kvp_group) > 1
+
+    def all_reduce_norm(
+        self, x: Tensor | Projection, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        rows = x if isinstance(x, Tensor) else residual  # of the shape and dtype of the sum
+        way = None if rows is None else self._way(rows)
+        if rows is None or way is None:
             return super().all_reduce_norm(x, residual, weight, eps)
+        phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way]) // 2
+        if isinstance(x, Projection):
+            if sends(x.x, x.weight, two_shot):
+                boxes = self._peers[way][0], self._counts[way], self.rank, pieces, all_reduce_norm.SLICE_WORDS
+                linear_send(x.x, x.weight, x.bias, SumBoxes(*boxes, two_shot))
+                phases = 6
+            else:
+                rows = x.make()
         return all_reduce_norm.all_reduce_norm(
-            x, residual, weight, eps,
-            self._peers[way], self._squares[way], self._counts[way], self._status,
-            rank=self.rank, pieces=len(self._squares[way]) // 2, spins=self._spins, two_shot=way == "two_shot",
+            rows, residual, weight, eps, self._peers[way], self._squares[way], self._counts[way], self._status,
+            rank=self.rank, pieces=pieces, spins=self._spins, two_shot=two_shot, phases=phases,
         )  # fmt: skip
 
     def _way(self, x: Tensor) -> str | None:
@@ -144,9 +173,10 @@ class SymmMemCommunicator(TorchDistCommunicator):
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
         if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in exchange.DTYPES:
             return None
-        if size <= ONE_SHOT_BYTES and pieces <= ONE_SHOT_PIECES:
+        spreads = self._spreads(pieces)
+        if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= ONE_SHOT_SENT or not spreads):
             return "one_shot"
-        return "two_shot" if self._spreads(pieces) else None
+        return "two_shot" if spreads else None
 
     def _spreads(self, pieces: int) -> bool:
         """Whether so many pieces can have owners."""

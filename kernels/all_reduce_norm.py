@@ -26,8 +26,10 @@ def _all_reduce_norm_kernel(
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
     RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(PDL)
-    start_successor(PDL)
+    EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and nothing else of what it writes is read here
+    if not EARLY:
+        wait_for_predecessor(PDL)
+        start_successor(PDL)
     piece = tl.program_id(0)
     n = (piece // SLICES).to(tl.int64)
     w = tl.arange(0, SIZE)
@@ -74,6 +76,11 @@ def _all_reduce_norm_kernel(
             second += high(kept, DTYPE)
         # The sum is kept in the model's dtype, and what is normalised is what is kept.
         words = pack(first, second, DTYPE)
+        if EARLY:
+            # Results may lie where the predecessor's operands did. Always true: it holds the wait behind the sums.
+            if tl.sum(words & 1, 0) >= 0:
+                wait_for_predecessor(PDL)
+            start_successor(PDL)
         tl.store(total + at, words, mask=inside)
         first = tl.where(inside, low(words, DTYPE), 0.0)
         second = tl.where(inside, high(words, DTYPE), 0.0)
@@ -112,7 +119,7 @@ def all_reduce_norm(
     """y = weight * s / rms(s), s = residual + the sum of x over ranks: in fp32, in rank order, the same on all ranks.
 
     Args:
-        x: [N, H], a multiple of 4 bytes a row; contiguous.
+        x: [N, H], a multiple of 4 bytes a row; contiguous. Without phase 1 its shape alone counts.
         residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
         weight: [H].
         peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
@@ -124,7 +131,8 @@ def all_reduce_norm(
         pieces: room in the boxes, at least N times the slices of a row.
         two_shot: by way of an owner.
         slice_words: of a program; the same in all calls that share boxes.
-        phases: 1 sends, 2 adds up at the owner (two shots), 4 finishes; each rank has to run all of them.
+        phases: 1 sends (or a projection did: `kernels.linear.linear_send`), 2 adds up at the owner (two shots), 4
+            finishes; each rank has to run all of them.
 
     Returns:
         y [N, H] and s [N, H] in x's dtype.

@@ -276,7 +276,24 @@ def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Partial:
+    """Attention over one rank's keys.
+
+    Attributes:
+        out: [..., Hq, D], of queries [N] or [B, T].
+        lse: [..., Hq] fp32, natural log.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [N, Hq, D] and LSE [N, Hq], complete."""
+        return self.out.flatten(0, -3), self.lse.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class Parts(Partial):
     """What the programs of attention left: results of items that one of them had, parts of all others.
 
     Attributes:
@@ -287,8 +304,6 @@ class Parts:
         block_m, block_n: rows and keys of a tile.
     """
 
-    out: torch.Tensor
-    lse: torch.Tensor
     lo: torch.Tensor
     hi: torch.Tensor
     sinks: torch.Tensor | None
@@ -305,7 +320,6 @@ class Parts:
         return B * self.heads * triton.cdiv(T * (Hq // self.heads), self.block_m)
 
     def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launches the merge; output and LSE, complete."""
         out, lse, part = self.out, self.lse, self.part
         B, T, Hq, D = out.shape
         parts, width, warps = _merge_shape(B * T * Hq, D, part.itemsize, self.items, self.programs)
@@ -316,7 +330,7 @@ class Parts:
             BLOCK_M=self.block_m, BLOCK_N=self.block_n, ROWS=part.shape[1], PARTS=parts, SLICE=width,
             SINKS=self.sinks is not None, num_warps=warps, **overlapped(out),
         )  # fmt: skip
-        return out, lse
+        return super().merge()
 
 
 @cache
@@ -379,17 +393,11 @@ def flash_decode(
         FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
         section 2.1.
     """
-    if not routing.on_gpu(q):
-        return reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse)
-    Hq, Hkv = q.shape[2], k_cache.shape[2]
-    assert scale > 0 and Hq % Hkv == 0 and k_cache.dtype == v_cache.dtype == q.dtype
-    assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
-    assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
-    if q.numel() == 0:
-        return out, lse
-    return decode_parts(q, k_cache, v_cache, block_table, lo, hi, scale, sinks, out, lse, sms, early).merge()
+    found = decode_parts(
+        q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse, sms=sms, early=early
+    )
+    found.merge()
+    return found.out, found.lse
 
 
 def decode_parts(
@@ -400,16 +408,26 @@ def decode_parts(
     lo: torch.Tensor,
     hi: torch.Tensor,
     scale: float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sms: int | None,
-    early: bool,
-) -> Parts:
-    """`flash_decode` of some queries on a GPU, with its arguments, before parts are merged."""
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sms: int | None = None,
+    early: bool = False,
+) -> Partial:
+    """`flash_decode` with its arguments, up to the merge."""
+    if not routing.on_gpu(q):
+        return Partial(*reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse))
     B, T, Hq, D = q.shape
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
+    assert scale > 0 and Hq % Hkv == 0 and k_cache.dtype == v_cache.dtype == q.dtype
+    assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+    assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
+    if q.numel() == 0:
+        return Partial(out, lse)
     tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from kernels import linear_sm90, routing
+from kernels.exchange import DTYPES
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.mailbox import SumBoxes, box, boxes_of, pack, send, turn
 from kernels.reference.linear import linear as reference
 from kernels.silu_mul import silu_mul
 
@@ -23,11 +25,16 @@ RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, a
 
 @triton.jit
 def _linear_kernel(
-    x, weight, bias, out, x_n, N, R, K,
+    x, weight, bias, out, peers, count, x_n, N, R, K, rank,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
+    if RANKS > 0:  # Looked up while weights come.
+        to = tl.arange(0, triton.next_power_of_2(RANKS))
+        tag = turn(count)
+        boxes = boxes_of(peers, tl.minimum(to, RANKS - 1))
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
     n = tl.arange(0, BLOCK_N)
@@ -59,7 +66,19 @@ def _linear_kernel(
         # Rounded as the two projections' outputs would be.
         y = y.to(out.dtype.element_ty).to(tl.float32)
         y = y / (1.0 + tl.exp(-y)) * up.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
+    if RANKS == 0:
+        tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
+    else:
+        dtype: tl.constexpr = weight.dtype.element_ty
+        VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
+        if VALUES == 1:
+            words = tl.reshape(y, [BLOCK_R]).to(tl.int32, bitcast=True)
+        else:
+            first, second = tl.split(tl.reshape(y, [BLOCK_R // 2, 2]))
+            words = pack(first, second, dtype)
+        w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
+        there = box(boxes[:, None], tag, rank, (w // SIZE)[None, :], RANKS, PIECES, SIZE) + (w % SIZE)[None, :]
+        send(there, words[None, :], tag, (to < RANKS)[:, None] & (w < R // VALUES)[None, :])
 
 
 def linear(
@@ -91,16 +110,50 @@ def linear(
     out = torch.empty(N, R, dtype=x.dtype, device=x.device)
     tile = _tile(N, R, K, gated)
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
-        x, weight, bias, out, x.stride(0), N, R, K,
-        RUN=RUN, BIAS=bias is not None, GATED=gated, **tile, **overlapped(x),
+        x, weight, bias, out, None, None, x.stride(0), N, R, K, 0,
+        RUN=RUN, BIAS=bias is not None, GATED=gated, RANKS=0, PIECES=0, SIZE=0, **tile, **overlapped(x),
     )  # fmt: skip
     return out
+
+
+def sends(x: torch.Tensor, weight: torch.Tensor, two_shot: bool) -> bool:
+    """Whether `linear_send` takes these tensors."""
+    if not routing.on_gpu(x) or 0 in weight.shape or len(weight) * weight.itemsize % 4:
+        return False
+    if x.is_cuda and linear_sm90.fits(x, weight):
+        return True
+    plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.dtype in DTYPES
+    return plain and len(x) == 1 and not two_shot
+
+
+def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: SumBoxes) -> None:
+    """A projection whose sum over ranks is next, sent to where that is made: phase 1 of `kernels.all_reduce_norm`.
+
+    Args:
+        x: [N, K], last dim contiguous.
+        weight: [H, K] in x's dtype, contiguous.
+        bias: [H] or None.
+        sums: of the ranks, of as many slices a row as `H` values take.
+    """
+    if x.is_cuda and linear_sm90.fits(x, weight):
+        linear_sm90.launch(x, weight, bias, sums, False)
+        return
+    R, K = weight.shape
+    assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1 and weight.is_contiguous()
+    tile = _tile(1, R, K, False)
+    _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
+        x, weight, bias, None, sums.peers, sums.count, x.stride(0), 1, R, K, sums.rank,
+        RUN=RUN, BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces,
+        SIZE=sums.slice_words, **tile, **overlapped(x),
+    )  # fmt: skip
 
 
 def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
     """Launch options, as measured on an H200: few weights a thread, or more of a matrix that has many rows."""
     short = R <= 2048
-    if N > 2:  # the products of more rows of x want the registers: weights wait in shared memory
+    if N == 1 and not gated and K <= 512:  # more warps would find nothing to read
+        rows, warps, stages = 8, 2, 1
+    elif N > 2:  # the products of more rows of x want the registers: weights wait in shared memory
         rows, warps, stages = (4, 1, 3) if gated else (4, 4, 3) if short else (8, 1, 3)
     elif gated:
         rows, warps, stages = 2, 4 if short else 2, 1

@@ -9,6 +9,8 @@ others cost nothing, as long as weights are what everybody waits for.
 Beyond, programs split K among themselves, into more slices or, where these would not begin at 16 bytes, into runs of
 steps. Of two that meet at a node of a tree the second adds what the first has left in a workspace, by one exchange that
 tells who is second; the last of an odd number goes on alone. Nobody waits, and sums do not depend on who comes when.
+
+Sums that ranks add up next go straight into the boxes of `kernels.all_reduce_norm`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.launching import sm_count
+from kernels.mailbox import TURN, SumBoxes
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
@@ -80,10 +83,36 @@ def _sum_slices(acc, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _word(y, up, GATED: gl.constexpr):
+def _pairs(y, LAYOUT: gl.constexpr):
+    """[rows, n] -> even rows and odd rows, [rows / 2, n] each."""
+    y = gl.permute(gl.reshape(y, [y.shape[0] // 2, 2, y.shape[1]]), (0, 2, 1))
+    even, odd = gl.split(y)
+    return gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)
+
+
+@gluon.jit
+def _send_pairs(
+    even, odd, live, piece, w, boxes, peers, tag, rank, dtype: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+):  # fmt: skip
+    """Words of two neighbouring sums, word `w` of `piece`, into boxes of `kernels.all_reduce_norm`."""
+    low = even.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
+    high = odd.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
+    word = (tag << 32) | (high << 16) | low
+    at = (((tag & 1) * RANKS + rank) * PIECES + piece) * SIZE + w
+    if TWO_SHOT:
+        gl.store(boxes.to(gl.pointer_type(gl.int64)) + at, word, mask=live)
+    else:
+        for step in gl.static_range(RANKS):
+            to = gl.load(peers + (rank + 1 + step) % RANKS)
+            gl.store(to.to(gl.pointer_type(gl.int64)) + at, word, mask=live)
+
+
+@gluon.jit
+def _word(y, up, TWO: gl.constexpr):
     """Sums as one number to exchange: int32, or int64 of two."""
     word = y.to(gl.int32, bitcast=True)
-    if GATED:
+    if TWO:
         word = (up.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (word.to(gl.int64) & 0xFFFFFFFF)
     return word
 
@@ -94,30 +123,33 @@ def _float(word):
 
 
 @gluon.jit
-def meet(at, y, up, live, GATED: gl.constexpr):
-    """Leaves sums at a node of the tree, or adds what is there to them; and which are still this program's."""
-    found = gl.atomic_xchg(at, _word(y, up, GATED), mask=live, sem="relaxed")
+def meet(at, y, up, live, TWO: gl.constexpr):
+    """Leaves sums, alone or two in a word, at a node of the tree, or adds what is there; and which are still ours."""
+    found = gl.atomic_xchg(at, _word(y, up, TWO), mask=live, sem="relaxed")
     live = live & (found != EMPTY)
     gl.store(at, gl.full_like(found, EMPTY), mask=live)
     y += _float(found)
-    if GATED:
+    if TWO:
         up += _float(found >> 32)
     return y, up, live
 
 
-@gluon.jit(do_not_specialize=["N", "R", "steps"])
+@gluon.jit(do_not_specialize=["N", "R", "steps", "rank"])
 def _linear_sm90_kernel(
-    weights, xs, bias, out, words, N, R, steps,
+    weights, xs, bias, out, words, peers, count, N, R, steps, rank,
     SPLIT: gl.constexpr, SLICED: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
+    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight; a pair has to end in one program
     M: gl.constexpr = ROWS * SLICES
     COLUMNS: gl.constexpr = N_MAX * SLICES
     BYTES: gl.constexpr = ((2 if GATED else 1) * M + COLUMNS) * BLOCK_K * 2
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
-    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    LANES: gl.constexpr = [16, 2] if SENDS else [32, 1]
+    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], LANES, [1, 4], [0, 1])
     dtype: gl.constexpr = weights.dtype
     w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, SLICES, BLOCK_K], SHARED)
@@ -144,12 +176,21 @@ def _linear_sm90_kernel(
         _load_weights(
             weights, row, R, own, k + s * BLOCK_K, w_shared.index(s), up_shared.index(s), ready.index(s), GATED, BYTES
         )
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
+    TILE_ROWS: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
+    i = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, RESULT))
+    r = 2 * i if SENDS else i
     if BIAS:
         y_bias = gl.load(bias + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
-        if GATED:
-            up_bias = gl.load(bias + R + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+        if GATED or SENDS:
+            ups_at = row + r + (1 if SENDS else R)
+            up_bias = gl.load(bias + ups_at, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
     gdc_wait()
+    n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
+    if SENDS:  # looked up while weights come
+        tag = gl.load(count) // TURN + 1
+        column = (row + r)[:, None] // 2 + (n * 0)[None, :]  # of words
+        piece = column // SIZE + n[None, :] * ((R // 2 + SIZE - 1) // SIZE)
+        boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
     for s in range(ahead):
         _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
     if steps <= STAGES:
@@ -183,29 +224,35 @@ def _linear_sm90_kernel(
                 gdc_launch_dependents()
         last = slot
     acc, ups = _wait(acc, ups, 0, GATED)
-    y = _sum_slices(acc, RESULT)
-    up = _sum_slices(ups, RESULT)
+    if SENDS:
+        PAIRED: gl.constexpr = gl.BlockedLayout([2, 1], LANES, [1, 4], [0, 1])
+        y, up = _pairs(_sum_slices(acc, PAIRED), RESULT)
+    else:
+        y = _sum_slices(acc, RESULT)
+        up = _sum_slices(ups, RESULT)
 
-    n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
     live = (row + r < R)[:, None] & (n < N)[None, :]
-    cell = words + r[:, None] + (n * ROWS)[None, :]
+    cell = words + i[:, None] + (n * TILE_ROWS)[None, :]
     node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # the first of a level of this tile's tree
     for level in gl.static_range(4):
         if ((SPLIT - 1) >> level) > 0:
-            at = cell + (node + (part >> (level + 1))) * (ROWS * N_MAX)
+            at = cell + (node + (part >> (level + 1))) * (TILE_ROWS * N_MAX)
             # The last of an odd number meets nobody.
             if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
-                y, up, live = meet(at, y, up, live, GATED)
+                y, up, live = meet(at, y, up, live, GATED or SENDS)
             node += (((SPLIT - 1) >> level) + 1) // 2
     if BIAS:
         y += y_bias
+    if (GATED or SENDS) and BIAS:
+        up += up_bias
     if GATED:
-        if BIAS:
-            up += up_bias
         # Rounded as the two projections' outputs would be.
         y = y.to(dtype).to(gl.float32)
         y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
-    gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(dtype), mask=live)
+    if SENDS:
+        _send_pairs(y, up, live, piece, column % SIZE, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+    else:
+        gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(dtype), mask=live)
 
 
 @cache
@@ -254,19 +301,19 @@ def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | SumBoxes,
     gated: bool,
     split: int | None = None,
     shared_kb: int = SHARED_KB,
 ) -> None:
-    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous.
+    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous, or for ranks to add up.
 
     Args:
         split: programs that share K, up to 8 and to its steps; None: as is fastest.
         shared_kb: KiB of shared memory that a program's stages may fill.
     """
     N, K = x.shape
-    R = out.shape[1]
+    R = len(weight) // 2 if gated else len(weight)
     split = split or _split(R, K, gated, sm_count(x.device))
     n_max = max(8, triton.next_power_of_2(N))
     sliced = K % (8 * SLICES.value * split) == 0
@@ -287,8 +334,12 @@ def launch(
     stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = _workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
+    sums = out if isinstance(out, SumBoxes) else None
     _linear_sm90_kernel[(tiles * split,)](
-        weights, xs, bias, out, words if gated else words.view(torch.int32), N, R, steps,
-        SPLIT=split, SLICED=sliced, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages,
-        BIAS=bias is not None, GATED=gated, num_warps=4, launch_pdl=True,
+        weights, xs, bias, None if sums else out, words if gated or sums else words.view(torch.int32),
+        *(sums.peers, sums.count) if sums else (None, None), N, R, steps, sums.rank if sums else 0,
+        SPLIT=split, SLICED=sliced, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None, GATED=gated,
+        RANKS=sums.peers.numel() if sums else 0, PIECES=sums.pieces if sums else 0,
+        SIZE=sums.slice_words if sums else 0, TWO_SHOT=sums is not None and sums.two_shot,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -15,10 +15,34 @@ together add TURN to a counter, each a share, when they end; until the last of t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
 TURN = tl.constexpr(1 << 16)  # more than there are programs in a launch
+
+
+@dataclass(frozen=True)
+class SumBoxes:
+    """Where a rank sends its part of a sum, and as what.
+
+    Attributes:
+        peers: [W] int64, addresses of the ranks' boxes, int64 [2, W, pieces, slice_words]: `piece` of a row's slice.
+        count: int64 [1], of turns.
+        rank: the sender in the world.
+        pieces: room in the boxes.
+        slice_words: of a piece; a row begins a new one.
+        two_shot: a piece goes to its owner, rank `piece % W`, otherwise to all ranks.
+    """
+
+    peers: torch.Tensor
+    count: torch.Tensor
+    rank: int
+    pieces: int
+    slice_words: int
+    two_shot: bool
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners.
 
-Not used yet: it has to be faster on GPUs than the two launches that it stands for (docs/STATUS.md).
+Its successor starts as its programs end. Started sooner, an output projection of more programs than the GPU takes at
+once lies in the way of those that still receive: 3 us of a layer of Llama-3.1-70B (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from kernels.exchange import DTYPES, IN_GROUP, PIECE_WORDS, _combine
 from kernels.flash_decode import Parts, _item_of, _merge_shape, _merge_slice, _schedule
-from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.launching import overlapped, wait_for_predecessor
 from kernels.mailbox import TURN, box, boxes_of, end_turn, pack, patience, receive, send, turn
 
 
@@ -49,7 +50,6 @@ def _merge_exchange_kernel(
     own = boxes_of(peers, rank)
     if parts >= 0:  # Always: it holds the wait behind the schedule, as in the merge.
         wait_for_predecessor(PDL)
-    start_successor(PDL)
     # Looked up before the parts, which take as long to come.
     tag = turn(sent)
     expected = turn(received)

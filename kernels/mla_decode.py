@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import mla_decode_few_sm90, mla_decode_sm90, mla_sm90, routing
-from kernels.flash_decode import Parts, _item_at, _schedule, _store_item, _workspace
+from kernels.flash_decode import Partial, Parts, _item_at, _schedule, _store_item, _workspace
 from kernels.latents import attend_latents, latent_tile
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.mla_decode import mla_decode as reference
@@ -114,8 +114,28 @@ def mla_decode(
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashDecoding; stream-K (arXiv:2301.03598).
     """
+    found = decode_parts(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse, programs=programs, early=early)
+    found.merge()
+    return found.out, found.lse
+
+
+def decode_parts(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    latent: int,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    programs: int | None = None,
+    early: bool = False,
+) -> Partial:
+    """`mla_decode` with its arguments, up to the merge."""
     if not routing.on_gpu(q):
-        return reference(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse)
+        return Partial(*reference(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse))
     B, T, Hq, width = q.shape
     P = width - latent
     assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
@@ -124,12 +144,11 @@ def mla_decode(
     lse = torch.empty(B, T, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1
     if q.numel() == 0:
-        return out, lse
+        return Partial(out, lse)
 
     if q.is_cuda and mla_sm90.fits(q, cache, latent):
         on_hopper = mla_decode_few_sm90 if T * Hq <= mla_decode_few_sm90.MOST_ROWS else mla_decode_sm90
-        on_hopper.launch(q, cache, block_table, lo, hi, scale, latent, out, lse, programs, early)
-        return out, lse
+        return on_hopper.launch(q, cache, block_table, lo, hi, scale, latent, out, lse, programs, early)
     tile = latent_tile(T * Hq, latent, P, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
     programs = programs or sm_count(q.device)
@@ -141,5 +160,4 @@ def mla_decode(
         scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
-    Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"]).merge()
-    return out, lse
+    return Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -230,7 +230,7 @@ def launch(
     lse: torch.Tensor,
     programs: int | None,
     early: bool,
-) -> None:
+) -> Parts:
     """`kernels.mla_decode.mla_decode` of tensors that fit, and up to MOST_ROWS rows."""
     B, T, Hq, width = q.shape
     page_rows, latents, ropes = pieces(cache, latent)
@@ -244,4 +244,4 @@ def launch(
         # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value).merge()
+    return Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value)

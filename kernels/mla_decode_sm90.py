@@ -376,7 +376,7 @@ def launch(
     lse: torch.Tensor,
     programs: int | None,
     early: bool,
-) -> None:
+) -> Parts:
     """`kernels.mla_decode.mla_decode` of tensors that fit."""
     B, T, Hq, width = q.shape
     page_rows, latents, ropes = pieces(cache, latent)
@@ -391,4 +391,4 @@ def launch(
         # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    Parts(out, lse, lo, hi, None, part, part_lse, runs, 1, tiles_m * TILE.value, TILE.value).merge()
+    return Parts(out, lse, lo, hi, None, part, part_lse, runs, 1, tiles_m * TILE.value, TILE.value)

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from comm.stand_in import StandInTransport
-from comm.symm_mem import ONE_SHOT_BYTES
+from comm.symm_mem import ONE_SHOT_SENT
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import share
 from kernels.all_reduce_norm import SLICE_WORDS
@@ -55,7 +55,7 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
         )  # fmt: skip
     for tokens, hidden in NORMS:
         x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
-        if played and x.numel() * x.element_size() > ONE_SHOT_BYTES:
+        if played and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
             # Owners add up pieces of different places where two play: their sums are known where all are alike.
             width = SLICE_WORDS * 4 // x.element_size()
             x = torch.linspace(-0.2, 0.2, width, device=comm.device).to(bf16).repeat(tokens, hidden // width)

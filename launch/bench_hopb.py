@@ -33,6 +33,7 @@ from helix.engine import CHUNKS, Engine
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.layout import share
 from helix.models import Decoder
+from kernels.flash_decode import Partial
 from launch import local
 from launch.decode import build_engine
 from launch.distributed import AlikeError
@@ -105,12 +106,12 @@ def _hidden(off: float, on: float, without: float) -> float | None:
 def _without_exchange(engine: Engine, comm: Communicator, measure: Callable[[], float]) -> float:
     """What `measure` gives while each rank keeps its part of the attention of its own heads."""
 
-    def keep(out: Tensor, lse: Tensor, shares: list[int]) -> Tensor:
+    def keep(found: Partial, shares: list[int]) -> Tensor:
         first = sum(shares[: comm.kvp_rank])
-        return out[:, first : first + shares[comm.kvp_rank]]
+        return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in engine.model.layers:
-        layer.attention.comm = SimpleNamespace(exchange=keep)  # type: ignore[assignment]
+        layer.attention.comm = SimpleNamespace(merge_exchange=keep)  # type: ignore[assignment]
     result = measure()
     for layer in engine.model.layers:
         layer.attention.comm = comm
@@ -126,13 +127,13 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
     lse = torch.randn(batch, MLA_HEADS, device=comm.device)
     pipeline, busy = Pipeline(comm.device if comm.capturable else None), _busy(comm.device)
 
-    def exchange(out: Tensor, lse: Tensor) -> Tensor:
-        return comm.exchange(out, lse, shares)
+    def exchange(found: Partial) -> Tensor:
+        return comm.merge_exchange(found, shares)
 
-    def measured(chunks: int, attention_s: float, exchange: Callable[[Tensor, Tensor], Tensor]) -> float:
-        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+    def measured(chunks: int, attention_s: float, exchange: Callable[[Partial], Tensor]) -> float:
+        def attend(rows: slice) -> Partial:
             busy(attention_s * len(out[rows]) / batch)
-            return out[rows], lse[rows]
+            return Partial(out[rows], lse[rows])
 
         comm.barrier()
         chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
@@ -142,7 +143,7 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
     alone = measured(1, 0.0, exchange)
     attention = alone * ATTENTION_UNITS / EXCHANGE_UNITS
     off = measured(1, attention, exchange)
-    without = measured(1, attention, lambda out, lse: out[:, : shares[comm.kvp_rank]])
+    without = measured(1, attention, lambda found: found.out[:, : shares[comm.kvp_rank]])
     rows = []
     for chunks in [n for n in CHUNKS if n <= batch]:
         on = measured(chunks, attention, exchange)
@@ -172,15 +173,15 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
             busy(units * UNIT_S)
             spans.append((stream, request, begin, _mark(device)))
 
-        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+        def attend(rows: slice) -> Partial:
             for request in range(rows.start, rows.stop):
                 wait("attention", request, ATTENTION_UNITS)
-            return out[rows], lse[rows]
+            return Partial(out[rows], lse[rows])
 
-        def exchange(out: Tensor, lse: Tensor) -> Tensor:
-            for _ in range(len(out)):
+        def exchange(found: Partial) -> Tensor:
+            for _ in range(len(found.out)):
                 wait("exchange", next(exchanged), EXCHANGE_UNITS)
-            return out
+            return found.out
 
         return pipeline.run(_cut(REQUESTS, chunks), attend, exchange)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from helix.step import Step
+from kernels.flash_decode import Partial
 
 
 class AttentionPolicy(ABC):
@@ -27,7 +28,7 @@ class AttentionPolicy(ABC):
         scale: float,
         sinks: Tensor | None = None,
         reserved_sms: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Partial:
         """Attention of a step's queries over this rank's shard, the step's own keys already appended.
 
         Args:

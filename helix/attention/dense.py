@@ -7,7 +7,7 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy
 from helix.attention.mla import attend_latents
 from helix.step import Step
-from kernels.flash_decode import flash_decode
+from kernels.flash_decode import Partial, decode_parts
 from kernels.flash_prefill import flash_prefill
 from kernels.launching import sm_count
 
@@ -23,18 +23,17 @@ class DenseAttention(AttentionPolicy):
         scale: float,
         sinks: Tensor | None = None,
         reserved_sms: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Partial:
         if keys.dim() == 3:
             return attend_latents(q, keys, values.shape[-1], step, window, scale, reserved_sms)
         lo, hi = step.bounds(window)
         if step.cu_q is not None:
             segments = step.block_tables, step.cu_q, step.max_q
-            return flash_prefill(q, keys, values, *segments, lo, hi, scale, sinks=sinks)
+            return Partial(*flash_prefill(q, keys, values, *segments, lo, hi, scale, sinks=sinks))
         sequences = len(step.block_tables)
         per_sequence = (sequences, -1)
-        out, lse = flash_decode(
+        return decode_parts(
             q.unflatten(0, per_sequence), keys, values, step.block_tables,
             lo.view(per_sequence), hi.view(per_sequence), scale,
             sinks=sinks, sms=max(1, sm_count(q.device) - reserved_sms), early=True,
-        )  # [B, T, Hq, D], [B, T, Hq]  # fmt: skip
-        return out.flatten(0, 1), lse.flatten(0, 1)
+        )  # fmt: skip

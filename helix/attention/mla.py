@@ -5,14 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.step import Step
+from kernels.flash_decode import Partial
 from kernels.launching import sm_count
-from kernels.mla_decode import mla_decode
+from kernels.mla_decode import decode_parts
 from kernels.mla_prefill import mla_prefill
 
 
 def attend_latents(
     q: Tensor, latents: Tensor, rank: int, step: Step, window: int | None, scale: float, reserved_sms: int
-) -> tuple[Tensor, Tensor]:
+) -> Partial:
     """Absorbed queries [N, Hq, R + P] over this rank's latents [pages, page_size, R + P]; `rank` is R.
 
     Returns:
@@ -20,11 +21,10 @@ def attend_latents(
     """
     lo, hi = step.bounds(window)
     if step.cu_q is not None:
-        return mla_prefill(q, latents, step.block_tables, step.cu_q, step.max_q, lo, hi, scale, rank)
+        return Partial(*mla_prefill(q, latents, step.block_tables, step.cu_q, step.max_q, lo, hi, scale, rank))
     per_sequence = (len(step.block_tables), -1)
-    out, lse = mla_decode(
+    return decode_parts(
         q.unflatten(0, per_sequence), latents, step.block_tables,
         lo.view(per_sequence), hi.view(per_sequence), scale, rank,
         programs=max(1, sm_count(q.device) - reserved_sms), early=True,
-    )  # [B, T, Hq, R], [B, T, Hq]  # fmt: skip
-    return out.flatten(0, 1), lse.flatten(0, 1)
+    )  # fmt: skip

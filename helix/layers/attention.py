@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, Projection
 from comm.hopb import RESERVED_SMS, Pipeline
 from helix.attention.base import AttentionPolicy, rows_of
 from helix.kv_cache import KVCache
@@ -15,6 +15,7 @@ from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
+from kernels.flash_decode import Partial
 from kernels.kv_append import kv_append
 
 
@@ -69,19 +70,20 @@ class ShardedAttention:
         sequences = len(step.block_tables)
         chunks = min(self.pipeline.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
-            return self.exchange(*self.policy.attend(q, keys, values, step, self.window, self.scale, self.sinks))
+            return self.exchange(self.policy.attend(q, keys, values, step, self.window, self.scale, self.sinks))
 
-        def attend(rows: slice) -> tuple[Tensor, Tensor]:
+        def attend(rows: slice) -> Partial:
             part = rows_of(step, rows)
-            return self.policy.attend(q[rows], keys, values, part, self.window, self.scale, self.sinks, RESERVED_SMS)
+            found = self.policy.attend(q[rows], keys, values, part, self.window, self.scale, self.sinks, RESERVED_SMS)
+            return Partial(*found.merge())  # before the next chunk's parts take the workspace
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
         return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
 
-    def exchange(self, out: Tensor, lse: Tensor) -> Tensor:
+    def exchange(self, partial: Partial) -> Tensor:
         # A kvp group of one has all keys and all heads of its own.
-        return out if len(self.shares) == 1 else self.comm.exchange(out, lse, self.shares)
+        return partial.merge()[0] if len(self.shares) == 1 else self.comm.merge_exchange(partial, self.shares)
 
 
 class Attention(ShardedAttention):
@@ -140,7 +142,7 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Projection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
         keys, values = cache.layer(self.index)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, Projection
 from helix.layers.weights import Weights
 from kernels.linear import linear
 
@@ -68,5 +68,5 @@ class ColumnShard:
         elif bias:
             weights.leave(f"{name}.bias", (out_features,))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor) -> Projection:
+        return Projection(x, self.weight, self.bias)

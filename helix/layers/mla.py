@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, Projection
 from comm.hopb import Pipeline
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
@@ -34,6 +34,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
 from kernels.each_head import each_head
+from kernels.flash_decode import Partial
 from kernels.mla_append import mla_append
 from kernels.rms_norm import rms_norm
 
@@ -171,7 +172,7 @@ class MLA(ShardedAttention):
             False,
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Projection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         spec = self.spec
         (latents,) = cache.layer(self.index)
@@ -194,11 +195,13 @@ class MLA(ShardedAttention):
             return parts.transpose(0, 1).flatten(1, 2)
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
 
-    def exchange(self, out: Tensor, lse: Tensor) -> Tensor:
-        """Partials [N, Hq_local, R] -> exact values [N, own heads, value]."""
-        if len(self.shares) > 1 and exchanges_values(self.spec, len(out)):
-            return super().exchange(each_head(out, self.w_uv), lse)
-        return each_head(super().exchange(out, lse), self.own_w_uv)
+    def exchange(self, partial: Partial) -> Tensor:
+        """Partials of N x Hq_local x R values -> exact values [N, own heads, value]."""
+        rows = partial.lse.numel() // partial.lse.shape[-1]
+        if len(self.shares) > 1 and exchanges_values(self.spec, rows):
+            out, lse = partial.merge()
+            return super().exchange(Partial(each_head(out, self.w_uv), lse))
+        return each_head(super().exchange(partial), self.own_w_uv)
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:

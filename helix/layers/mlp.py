@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, Projection
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
@@ -22,6 +22,6 @@ class GatedMLP:
         )
         self.down = ColumnShard(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Projection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         return self.down(self.gate_up(x, gated=True))

@@ -183,6 +183,6 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             limit=spec.limit,
-            plus=None if self.shared is None else self.shared(x),
+            plus=None if self.shared is None else self.shared(x).make(),
             of=spec.experts + self.always,
         )

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.base import Communicator
+from comm.base import Communicator, Projection
 from comm.symm_mem import SymmMemCommunicator
+from kernels.flash_decode import decode_parts
 from tests.dist.ranks import (
     balanced,
     on_ranks,
@@ -57,6 +58,8 @@ def check_replays(comm: Communicator, replays: int) -> int:
     number = torch.zeros((), dtype=torch.int64, device=comm.device)
     wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
     weight = torch.ones(H, dtype=torch.bfloat16, device=comm.device)
+    columns = torch.arange(H, device=comm.device) % 64
+    picks = torch.eye(64, dtype=torch.bfloat16, device=comm.device)[columns]  # a projection that copies
 
     def value(rank: int, *shape: int) -> Tensor:
         """Small integers that bf16 holds, as do their sums over 8 ranks; another in each place, step and rank."""
@@ -74,7 +77,17 @@ def check_replays(comm: Communicator, replays: int) -> int:
         result = comm.exchange(out, torch.zeros(out.shape[:2], device=comm.device), shares)
         first = sum(shares[: comm.kvp_rank])
         wanted = sum(value(r, N, 2 * K + 1, D) for r in comm.kvp_group) / K
-        wrong.add_((result != wanted[:, first : first + shares[comm.kvp_rank]].bfloat16()).sum())
+        wanted = wanted[:, first : first + shares[comm.kvp_rank]].bfloat16()
+        wrong.add_((result != wanted).sum())
+        # Queries of zero weigh all keys alike, and a sequence's are all the same page: attention gives its values.
+        values = value(comm.rank, N, 1, 2 * K + 1, D).bfloat16().expand(-1, 64, -1, -1).contiguous()
+        table = torch.arange(N, dtype=torch.int32, device=comm.device)[:, None].expand(-1, 3).contiguous()
+        bounds = table.new_zeros(N, 1), table.new_full((N, 1), 192)
+        parts = decode_parts(torch.zeros_like(out)[:, None], values, values, table, *bounds, 1.0)
+        wrong.add_((comm.merge_exchange(parts, shares) != wanted).sum())
+        projection = Projection(value(comm.rank, N, 64).bfloat16(), picks, None)
+        total = comm.all_reduce_norm(projection, torch.zeros_like(total), weight, 1e-5)[1]
+        wrong.add_((total != sum(value(r, N, 64) for r in range(comm.world_size))[:, columns]).sum())
 
     graphs = {}
     for N in (1, 2, 7, 16, 40):

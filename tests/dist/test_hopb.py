@@ -18,6 +18,7 @@ from helix.attention.base import rows_of
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
+from kernels.flash_decode import Partial
 from launch.bench_hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
@@ -169,13 +170,13 @@ def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> 
     calls: list[str] = []
     x = torch.arange(12.0).view(6, 2)
 
-    def attend(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(rows: slice) -> Partial:
         calls.append(f"attend {rows.start}")
-        return x[rows], x[rows]
+        return Partial(x[rows], x[rows])
 
-    def exchange(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        calls.append(f"exchange {int(out[0, 0]) // 2}")
-        return -out
+    def exchange(found: Partial) -> torch.Tensor:
+        calls.append(f"exchange {int(found.out[0, 0]) // 2}")
+        return -found.out
 
     result = Pipeline(None).run([slice(0, 3), slice(3, 5), slice(5, 6)], attend, exchange)
     assert torch.equal(result, -x)

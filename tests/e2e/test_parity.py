@@ -14,6 +14,7 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
+from kernels.flash_decode import Partial
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.pool import Pool
@@ -108,9 +109,9 @@ class ShiftedLSE(AttentionPolicy):
     def __init__(self, inner: AttentionPolicy) -> None:
         self.inner = inner
 
-    def attend(self, *args: object) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        out, lse = self.inner.attend(*args)  # type: ignore[arg-type]
-        return out, lse + 0.05
+    def attend(self, *args: object) -> Partial:  # type: ignore[override]
+        found = self.inner.attend(*args)  # type: ignore[arg-type]
+        return Partial(found.out, found.lse + 0.05)
 
 
 def test_a_shifted_lse_on_one_rank_is_caught() -> None:

@@ -146,13 +146,21 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for gated, rows, warps in ((True, 1, 2), (False, 4, 4)):
         tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
         tile |= {"BIAS": True, "GATED": gated, "PDL": True}
-        yield "linear", bf16, _linear_kernel, tile, {"num_warps": warps}
+        alone = {"RANKS": 0, "PIECES": 0, "SIZE": 0, "peers": None, "count": None}
+        yield "linear", bf16, _linear_kernel, tile | alone, {"num_warps": warps}
+    for dtype, ranks in ((bf16, 8), (fp32, 3)):
+        tile = {"BLOCK_N": 1, "BLOCK_R": 4, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "GATED": False}
+        tile |= {"RANKS": ranks, "PIECES": 256, "SIZE": 256, "PDL": True, "out": None}
+        yield "linear-send", dtype, _linear_kernel, tile, {"num_warps": 4}
     for gated, split, most, block in (
         (False, 2, 16, 128), (False, 1, 32, 64), (True, 4, 32, 64), (False, 6, 16, 64), (True, 3, 32, 64)
     ):  # fmt: skip
         tile = {"SPLIT": split, "SLICED": split in (1, 2, 4), "N_MAX": most, "BLOCK_K": block, "STAGES": 5}
         tile |= {"BIAS": True, "GATED": gated}
-        yield "linear-sm90", bf16, _linear_sm90_kernel, tile, {"num_warps": 4}
+        world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": split == 2, "out": None}
+        yield "linear-sm90", bf16, _linear_sm90_kernel, tile | alone | {"TWO_SHOT": False}, {"num_warps": 4}
+        if not gated:
+            yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world, {"num_warps": 4}
     choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 16, "PDL": True}
     choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True, "ALWAYS": 1}
     yield "route", fp32, _route_kernel, choice, {"num_warps": 1}
@@ -173,9 +181,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
         piece |= {"IN_GROUP": IN_GROUP}
         yield "exchange", dtype, _exchange_kernel, world | piece | {"DTYPE": TL[dtype]}, {"num_warps": 1}
-        for two_shot in (False, True):
+        for two_shot, phases in ((False, 7), (True, 7), (False, 6), (True, 6)):
             row = {"ROW_WORDS": 1792, "SLICES": 7, "BLOCK_SLICES": 8, "PIECES": 256, "SIZE": 256, "DTYPE": TL[dtype]}
-            row |= {"RESIDUAL": True, "TWO_SHOT": two_shot, "PHASES": 7}
+            row |= {"RESIDUAL": True, "TWO_SHOT": two_shot, "PHASES": phases}
             yield "reduce", dtype, _all_reduce_norm_kernel, world | row, {"num_warps": 4}
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
@@ -235,7 +243,7 @@ def moe_cases(
 
 def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
     words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words, where attention is not in them
-    mixed = function is _merge_exchange_kernel
+    mixed = function in (_merge_exchange_kernel, _linear_kernel, _linear_sm90_kernel)
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         kind, aligned = SPECIAL.get(name, ("i32", True))
@@ -246,7 +254,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name in DESCRIPTORS:
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         if name == "words" and function in (_linear_sm90_kernel, _moe_sm90_kernel):
-            kind = "*i64" if constants.get("GATED") or constants.get("GATE") else "*i32"
+            kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
             block = [rows, SLICES.value, constants["BLOCK_K"]]

@@ -9,6 +9,8 @@ from torch import Tensor
 from kernels.all_gather import SLICE_WORDS, all_gather
 from kernels.all_reduce_norm import all_reduce_norm
 from kernels.exchange import IN_GROUP, PIECE_WORDS, exchange
+from kernels.linear import linear, linear_send, sends
+from kernels.mailbox import SumBoxes
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 
@@ -122,6 +124,56 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
             torch.testing.assert_close(mine, right, atol=tolerance, rtol=0)
             assert torch.equal(mine[0], first[0]) and torch.equal(mine[1], first[1]), "ranks differ"
     assert ranks.gave_up() == [0] * W
+
+
+def check_what_projections_send(
+    W: int, N: int, H: int, K: int, biased: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Boxes after `linear_send` hold what they hold after the first phase of a sum of `linear`'s results."""
+    size, pieces = 128, 512
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    gain, squares = random(H), torch.zeros(2, pieces, dtype=torch.int64, device=device)
+    two, one = (Ranks(W, (2 * W + 2) * pieces * size, device) for _ in range(2))
+    tables = torch.stack((two.peers, two.peers + 8 * 2 * W * pieces * size))
+    for r in range(W):
+        x, weight, bias = random(N, K), random(H, K).div_(K**0.5), random(H) if biased else None
+        assert sends(x, weight, two_shot)
+        common = dict(rank=r, pieces=pieces, slice_words=size, two_shot=two_shot)
+        linear_send(x, weight, bias, SumBoxes(one.peers, one.counts[r][0], **common))
+        all_reduce_norm(
+            linear(x, weight, bias), None, gain, 1e-5, tables, squares, two.counts[r][0], two.status[r],
+            spins=2, phases=1, **common,
+        )  # fmt: skip
+    words = -(-H * dtype.itemsize // 4)
+    tags = sum(int((boxes >> 32).sum()) for boxes in two.boxes)
+    assert tags == W * N * words * (1 if two_shot else W)  # all of the first turn
+    for sent, wanted in zip(one.boxes, two.boxes, strict=True):
+        assert torch.equal(sent, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("W, H, K, biased", [(2, 200, 40, True), (3, 6, 1100, False), (8, 4098, 16, True)])
+def test_what_a_projection_of_one_row_sends(
+    W: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_what_projections_send(W, 1, H, K, biased, False, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize(
+    "W, N, H, K, biased",
+    [(8, 2, 66, 64, True), (3, 5, 510, 528, False), (8, 8, 3584, 448, True), (2, 31, 130, 2368, False)],
+)
+def test_what_projections_on_hopper_send(
+    W: int, N: int, H: int, K: int, biased: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_what_projections_send(W, N, H, K, biased, two_shot, dtype, device)
 
 
 def test_all_gather(device: torch.device) -> None:

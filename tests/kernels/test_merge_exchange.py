@@ -37,8 +37,18 @@ def parts_of(shape: str, rank: int, sms: int, dtype: torch.dtype, device: torch.
     bounds = [b.view(len(lengths), -1) for b in (case.lo, case.hi)]
     out, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[:3], torch.nan, dtype=torch.float32)
     parts = decode_parts(
-        q, case.k_cache, case.v_cache, case.block_table, *bounds, case.scale, case.sinks, out, lse, sms, False
+        q,
+        case.k_cache,
+        case.v_cache,
+        case.block_table,
+        *bounds,
+        case.scale,
+        sinks=case.sinks,
+        out=out,
+        lse=lse,
+        sms=sms,
     )
+    assert isinstance(parts, Parts)
     return Parts(**{**parts.__dict__, "part": parts.part.clone(), "part_lse": parts.part_lse.clone()})
 
 
@@ -59,8 +69,7 @@ def test_as_one_after_the_other(shape: str, sms: int, dtype: torch.dtype, device
         options = dict(rank=rank, lanes=max(shares), pieces=PIECES, spins=3, push=push, wait=not push)
         if fused:
             return merge_exchange(each[rank], result, *given, **options)
-        out, lse = merged[rank]
-        return exchange(out.flatten(0, 1), lse.flatten(0, 1), result, *given, **options)
+        return exchange(*merged[rank], result, *given, **options)
 
     found = []
     for fused in (True, False):  # first without the merge, which would complete `out`
