@@ -29,6 +29,10 @@ def _all_reduce_norm_kernel(
     EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and nothing else of what it writes is read here
     if not EARLY:
         wait_for_predecessor(PDL)
+    # Behind a norm there is a projection, which reads nothing before its own wait but weights. With two shots its
+    # programs would lie in the way of those that still multiply (benchmarks/LOG.md).
+    LATE: tl.constexpr = EARLY and TWO_SHOT
+    if not LATE:
         start_successor(PDL)
     piece = tl.program_id(0)
     n = (piece // SLICES).to(tl.int64)
@@ -80,7 +84,8 @@ def _all_reduce_norm_kernel(
             # Results may lie where the predecessor's operands did. Always true: it holds the wait behind the sums.
             if tl.sum(words & 1, 0) >= 0:
                 wait_for_predecessor(PDL)
-            start_successor(PDL)
+            if LATE:
+                start_successor(PDL)
         tl.store(total + at, words, mask=inside)
         first = tl.where(inside, low(words, DTYPE), 0.0)
         second = tl.where(inside, high(words, DTYPE), 0.0)

@@ -4,9 +4,13 @@ Programmatic dependent launch lets a kernel start while the one before it runs o
 what no kernel of this step writes, and waits only then. Two rules keep that safe. A kernel waits before it touches what
 its predecessor wrote, also where it touches nothing, so that "my predecessor is done" holds all the way back. And it
 lets its successor start only after that wait, so that a successor which has not waited yet may read everything that is
-older than its predecessor. A kernel that fills the GPU lets its successor start late: programs that wait take up room,
-and those that find none later crowd on a few SMs. Where all programs of a kernel are on the GPU at once, a successor of
-few registers and hardly any shared memory may start early.
+older than its predecessor. One kernel is apart: a reduction whose predecessor sends (`kernels.all_reduce_norm`)
+receives before it waits, words whose tags say that they are there, and may let a projection start at once, which reads
+nothing but weights before its own wait.
+
+A kernel that fills the GPU lets its successor start late: programs that wait take up room, and those that find none
+later crowd on a few SMs. Where all programs of a kernel are on the GPU at once, a successor of few registers and hardly
+any shared memory may start early.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners.
-
-Its successor starts as its programs end. Started sooner, an output projection of more programs than the GPU takes at
-once lies in the way of those that still receive: 3 us of a layer of Llama-3.1-70B (benchmarks/LOG.md).
-"""
+"""The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import triton.language as tl
 
 from kernels.exchange import DTYPES, IN_GROUP, PIECE_WORDS, _combine
 from kernels.flash_decode import Parts, _item_of, _merge_shape, _merge_slice, _schedule
-from kernels.launching import overlapped, wait_for_predecessor
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.mailbox import TURN, box, boxes_of, end_turn, pack, patience, receive, send, turn
 
 
@@ -24,7 +20,8 @@ def _merge_exchange_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, PUSH: tl.constexpr, WAIT: tl.constexpr, IN_GROUP: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, PUSH: tl.constexpr, WAIT: tl.constexpr, IN_GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SLICE - 1) // SLICE
     VALUES: tl.constexpr = 1 if tl.float32 == DTYPE else 2  # of a word
@@ -50,6 +47,10 @@ def _merge_exchange_kernel(
     own = boxes_of(peers, rank)
     if parts >= 0:  # Always: it holds the wait behind the schedule, as in the merge.
         wait_for_predecessor(PDL)
+    # A projection of more rows asks for its weights ahead. One of a single row waits first, and its programs, more than
+    # the GPU takes at once, would lie in the way of those that still receive (benchmarks/LOG.md).
+    if AHEAD:
+        start_successor(PDL)
     # Looked up before the parts, which take as long to come.
     tag = turn(sent)
     expected = turn(received)
@@ -132,6 +133,6 @@ def merge_exchange(
         BLOCK_M=parts.block_m, BLOCK_N=parts.block_n, ROWS=part.shape[1], PARTS=at_once, SLICE=width,
         SINKS=parts.sinks is not None, RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces,
         SIZE=PIECE_WORDS, DTYPE=DTYPES[result.dtype], PUSH=push, WAIT=wait, IN_GROUP=IN_GROUP,
-        num_warps=warps, **overlapped(result),
+        AHEAD=N > 1, num_warps=warps, **overlapped(result),
     )  # fmt: skip
     return result

@@ -166,7 +166,7 @@ def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     import helix.attention.dense as dense
 
     calls: dict[str, list[int]] = {"prefill": [], "decode": []}
-    prefill, decode = dense.flash_prefill, dense.flash_decode
+    prefill, decode = dense.flash_prefill, dense.decode_parts
 
     def spy_prefill(q: torch.Tensor, *args: object, **options: object) -> object:
         calls["prefill"].append(len(q))
@@ -177,7 +177,7 @@ def test_prefill_has_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
         return decode(q, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dense, "flash_prefill", spy_prefill)
-    monkeypatch.setattr(dense, "flash_decode", spy_decode)
+    monkeypatch.setattr(dense, "decode_parts", spy_decode)
     wanted = oracle("qwen3", LENGTHS, NEW_TOKENS)[-1:]
     check(loopback(checkpoint("qwen3"), HelixLayout.create(), 16, wanted), wanted)
     layers = 2

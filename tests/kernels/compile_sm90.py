@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
         world = {"RANKS": 8, "BLOCK_RANKS": 8, "PIECES": 1024, "SIZE": PIECE_WORDS, "IN_GROUP": IN_GROUP}
-        world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True}
+        world |= {"DTYPE": TL[dtype], "PUSH": True, "WAIT": True, "AHEAD": dim == 128}
         yield "merge-exchange", dtype, _merge_exchange_kernel, merge | world, {"num_warps": 2}
     for dtype, dim, group, page in ((bf16, 128, 8, 64), (bf16, 64, 8, 64), (fp32, 64, 4, 16)):
         tile = tile_shape(512 * group, 64, dim, dtype)
