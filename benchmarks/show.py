@@ -223,13 +223,13 @@ def steps(name: str = "step") -> list[str]:
     return rows
 
 
-def _best(name: str) -> list[Row]:
-    """The best Helix layout of each workload."""
+def _best(*names: str) -> list[Row]:
+    """The best Helix layout of each workload, among those of today's kernels where there are any."""
     found: dict[tuple[Any, ...], Row] = {}
-    for r in results(name, *WORKLOAD):
-        key = r["model"], r["batch"], r["length"]
-        if "failed" not in r and (key not in found or r["ttl_p50_us"] < found[key]["ttl_p50_us"]):
-            found[key] = r
+    for r in (r for name in names for r in results(name, *WORKLOAD)):
+        if "failed" not in r and r["layout"].startswith("helix"):
+            key = r["model"], r["batch"], r["length"]
+            found[key] = min(found.get(key, r), r, key=lambda r: ("superseded" in r, r["ttl_p50_us"]))
     return list(found.values())
 
 
@@ -271,7 +271,10 @@ def best_steps() -> list[str]:
         "| shape | KV | best Helix layout | time per token | all bytes once | x | bar | plain TP=8 | vLLM 0.25.1 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in _best("step-of-8"):
+    workloads = {tuple(r[k] for k in WORKLOAD[:3]) for r in results("step-of-8", *WORKLOAD)}
+    for r in _best("step-of-8", "baselines-of-8"):
+        if tuple(r[k] for k in WORKLOAD[:3]) not in workloads:
+            continue
         layout = r["layout"].split(" ->")[0].removeprefix("helix ")
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         times = r["ttl_p50_us"] / r["floor_us"]
@@ -317,8 +320,8 @@ def played_comm() -> list[str]:
     for count, op, size in of_8:
         if count == 2:
             bar = of_8[2, op, size]["bar_us"]
-            times = [real[op, 4, size], *(of[n, op, size]["symm_us"] for of in (of_4, of_8) for n in (2, 1))]
-            cells = " | ".join(f"{us:.1f} us" for us in times)
+            found = [of.get((n, op, size), {}).get("symm_us") for of in (of_4, of_8) for n in (2, 1)]
+            cells = " | ".join(f"{us:.1f} us" if us else "-" for us in (real.get((op, 4, size)), *found))
             rows.append(f"| {op} | {size:,} B | {cells} | {f'{bar:.0f} us' if bar else '-'} |")
     return rows
 

@@ -6,8 +6,9 @@ a kernel waits for a message is filled once a turn, and as many bytes cross a GP
 A single process does the same with itself, and no link is crossed.
 
 What comes is not what those ranks would say: tokens mean nothing. And times lack what W GPUs do to each other: more
-ranks to be the slowest of, and a switch with more to do. Sums by way of owners whose slices do not come out even, and
-messages too large for boxes, go over NCCL, as many bytes; decode steps of 1 to 8 and 32 rows have none of these.
+ranks to be the slowest of, and a switch with more to do. Where the slices of rows do not come out even among owners, or
+are of several sizes (a hidden size of 2880), they are added up in one shot, and those too many for that over NCCL, as
+are messages too large for boxes: as many bytes; decode steps of 1 to 8 and 32 rows have none of the latter.
 """
 
 from __future__ import annotations
@@ -117,5 +118,6 @@ class StandInCommunicator(SymmMemCommunicator, StandInTransport):
             name: addresses(*places[name], own + begin, other + begin, *sizes[name]) for name, begin in begins.items()
         }
 
-    def _spreads(self, pieces: int) -> bool:
-        return pieces % self.world_size == 0  # or some rank would wait for a piece that its stand-in does not own
+    def _spreads(self, pieces: int, alike: bool) -> bool:
+        # Or some rank would wait for a piece that its stand-in does not own, or for words that another piece has not.
+        return alike and pieces % self.world_size == 0

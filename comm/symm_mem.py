@@ -173,13 +173,13 @@ class SymmMemCommunicator(TorchDistCommunicator):
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
         if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in exchange.DTYPES:
             return None
-        spreads = self._spreads(pieces)
+        spreads = self._spreads(pieces, row % all_reduce_norm.SLICE_WORDS == 0)
         if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= ONE_SHOT_SENT or not spreads):
             return "one_shot"
         return "two_shot" if spreads else None
 
-    def _spreads(self, pieces: int) -> bool:
-        """Whether so many pieces can have owners."""
+    def _spreads(self, pieces: int, alike: bool) -> bool:
+        """Whether so many pieces, all of one size or not, can have owners."""
         return True
 
     def _starts_of(self, shares: Sequence[int]) -> Tensor:

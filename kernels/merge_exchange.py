@@ -78,6 +78,7 @@ def _merge_exchange_kernel(
         there = box(boxes, tag, rank, piece, RANKS, PIECES, SIZE)
         send(there + w, words, tag, w < WORDS)
         send(there + WORDS, log.to(tl.int32, bitcast=True), tag, s == 0)
+        tl.debug_barrier()  # all threads have looked at the turn
         end_turn(sent, tl.program_id(0) * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
     if WAIT:
         if to == rank:
@@ -91,6 +92,7 @@ def _merge_exchange_kernel(
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n.to(tl.int64) * mine + lane) * WORDS + w
             tl.store(at, words, mask=(lane < mine) & (w < WORDS))
+            tl.debug_barrier()
             end_turn(received, tl.program_id(0), tl.num_programs(0))
 
 

@@ -138,7 +138,11 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
 
 
 def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[dict[str, Any]]:
-    """One job for workloads of one model; what it measured at each, or that it failed (for want of memory, mostly)."""
+    """One job for workloads of one model; what it measured at each, or that it failed (for want of memory, mostly).
+
+    Raises:
+        KeyboardInterrupt: it was interrupted, and no other shall start.
+    """
     points = ",".join(f"{w.batch}x{w.length}" for w in works)
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
@@ -151,6 +155,8 @@ def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) ->
                 f"bench.steps={STEPS if torch.cuda.is_available() else 3}", f"record={record}",
             ],
         )  # fmt: skip
+        if code == local.INTERRUPTED:
+            raise KeyboardInterrupt
         failed = {"points": [{"failed": f"exit code {code}"}] * len(works)}
         found = json.loads(record.read_text()) if code == 0 else failed
     shared = {k: found[k] for k in ("backend",) if k in found}

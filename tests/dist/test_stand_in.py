@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from comm.stand_in import StandInCommunicator, StandInTransport, rank_of
+from comm.symm_mem import SymmMemCommunicator
 from tests.pool import pool
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2), (6, 3), (5, 5)]  # ranks, kvp
@@ -34,6 +35,7 @@ def in_worker(process: int, processes: int, kind: type[StandInTransport], world:
         found.append(comm.all_reduce(random(3, 4)))
         found.append(comm.all_reduce_norm(random(3, 64), None, torch.ones(64, device=device), 1e-5)[1])
         found.append(comm.exchange(random(3, 2 * kvp - 1, 16), random(3, 2 * kvp - 1), shares))
+        found.append(comm.all_reduce_norm(random(8, 2880), None, torch.ones(2880, device=device), 1e-5)[1])
     objects = comm.all_gather_object(process)
     comm.check()
     comm.close()
@@ -60,6 +62,28 @@ def test_over_gloo(world: int, kvp: int, processes: int) -> None:
         torch.testing.assert_close(found[2], y + (world - 1) * their_y)
         torch.testing.assert_close(found[3], rows + (world - 1) * their_rows)
         assert found[-1] == [min(r // half, processes - 1) for r in range(world)]
+
+
+@pytest.mark.parametrize(
+    "world, rows, hidden, real, played",
+    [
+        (8, 1, 3584, "one_shot", "one_shot"),
+        (8, 4, 4096, "one_shot", "one_shot"),  # 32 KiB a rank
+        (8, 8, 3584, "two_shot", "two_shot"),
+        (4, 8, 4096, "one_shot", "one_shot"),  # 64 KiB a rank
+        (8, 5, 7168, "two_shot", "one_shot"),  # 70 pieces: some ranks own one more than others
+        (8, 8, 2880, "two_shot", "one_shot"),  # the last piece of a row is smaller
+        (8, 128, 3584, None, None),  # more pieces than boxes
+        (1, 1, 3584, None, None),
+    ],
+)
+def test_how_rows_are_added_up(world: int, rows: int, hidden: int, real: str | None, played: str | None) -> None:
+    """Who plays ranks takes one shot where a piece that comes for another rank would not be like its own."""
+    x = torch.empty(rows, hidden, dtype=torch.bfloat16)
+    for kind, wanted in ((SymmMemCommunicator, real), (StandInCommunicator, played)):
+        comm = object.__new__(kind)
+        comm.world_size = world
+        assert comm._way(x) == wanted
 
 
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
