@@ -54,6 +54,9 @@ def _natural(values: tuple[Any, ...]) -> list[list[str | int]]:
     return [[int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(value))] for value in values]
 
 
+FLOOR: Style = {"color": BLACK, "linewidth": 0.8, "linestyle": ":", "label": "floor"}
+
+
 def _groups(rows: list[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -187,38 +190,57 @@ def _kvp(layout: str) -> int:
 
 def step(rows: list[Row]) -> Figure:
     """TTL of whole models in floors: the best split of the KV, all others, and none beside it."""
-    groups = _groups(rows, "model", "batch", "length")
-    figure, panel = plt.subplots(figsize=(8, 0.22 * (len(rows) + len(groups)) + 1.4), layout="constrained")
+    models = _groups(rows, "model")
+    lines = {model: len(_groups(same, "batch", "length")) + len(same) for model, same in models.items()}
+    tallest = max(max(lines.values()), -(-sum(lines.values()) // 3))
+    columns: list[list[tuple[Any, ...]]] = [[]]
+    for model in models:  # from top to bottom, then the next column
+        if columns[-1] and sum(lines[other] for other in columns[-1]) + lines[model] > 1.1 * tallest:
+            columns.append([])
+        columns[-1].append(model)
+    height = max(sum(lines[model] for model in column) + 5 * len(column) for column in columns)
+    figure = plt.figure(figsize=(6 * len(columns), 0.16 * height + 0.6), layout="constrained")
+    outer = figure.add_gridspec(1, len(columns))
+    for place, column in zip(outer, columns, strict=True):
+        inner = place.subgridspec(len(column), 1, height_ratios=[lines[model] + 5 for model in column])
+        for at, model in zip(inner, column, strict=True):
+            panel = figure.add_subplot(at, title=model[0])
+            _step_of_model(panel, models[model])
+    names = {"best with kvp >= 2": BLUE, "others with kvp >= 2": GREY, "kvp = 1": ORANGE}
+    handles = [Line2D([], [], color=colour, linewidth=6, label=name) for name, colour in names.items()]
+    handles += [Line2D([], [], color=BLACK, linewidth=2, label="bar for the best"), Line2D([], [], **FLOOR)]
+    if any("superseded" in row for row in rows):
+        handles.append(Line2D([], [], linestyle="", label="†: older kernels"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=7, frameon=False)
+    return figure
+
+
+def _step_of_model(panel: Axes, rows: list[Row]) -> None:
     labels: list[str] = []
-    for (model, batch, length), found in groups.items():
+    for (batch, length), found in _groups(rows, "batch", "length").items():
         top = len(labels)
-        labels.append(f"{model}, batch {batch}, {_short(length)} tokens")
+        labels.append(f"batch {batch}, {_short(length)} tokens")
         floors = {row["layout"]: row["ttl_p50_us"] / row["floor_us"] for row in found if "failed" not in row}
         best = min((floors[layout] for layout in floors if _kvp(layout) > 1), default=None)
         for row in sorted(found, key=lambda row: (_kvp(row["layout"]), row["layout"])):
             value, y = floors.get(row["layout"]), len(labels)
             labels.append(row["layout"])
             if value is None:
-                panel.text(0, y, f" failed: {row['failed'][:50]}", va="center", fontsize=7, color=RED)
+                panel.text(0, y, f" failed: {row['failed'][:40]}", va="center", fontsize=6, color=RED)
                 continue
             colour = ORANGE if _kvp(row["layout"]) == 1 else BLUE if value == best else GREY
             panel.barh(y, value, height=0.8, color=colour)
             ink = "white" if colour == BLUE else BLACK
-            panel.text(0, y, f" {value:.2f}", va="center", fontsize=7, color=ink)
+            older = " †" if "superseded" in row else ""
+            panel.text(0, y, f" {value:.2f}{older}", va="center", fontsize=6, color=ink)
         if found[-1]["bar"] is not None:
             panel.vlines(found[-1]["bar"], top + 0.5, len(labels) - 0.5, color=BLACK, linewidth=2)
-    floor: Style = {"color": BLACK, "linewidth": 0.8, "linestyle": ":", "label": "floor"}
-    panel.axvline(1, **floor)
-    panel.set_yticks(range(len(labels)), labels, fontsize=7)
+    panel.axvline(1, **FLOOR)
+    panel.set_yticks(range(len(labels)), labels, fontsize=6)
     for label in panel.get_yticklabels():
         label.set_fontweight("normal" if "kvp=" in label.get_text() else "bold")
     panel.set_ylim(len(labels) - 0.5, -0.5)
-    panel.set(xlabel="TTL p50 (floors: weights and KV, each read once by all GPUs)", ylabel="workload and layout")
-    names = {"best with kvp >= 2": BLUE, "others with kvp >= 2": GREY, "kvp = 1": ORANGE}
-    handles = [Line2D([], [], color=colour, linewidth=6, label=name) for name, colour in names.items()]
-    handles += [Line2D([], [], color=BLACK, linewidth=2, label="bar for the best"), Line2D([], [], **floor)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=7, frameon=False)
-    return figure
+    panel.set(xlabel="TTL p50, in floors: all weights and KV read once", ylabel="workload and layout")
 
 
 def grids(rows: list[Row]) -> Figure:

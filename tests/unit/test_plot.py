@@ -126,7 +126,7 @@ def test_last_line_of_a_point_counts(tmp_path: Path) -> None:
 
 def test_best_split_stands_out() -> None:
     rows = [{**row, "ttl_p50_us": ttl} for row, ttl in zip(ROWS["step"][:3], (300.0, 900.0, 650.0), strict=True)]
-    (panel,) = plot.step(rows).axes
+    (panel,) = plot.step(rows).axes  # one model, one panel
     drawn = [(round(bar.get_width(), 6), plot.mpl.colors.to_hex(bar.get_facecolor()).upper()) for bar in panel.patches]
     assert drawn == [(0.6, plot.ORANGE), (1.8, plot.GREY), (1.3, plot.BLUE)]
     plt.close("all")
