@@ -233,7 +233,7 @@ def _best(*names: str) -> list[Row]:
     return list(found.values())
 
 
-def gap(name: str = "step") -> list[str]:
+def gap(name: str) -> list[str]:
     """What stands between the best steps of dense models and their floors, by the simulator's constants."""
     rows = [
         "| shape | KV | TTL | floor | read more than once | read below the ceiling | kernels' fixed parts "
@@ -444,8 +444,7 @@ def prefill() -> list[str]:
 def planner(*names: str) -> list[str]:
     """The planner's first choice among recorded layouts, with the shipped description of an H200."""
     hardware = load_hardware("h200")
-    files = [ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in names]
-    cells = read_cells(files) if files else read_cells()
+    cells = read_cells([ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in names])
     rows = regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
     head, *body = check_table(rows)
     lines = [head, ["---"] * len(head), *body]
@@ -457,12 +456,13 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gap-of-8": partial(gap, "step-of-8"),
     "baselines-of-8": partial(baselines, "baselines-of-8"),
     "budgets-of-8": partial(budgets, "baselines-of-8"),
+    "planner": partial(planner, "step", "baselines"),
     "planner-of-8": partial(planner, "step-of-8", "baselines-of-8"),
 } | {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, gap, best_steps, played_steps,
-        played_comm, baselines, hopb, prefill, planner, speculate, edits,
+        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, best_steps, played_steps,
+        played_comm, baselines, hopb, prefill, speculate, edits,
     )
 }  # fmt: skip
 

@@ -200,7 +200,7 @@ def test_what_calibration_refuses(
     assert "must end in .yaml" in refused("--output", "mine.json")
     assert "unknown hardware 'a100'" in refused("--hardware", "a100")
     few = tmp_path / "few.jsonl"
-    few.write_text(FILES[0].read_text().splitlines()[0] + "\n")
+    few.write_text(next(line for line in FILES[0].read_text().splitlines() if "superseded" not in line) + "\n")
     assert "1 recorded steps are too few" in refused("--fit", str(few))
     few.write_text('{"device": "x", "ttl_p50_us": 1}\n')
     assert "line 1: no recorded step, it lacks 'model'" in refused("--fit", str(few))
