@@ -43,8 +43,9 @@ class AttentionPolicy(ABC):
             reserved_sms: room on the GPU to leave to kernels that run beside this one.
 
         Returns:
-            Partial output [N, Hq_local, D or R] in q's dtype and natural-log LSE [N, Hq_local] fp32; for a query
-            without keys here 0 and -inf (with sinks: the sink's score).
+            What `merge`, to be called before the next step's or layer's attention, makes a partial output [N, Hq_local,
+            D or R] in q's dtype and its natural-log LSE [N, Hq_local] fp32; for a query without keys here 0 and -inf
+            (with sinks: the sink's score). An exchange may merge on its own.
         """
 
 

@@ -17,7 +17,7 @@ def attend_latents(
     """Absorbed queries [N, Hq, R + P] over this rank's latents [pages, page_size, R + P]; `rank` is R.
 
     Returns:
-        Partial output [N, Hq, R] in q's dtype and natural-log LSE [N, Hq] fp32.
+        As `AttentionPolicy.attend`: a partial output [N, Hq, R] in q's dtype and natural-log LSE [N, Hq] fp32.
     """
     lo, hi = step.bounds(window)
     if step.cu_q is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch import local
-from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, spec_of
+from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, measure, spec_of
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,12 @@ def test_ranks_beyond_the_gpus_are_played(
     monkeypatch.setattr(local, "launch", lambda count, overrides: started.append((count, overrides)) or 0)
     assert local.benchmark(ranks, ["bench=comm"]) == 0
     assert started == [(processes, ["comm.backend=stand_in"] * played + ["bench=comm"])]
+
+
+def test_an_interrupted_job_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, layout = WORKLOADS[0], layouts(spec_of(WORKLOADS[0].model), 2, baselines=False)[0]
+    monkeypatch.setattr(local, "launch", lambda count, overrides: 1)
+    assert measure([work], layout, [])[0]["failed"] == "exit code 1"
+    monkeypatch.setattr(local, "launch", lambda count, overrides: local.INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):  # or the next job would start
+        measure([work], layout, [])
