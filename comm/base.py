@@ -16,22 +16,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels.flash_decode import Partial
-from kernels.linear import linear
+from kernels.linear import linear, linear_send, sends
 from kernels.lse_combine import lse_combine
+from kernels.mailbox import SumBoxes
 from kernels.rms_norm import rms_norm
 
 T = TypeVar("T")
 
 
+class Summand(Protocol):
+    """A rank's part [N, H] of a sum over ranks that comes next, not yet made."""
+
+    def make(self) -> Tensor:
+        """[N, H]"""
+
+    def sends(self, two_shot: bool) -> bool:
+        """Whether `send` can make it."""
+
+    def send(self, sums: SumBoxes) -> None:
+        """Makes it where it is added up: phase 1 of `kernels.all_reduce_norm`."""
+
+
 @dataclass(frozen=True)
 class Projection:
-    """A rank's part of a projection whose sum over ranks comes next, not yet made: x W^T + b.
+    """The summand x W^T + b.
 
     Attributes:
         x: [N, K], this rank's columns of the input.
@@ -44,8 +58,13 @@ class Projection:
     bias: Tensor | None
 
     def make(self) -> Tensor:
-        """[N, H]"""
         return linear(self.x, self.weight, self.bias)
+
+    def sends(self, two_shot: bool) -> bool:
+        return sends(self.x, self.weight, two_shot)
+
+    def send(self, sums: SumBoxes) -> None:
+        linear_send(self.x, self.weight, self.bias, sums)
 
 
 class Communicator(ABC):
@@ -94,7 +113,7 @@ class Communicator(ABC):
         """
 
     def all_reduce_norm(
-        self, x: Tensor | Projection, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor | Summand, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """RMSNorm of `residual` plus the sum of `x` over the world; all ranks get bitwise the same.
 
@@ -159,7 +178,7 @@ class Communicator(ABC):
         """Releases what this communicator created; a second call does nothing."""
 
 
-def made(x: Tensor | Projection) -> Tensor:
+def made(x: Tensor | Summand) -> Tensor:
     return x if isinstance(x, Tensor) else x.make()
 
 

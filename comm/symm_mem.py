@@ -19,11 +19,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from comm.base import Projection
+from comm.base import Summand
 from comm.torch_dist import TorchDistCommunicator
 from kernels import all_gather, all_reduce_norm, exchange
 from kernels.flash_decode import Partial, Parts
-from kernels.linear import linear_send, sends
 from kernels.mailbox import SumBoxes
 from kernels.merge_exchange import merge_exchange
 
@@ -147,17 +146,17 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return fit and dtype in exchange.DTYPES and len(self.kvp_group) > 1
 
     def all_reduce_norm(
-        self, x: Tensor | Projection, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor | Summand, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = x if isinstance(x, Tensor) else residual  # of the shape and dtype of the sum
         way = None if rows is None else self._way(rows)
         if rows is None or way is None:
             return super().all_reduce_norm(x, residual, weight, eps)
         phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way]) // 2
-        if isinstance(x, Projection):
-            if sends(x.x, x.weight, two_shot):
+        if not isinstance(x, Tensor):
+            if x.sends(two_shot):
                 boxes = self._peers[way][0], self._counts[way], self.rank, pieces, all_reduce_norm.SLICE_WORDS
-                linear_send(x.x, x.weight, x.bias, SumBoxes(*boxes, two_shot))
+                x.send(SumBoxes(*boxes, two_shot))
                 phases = 6
             else:
                 rows = x.make()

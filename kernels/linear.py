@@ -15,12 +15,43 @@ import triton.language as tl
 from kernels import linear_sm90, routing
 from kernels.exchange import DTYPES
 from kernels.launching import overlapped, start_successor, wait_for_predecessor
-from kernels.mailbox import SumBoxes, box, boxes_of, pack, send, turn
+from kernels.mailbox import SumBoxes, send_sum, sum_boxes, sum_words, turn
 from kernels.reference.linear import linear as reference
 from kernels.silu_mul import silu_mul
 
 MAX_ROWS = 4  # of x; beyond, what `linear_sm90` does not take is a library's
 RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
+
+
+@triton.jit
+def stream(
+    x, weight, row, up, x_n, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products of all rows of x with rows `row` [BLOCK_R] of the weight and, if PAIRED, with rows `up`.
+
+    Returns both, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] in fp32, to be summed over the last.
+    """
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    BLOCK_R: tl.constexpr = row.shape[0]
+    runs: tl.constexpr = BLOCK_K // RUN
+    acc = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
+    x_at = x + (n * x_n)[:, None] + k[None, :]
+    w_at = weight + row[:, None].to(tl.int64) * K + k[None, :]
+    up_at = weight + up[:, None].to(tl.int64) * K + k[None, :]
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = k + begin < K
+        ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
+        if PAIRED:
+            us = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
+        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+        xs = tl.reshape(xs.to(tl.float32), [BLOCK_N, 1, runs, RUN])
+        acc += tl.sum(xs * tl.reshape(ws.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+        if PAIRED:
+            ups += tl.sum(xs * tl.reshape(us.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+    return acc, ups
 
 
 @triton.jit
@@ -32,29 +63,15 @@ def _linear_kernel(
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     if RANKS > 0:  # Looked up while weights come.
-        to = tl.arange(0, triton.next_power_of_2(RANKS))
+        dtype: tl.constexpr = weight.dtype.element_ty
+        VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
+        w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
         tag = turn(count)
-        boxes = boxes_of(peers, tl.minimum(to, RANKS - 1))
+        boxes = sum_boxes(peers, w // SIZE, RANKS, False)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
     n = tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    runs: tl.constexpr = BLOCK_K // RUN
-    acc = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
-    x_at = x + (n * x_n)[:, None] + k[None, :]
-    w_at = weight + row[:, None].to(tl.int64) * K + k[None, :]
-    up_at = weight + (row + R)[:, None].to(tl.int64) * K + k[None, :]
-    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        inside = k + begin < K
-        ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
-        if GATED:
-            us = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
-        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
-        xs = tl.reshape(xs.to(tl.float32), [BLOCK_N, 1, runs, RUN])
-        acc += tl.sum(xs * tl.reshape(ws.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
-        if GATED:
-            ups += tl.sum(xs * tl.reshape(us.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+    acc, ups = stream(x, weight, row, row + R, x_n, N, K, BLOCK_N, BLOCK_K, RUN, GATED, STAGES)
     start_successor(PDL)
     y = tl.sum(acc, 2)
     if BIAS:
@@ -69,16 +86,8 @@ def _linear_kernel(
     if RANKS == 0:
         tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
     else:
-        dtype: tl.constexpr = weight.dtype.element_ty
-        VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
-        if VALUES == 1:
-            words = tl.reshape(y, [BLOCK_R]).to(tl.int32, bitcast=True)
-        else:
-            first, second = tl.split(tl.reshape(y, [BLOCK_R // 2, 2]))
-            words = pack(first, second, dtype)
-        w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
-        there = box(boxes[:, None], tag, rank, (w // SIZE)[None, :], RANKS, PIECES, SIZE) + (w % SIZE)[None, :]
-        send(there, words[None, :], tag, (to < RANKS)[:, None] & (w < R // VALUES)[None, :])
+        words = sum_words(tl.reshape(y, [BLOCK_R]), dtype)
+        send_sum(boxes, words, w // SIZE, w % SIZE, tag, rank, w < R // VALUES, RANKS, PIECES, SIZE)
 
 
 def linear(

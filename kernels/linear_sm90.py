@@ -10,7 +10,8 @@ Beyond, programs split K among themselves, into more slices or, where these woul
 steps. Of two that meet at a node of a tree the second adds what the first has left in a workspace, by one exchange that
 tells who is second; the last of an odd number goes on alone. Nobody waits, and sums do not depend on who comes when.
 
-Sums that ranks add up next go straight into the boxes of `kernels.all_reduce_norm`.
+Sums that ranks add up next go straight into the boxes of `kernels.all_reduce_norm`, heads to where `kernels.qkv_append`
+wants them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.kv_append import HeadSlots, store_heads
 from kernels.launching import sm_count
-from kernels.mailbox import TURN, SumBoxes
+from kernels.mailbox import TURN, SumBoxes, sum_shape
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
@@ -44,12 +46,12 @@ STREAMED_KB = 100  # a matrix with more to an SM keeps two programs on most of t
 
 
 @gluon.jit
-def _load_weights(weights, row, R, part, column, w, ups, ready, GATED: gl.constexpr, BYTES: gl.constexpr):
+def _load_weights(weights, row, apart, part, column, w, ups, ready, PAIRED: gl.constexpr, BYTES: gl.constexpr):
     """Asks for a step's weights, and announces all BYTES of the step."""
     mbarrier.expect(ready, BYTES)
     tma.async_copy_global_to_shared(weights, [row, part * w.shape[1], column], ready, w)
-    if GATED:
-        tma.async_copy_global_to_shared(weights, [row + R, part * w.shape[1], column], ready, ups)
+    if PAIRED:
+        tma.async_copy_global_to_shared(weights, [row + apart, part * w.shape[1], column], ready, ups)
 
 
 @gluon.jit
@@ -64,9 +66,9 @@ def _multiply(w, x, acc):
 
 
 @gluon.jit
-def _wait(acc, ups, STEPS: gl.constexpr, GATED: gl.constexpr):
+def _wait(acc, ups, STEPS: gl.constexpr, PAIRED: gl.constexpr):
     """Until the products of at most STEPS steps are under way."""
-    if GATED:
+    if PAIRED:
         return warpgroup_mma_wait(num_outstanding=2 * STEPS, deps=[acc, ups])
     else:
         return warpgroup_mma_wait(num_outstanding=STEPS, deps=[acc]), ups
@@ -83,7 +85,7 @@ def _sum_slices(acc, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(y, LAYOUT: gl.constexpr):
+def pairs(y, LAYOUT: gl.constexpr):
     """[rows, n] -> even rows and odd rows, [rows / 2, n] each."""
     y = gl.permute(gl.reshape(y, [y.shape[0] // 2, 2, y.shape[1]]), (0, 2, 1))
     even, odd = gl.split(y)
@@ -91,7 +93,7 @@ def _pairs(y, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _send_pairs(
+def send_pairs(
     even, odd, live, piece, w, boxes, peers, tag, rank, dtype: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
@@ -137,14 +139,18 @@ def meet(at, y, up, live, TWO: gl.constexpr):
 @gluon.jit(do_not_specialize=["N", "R", "steps", "rank"])
 def _linear_sm90_kernel(
     weights, xs, bias, out, words, peers, count, N, R, steps, rank,
+    cos, sin, slots, k_cache, v_cache, q, k_page, v_page,
     SPLIT: gl.constexpr, SLICED: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight; a pair has to end in one program
+    HEADS: gl.constexpr = D > 0
+    PAIRED: gl.constexpr = GATED or HEADS  # a program has rows `apart` from each other
     M: gl.constexpr = ROWS * SLICES
     COLUMNS: gl.constexpr = N_MAX * SLICES
-    BYTES: gl.constexpr = ((2 if GATED else 1) * M + COLUMNS) * BLOCK_K * 2
+    BYTES: gl.constexpr = ((2 if PAIRED else 1) * M + COLUMNS) * BLOCK_K * 2
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
@@ -154,7 +160,7 @@ def _linear_sm90_kernel(
     w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
     x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, SLICES, BLOCK_K], SHARED)
     up_shared = w_shared
-    if GATED:
+    if PAIRED:
         up_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -163,7 +169,10 @@ def _linear_sm90_kernel(
     tl.debug_barrier()
 
     part = gl.program_id(0) % SPLIT
-    row = gl.program_id(0) // SPLIT * ROWS
+    row = gl.program_id(0) // SPLIT * ROWS  # of results
+    top, apart = row, R  # its row of the weight
+    if HEADS:
+        top, apart = row + row // (D // 2) * (D // 2), D // 2
     own = part  # its slices, and the column of these that it begins at
     k = 0
     if not SLICED:
@@ -174,15 +183,24 @@ def _linear_sm90_kernel(
     ahead = gl.minimum(steps, STAGES)
     for s in range(ahead):
         _load_weights(
-            weights, row, R, own, k + s * BLOCK_K, w_shared.index(s), up_shared.index(s), ready.index(s), GATED, BYTES
+            weights,
+            top,
+            apart,
+            own,
+            k + s * BLOCK_K,
+            w_shared.index(s),
+            up_shared.index(s),
+            ready.index(s),
+            PAIRED,
+            BYTES,
         )
     TILE_ROWS: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
     i = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, RESULT))
     r = 2 * i if SENDS else i
     if BIAS:
-        y_bias = gl.load(bias + row + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
-        if GATED or SENDS:
-            ups_at = row + r + (1 if SENDS else R)
+        y_bias = gl.load(bias + top + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+        if PAIRED or SENDS:
+            ups_at = top + r + (1 if SENDS else apart)
             up_bias = gl.load(bias + ups_at, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
     gdc_wait()
     n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
@@ -191,9 +209,16 @@ def _linear_sm90_kernel(
         column = (row + r)[:, None] // 2 + (n * 0)[None, :]  # of words
         piece = column // SIZE + n[None, :] * ((R // 2 + SIZE - 1) // SIZE)
         boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+    live = (row + r < R)[:, None] & (n < N)[None, :]
+    if HEADS:
+        head, d = row // (D // 2), row % (D // 2) + i[:, None]
+        place = gl.load(slots + n, mask=n < N, other=-1)[None, :]
+        angle = (n * (D // 2))[None, :] + d
+        cosine = gl.load(cos + angle, mask=live, other=0.0).to(gl.float32)
+        sine = gl.load(sin + angle, mask=live, other=0.0).to(gl.float32)
     for s in range(ahead):
         _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
-    if steps <= STAGES:
+    if steps <= STAGES and not HEADS:  # attention, as in `kernels.kv_append`
         gdc_launch_dependents()
 
     # The first step is apart: sums that only some ways lead to products of would keep ptxas from overlapping any.
@@ -201,9 +226,9 @@ def _linear_sm90_kernel(
     ups = acc
     mbarrier.wait(ready.index(0), 0)
     acc = _multiply(w_shared.index(0), x_shared.index(0), acc)
-    if GATED:
+    if PAIRED:
         ups = _multiply(up_shared.index(0), x_shared.index(0), ups)
-    acc, ups = _wait(acc, ups, 1, GATED)
+    acc, ups = _wait(acc, ups, 1, PAIRED)
     last = 0
     phase = 0
     for step in range(1, steps):
@@ -211,27 +236,26 @@ def _linear_sm90_kernel(
         phase = gl.where(slot == 0, phase ^ 1, phase)
         mbarrier.wait(ready.index(slot), phase)
         acc = _multiply(w_shared.index(slot), x_shared.index(slot), acc)
-        if GATED:
+        if PAIRED:
             ups = _multiply(up_shared.index(slot), x_shared.index(slot), ups)
-        acc, ups = _wait(acc, ups, 1, GATED)
+        acc, ups = _wait(acc, ups, 1, PAIRED)
         ahead = step - 1 + STAGES
         if ahead < steps:
             tl.debug_barrier()  # all warps are done with what the step before read
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
-            _load_weights(weights, row, R, own, k + ahead * BLOCK_K, w, up, here, GATED, BYTES)
+            _load_weights(weights, top, apart, own, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
             _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
-            if ahead == steps - 1:  # nothing is left to be asked for
+            if ahead == steps - 1 and not HEADS:  # nothing is left to be asked for
                 gdc_launch_dependents()
         last = slot
-    acc, ups = _wait(acc, ups, 0, GATED)
+    acc, ups = _wait(acc, ups, 0, PAIRED)
     if SENDS:
-        PAIRED: gl.constexpr = gl.BlockedLayout([2, 1], LANES, [1, 4], [0, 1])
-        y, up = _pairs(_sum_slices(acc, PAIRED), RESULT)
+        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], LANES, [1, 4], [0, 1])
+        y, up = pairs(_sum_slices(acc, NEIGHBOURS), RESULT)
     else:
         y = _sum_slices(acc, RESULT)
         up = _sum_slices(ups, RESULT)
 
-    live = (row + r < R)[:, None] & (n < N)[None, :]
     cell = words + i[:, None] + (n * TILE_ROWS)[None, :]
     node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # the first of a level of this tile's tree
     for level in gl.static_range(4):
@@ -239,24 +263,29 @@ def _linear_sm90_kernel(
             at = cell + (node + (part >> (level + 1))) * (TILE_ROWS * N_MAX)
             # The last of an odd number meets nobody.
             if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
-                y, up, live = meet(at, y, up, live, GATED or SENDS)
+                y, up, live = meet(at, y, up, live, PAIRED or SENDS)
             node += (((SPLIT - 1) >> level) + 1) // 2
     if BIAS:
         y += y_bias
-    if (GATED or SENDS) and BIAS:
+    if (PAIRED or SENDS) and BIAS:
         up += up_bias
     if GATED:
         # Rounded as the two projections' outputs would be.
         y = y.to(dtype).to(gl.float32)
         y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
     if SENDS:
-        _send_pairs(y, up, live, piece, column % SIZE, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+        send_pairs(y, up, live, piece, column % SIZE, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+    elif HEADS:
+        store_heads(
+            y, up, cosine, sine, n[None, :].to(gl.int64), head, d, place, live,
+            q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE,
+        )  # fmt: skip
     else:
         gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(dtype), mask=live)
 
 
 @cache
-def _split(R: int, K: int, gated: bool, sms: int) -> int:
+def _split(R: int, K: int, paired: bool, sms: int) -> int:
     """How many programs share K, as measured on an H200 over matrices of 3 to 120 MB.
 
     One program on each SM, as far as K can be cut in halves; two on most of them, if they have more to read than both
@@ -265,7 +294,7 @@ def _split(R: int, K: int, gated: bool, sms: int) -> int:
     tiles = triton.cdiv(R, ROWS.value)
     splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # slices begin at 16 bytes
     once = max((split for split in splits if tiles * split <= sms), default=1)
-    if R * K * (4 if gated else 2) > STREAMED_KB * 1024 * sms:
+    if R * K * (4 if paired else 2) > STREAMED_KB * 1024 * sms:
         twice = [split for split in splits if 1.5 * sms <= tiles * split <= 2 * sms]
         if twice:
             return twice[-1]
@@ -275,7 +304,7 @@ def _split(R: int, K: int, gated: bool, sms: int) -> int:
 
 
 @cache
-def _workspace(device: torch.device, words: int) -> torch.Tensor:
+def workspace(device: torch.device, words: int) -> torch.Tensor:
     """Words that are empty between launches; allocated once, shared by all launches on one stream."""
     return torch.full((words,), EMPTY.value, dtype=torch.int64, device=device)
 
@@ -301,29 +330,31 @@ def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor | SumBoxes,
+    out: torch.Tensor | SumBoxes | HeadSlots,
     gated: bool,
     split: int | None = None,
     shared_kb: int = SHARED_KB,
 ) -> None:
-    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous, or for ranks to add up.
+    """`kernels.linear.linear` of tensors that fit, into out [N, R], contiguous, for ranks to add up, or for attention.
 
     Args:
         split: programs that share K, up to 8 and to its steps; None: as is fastest.
         shared_kb: KiB of shared memory that a program's stages may fill.
     """
     N, K = x.shape
-    R = len(weight) // 2 if gated else len(weight)
-    split = split or _split(R, K, gated, sm_count(x.device))
+    heads = out if isinstance(out, HeadSlots) else None
+    paired = gated or heads is not None
+    R = len(weight) // 2 if paired else len(weight)
+    split = split or _split(R, K, paired, sm_count(x.device))
     n_max = max(8, triton.next_power_of_2(N))
     sliced = K % (8 * SLICES.value * split) == 0
     slices = SLICES.value * (split if sliced else 1)
     columns = K // slices
-    block_k = 64 if gated or n_max > 16 or not sliced else 128
+    block_k = 64 if paired or n_max > 16 or not sliced else 128
     steps = triton.cdiv(columns, block_k)
     most = steps if sliced else triton.cdiv(steps, split)  # of a program
     assert sliced or split <= steps, f"{split} programs cannot share {steps} steps of K = {K}"
-    stage = ((2 if gated else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
+    stage = ((2 if paired else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
     weights, xs = (
         TensorDescriptor(
             t, [len(t), slices, columns], [t.stride(0), columns, 1], [rows, SLICES.value, block_k], SHARED.value
@@ -333,13 +364,15 @@ def launch(
     # A step's slot is asked for again while the next is multiplied: it takes two.
     stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
-    words = _workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
+    words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
     sums = out if isinstance(out, SumBoxes) else None
     _linear_sm90_kernel[(tiles * split,)](
-        weights, xs, bias, None if sums else out, words if gated or sums else words.view(torch.int32),
+        weights, xs, bias, out if isinstance(out, torch.Tensor) else None,
+        words if paired or sums else words.view(torch.int32),
         *(sums.peers, sums.count) if sums else (None, None), N, R, steps, sums.rank if sums else 0,
+        *(*heads.tensors, *heads.strides) if heads else (*[None] * 6, 0, 0),
         SPLIT=split, SLICED=sliced, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None, GATED=gated,
-        RANKS=sums.peers.numel() if sums else 0, PIECES=sums.pieces if sums else 0,
-        SIZE=sums.slice_words if sums else 0, TWO_SHOT=sums is not None and sums.two_shot,
+        **sum_shape(sums),
+        **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0),
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

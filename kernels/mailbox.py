@@ -45,6 +45,13 @@ class SumBoxes:
     two_shot: bool
 
 
+def sum_shape(sums: SumBoxes | None) -> dict[str, int]:
+    """Constants of a kernel that sends its sums; none to speak of where it does not."""
+    if sums is None:
+        return dict(RANKS=0, PIECES=0, SIZE=0, TWO_SHOT=False)
+    return dict(RANKS=sums.peers.numel(), PIECES=sums.pieces, SIZE=sums.slice_words, TWO_SHOT=sums.two_shot)
+
+
 @triton.jit
 def turn(counter):
     """The number of this launch, from 1 on; to be asked for before anything is sent."""
@@ -128,3 +135,33 @@ def pack(first, second, DTYPE: tl.constexpr):
     else:
         lower = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return lower | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def sum_words(y, DTYPE: tl.constexpr):
+    """Words [m] of neighbouring values y [m * values of a word], fp32."""
+    if tl.float32 == DTYPE:
+        return y.to(tl.int32, bitcast=True)
+    else:
+        first, second = tl.split(tl.reshape(y, [y.shape[0] // 2, 2]))
+        return pack(first, second, DTYPE)
+
+
+@triton.jit
+def sum_boxes(peers, piece, RANKS: tl.constexpr, TWO_SHOT: tl.constexpr):
+    """Memory of those that add up `piece` [m] of a sum: of its owner [1, m], or of all ranks, filled up [ranks, 1]."""
+    if TWO_SHOT:
+        return boxes_of(peers, piece % RANKS)[None, :]
+    else:
+        to = tl.arange(0, triton.next_power_of_2(RANKS))
+        return boxes_of(peers, tl.minimum(to, RANKS - 1))[:, None]
+
+
+@triton.jit
+def send_sum(
+    boxes, words, piece, w, tag, rank, live, RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Sends words w [m] of `piece` of this rank's part of a sum to `boxes`."""
+    to = tl.arange(0, boxes.shape[0])
+    there = box(boxes, tag, rank, piece[None, :], RANKS, PIECES, SIZE) + w[None, :]
+    send(there, words[None, :], tag, (to < RANKS)[:, None] & live[None, :])

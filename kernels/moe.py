@@ -12,10 +12,13 @@ A pair is a token and one of its experts. Four ways, by static shapes, none of w
 - Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
 - Instead of the first two, a few tokens of wide experts on Hopper: `kernels.moe_sm90`, where programs share the weights
   of the local experts that have tokens, and ask for them ahead of need.
+
+The kernel that has a token's sum stores it, or sends it where ranks add up: phase 1 of `kernels.all_reduce_norm`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,8 +26,10 @@ import triton
 import triton.language as tl
 
 from kernels import moe_sm90, routing
+from kernels.exchange import DTYPES
 from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.linear import RUN
+from kernels.mailbox import SumBoxes, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.moe import ALPHA
 from kernels.reference.moe import moe as reference
 
@@ -88,15 +93,28 @@ def _gate_up_few_kernel(
 
 
 @triton.jit
+def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Of the words of BLOCK values of row n, from `first` on: pieces, places in these, whether the row has them."""
+    VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2
+    column = first // VALUES + tl.arange(0, BLOCK // VALUES)
+    return n * ((H // VALUES + SIZE - 1) // SIZE) + column // SIZE, column % SIZE, column < H // VALUES
+
+
+@triton.jit
 def _down_few_kernel(
-    h, ids, weights, down, bias, plus, out, first,
+    h, ids, weights, down, bias, plus, out, peers, turns, first, rank,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+    RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr,
     EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = tl.minimum(r, H - 1)
+    if RANKS > 0:
+        tag = turn(turns)
+        piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, down.dtype.element_ty, H, BLOCK_R, SIZE)
+        boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
     # Ids, weights and the experts are older than the predecessor: only h has to be waited for.
     slot = tl.arange(0, BLOCK_S)
     expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
@@ -128,7 +146,11 @@ def _down_few_kernel(
         y += tl.sum(weight[:, None] * biases, 0)
     if PLUS:
         y += tl.load(plus + n * H + row).to(tl.float32)
-    tl.store(out + n * H + r, y, mask=r < H)
+    if RANKS > 0:
+        words = sum_words(y, down.dtype.element_ty)
+        send_sum(boxes, words, piece, w, tag, rank, in_row, RANKS, PIECES, SIZE)
+    else:
+        tl.store(out + n * H + r, y, mask=r < H)
 
 
 @triton.jit
@@ -259,8 +281,9 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, ids, plus, out, first, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    PLUS: tl.constexpr, PDL: tl.constexpr,
+    outputs, ids, plus, out, peers, turns, first, rank,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr,
+    RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -273,30 +296,24 @@ def _sum_kernel(
         acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
     if PLUS:
         acc += tl.load(plus + n * H + c, mask=c < H).to(tl.float32)
-    tl.store(out + n * H + c, acc, mask=c < H)
+    if RANKS > 0:
+        dtype: tl.constexpr = outputs.dtype.element_ty
+        piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK, dtype, H, BLOCK, SIZE)
+        boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
+        send_sum(boxes, sum_words(acc, dtype), piece, w, turn(turns), rank, in_row, RANKS, PIECES, SIZE)
+    else:
+        tl.store(out + n * H + c, acc, mask=c < H)
 
 
-def moe(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    first: int,
-    *,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    limit: float | None = None,
-    plus: torch.Tensor | None = None,
-    of: int | None = None,
-) -> torch.Tensor:
-    """Sum over a token's chosen local experts of weight * (down(act(gate_up x))); this rank's part of a sum.
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Sum over a token's chosen local experts of weight * (down(act(gate_up x))), not yet made: a part of ranks' sum.
 
     `act` is silu(gate) * up; with `limit` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above and
     up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output, are
     rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
 
-    Args:
+    Attributes:
         x: [N, H], last dim contiguous.
         ids: [N, k] int32, contiguous; those outside [first, first + E_local) count nothing.
         weights: [N, k] fp32, contiguous.
@@ -308,64 +325,102 @@ def moe(
         limit: bound of the clamps, or None.
         plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
         of: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are chosen here.
-
-    Returns:
-        [N, H] in x's dtype; `plus`, or zeros, for a token without local experts.
     """
-    if not routing.on_gpu(x):
-        return reference(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus)
-    (N, H), top_k = x.shape, ids.shape[1]
-    E, _, F = down.shape
-    if 0 in (N, H, E, top_k) or (F == 0 and down_bias is None):
-        return torch.zeros(N, H, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
-    assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
-    assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
-    assert plus is None or (plus.shape == x.shape and plus.dtype == x.dtype)
-    given = (ids, weights, gate_up, down, gate_up_bias, down_bias, plus)
-    assert all(t is None or t.is_contiguous() for t in given)
-    P = N * top_k
-    h = torch.empty(P, F, dtype=x.dtype, device=x.device)
-    out = torch.empty(N, H, dtype=x.dtype, device=x.device)
-    if x.is_cuda and moe_sm90.fits(x, gate_up, down):
-        moe_sm90.launch(x, ids, weights, gate_up, down, first, gate_up_bias, down_bias, limit, plus, h, out)
-        return out
-    shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
-    clamp = dict(BIAS=gate_up_bias is not None, CLAMPED=limit is not None)
-    bound = 0.0 if limit is None else limit
-    way = _way(N, top_k, E)
-    if way == "few":
-        tile, down_tile = _few_tiles(N, F)
-        _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
-            x, ids, weights, gate_up, gate_up_bias, h, x.stride(0), first, bound, TOP_K=top_k, **clamp, **shape, **tile
-        )
-        _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
-            h, ids, weights, down, down_bias, plus, out, first,
-            TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=down_bias is not None, PLUS=plus is not None,
-            **shape, **down_tile,
-        )  # fmt: skip
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    first: int
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    limit: float | None = None
+    plus: torch.Tensor | None = None
+    of: int | None = None
+
+    @property
+    def _empty(self) -> bool:
+        nothing = 0 in (*self.x.shape, len(self.down), self.ids.shape[1])
+        return nothing or (self.down.shape[2] == 0 and self.down_bias is None)
+
+    def make(self) -> torch.Tensor:
+        """[N, H] in x's dtype; `plus`, or zeros, for a token without local experts."""
+        x, plus = self.x, self.plus
+        if not routing.on_gpu(x):
+            given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias, self.limit, plus
+            return reference(x, self.ids, self.weights, *given)
+        if self._empty:
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._launch(out)
         return out
 
-    touched = E * (1 - (1 - 1 / (of or E)) ** P)  # experts, where pairs lie evenly
-    tile, down_tile = _tiles(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
-    is_sorted = way == "many"
-    plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
-    blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
-    searched = 1 if is_sorted else triton.next_power_of_2(P)
-    find = dict(BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
-    outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
-        x, ids, weights, gate_up, gate_up_bias, h, *plan, x.stride(0), P, first, bound, TOP_K=top_k,
-        **clamp, **shape, **find, **tile,
-    )  # fmt: skip
-    _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
-        h, ids, weights, down, down_bias, outputs, *plan, P, first, BIAS=down_bias is not None,
-        **shape, **find, **down_tile,
-    )  # fmt: skip
-    del shape["F"]
-    _sum_kernel[N, triton.cdiv(H, 1024)](
-        outputs, ids, plus, out, first, TOP_K=top_k, BLOCK=1024, PLUS=plus is not None, num_warps=4, **shape
-    )  # fmt: skip
-    return out
+    def sends(self, two_shot: bool) -> bool:
+        x = self.x
+        return routing.on_gpu(x) and not self._empty and x.dtype in DTYPES and x.shape[1] * x.itemsize % 4 == 0
+
+    def send(self, sums: SumBoxes) -> None:
+        self._launch(sums)
+
+    def _launch(self, out: torch.Tensor | SumBoxes) -> None:
+        x, ids, weights, gate_up, down, first = self.x, self.ids, self.weights, self.gate_up, self.down, self.first
+        (N, H), top_k = x.shape, ids.shape[1]
+        E, _, F = down.shape
+        assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
+        assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
+        assert self.plus is None or (self.plus.shape == x.shape and self.plus.dtype == x.dtype)
+        given = (ids, weights, gate_up, down, self.gate_up_bias, self.down_bias, self.plus)
+        assert all(t is None or t.is_contiguous() for t in given)
+        P = N * top_k
+        h = torch.empty(P, F, dtype=x.dtype, device=x.device)
+        if x.is_cuda and moe_sm90.fits(x, gate_up, down):
+            moe_sm90.launch(
+                x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, self.limit, self.plus, h, out
+            )
+            return
+        sums = out if isinstance(out, SumBoxes) else None
+        to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
+        rank = sums.rank if sums else 0
+        boxes = sum_shape(sums)
+        shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
+        clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.limit is not None)
+        bound = 0.0 if self.limit is None else self.limit
+        summand = dict(PLUS=self.plus is not None, **boxes)
+        way = _way(N, top_k, E)
+        if way == "few":
+            tile, down_tile = _few_tiles(N, F)
+            _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
+                x, ids, weights, gate_up, self.gate_up_bias, h, x.stride(0), first, bound,
+                TOP_K=top_k, **clamp, **shape, **tile,
+            )  # fmt: skip
+            _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
+                h, ids, weights, down, self.down_bias, self.plus, *to, first, rank,
+                TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=self.down_bias is not None,
+                **summand, **shape, **down_tile,
+            )  # fmt: skip
+            return
+
+        touched = E * (1 - (1 - 1 / (self.of or E)) ** P)  # experts, where pairs lie evenly
+        tile, down_tile = _tiles(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
+        is_sorted = way == "many"
+        plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
+        blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
+        searched = 1 if is_sorted else triton.next_power_of_2(P)
+        find = dict(BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+        outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
+        _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
+            x, ids, weights, gate_up, self.gate_up_bias, h, *plan, x.stride(0), P, first, bound, TOP_K=top_k,
+            **clamp, **shape, **find, **tile,
+        )  # fmt: skip
+        _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
+            h, ids, weights, down, self.down_bias, outputs, *plan, P, first, BIAS=self.down_bias is not None,
+            **shape, **find, **down_tile,
+        )  # fmt: skip
+        del shape["F"]
+        _sum_kernel[N, triton.cdiv(H, 1024)](
+            outputs, ids, self.plus, *to, first, rank, TOP_K=top_k, BLOCK=1024, num_warps=4, **summand, **shape
+        )
 
 
 def _way(N: int, top_k: int, E: int) -> Way:

@@ -11,7 +11,7 @@ the expert at hand are zeros, so that a down tile's sum over its experts needs n
 Programs whose runs share a tile add up in a tree. Of two that meet at a node the second adds what the first has left in
 a workspace, by one exchange that tells who is second: nobody waits for another program, there is nothing to spin on,
 and sums do not depend on who comes when. A program begins inside one tile at most, so that a node is the program where
-its right half begins. The last one at the root of an element has its sum, and writes it.
+its right half begins. The last one at the root of an element has its sum, and writes or sends it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.chosen import nth_expert, pairs_with, slots, touched_experts, weights_of
 from kernels.launching import sm_count
-from kernels.linear_sm90 import _workspace, meet
+from kernels.linear_sm90 import meet, pairs, send_pairs, workspace
+from kernels.mailbox import TURN, SumBoxes, sum_shape
 from kernels.reference.moe import ALPHA
 from kernels.sm90 import COPIED, SHARED
 
@@ -44,6 +45,8 @@ DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidt
 PRODUCT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, MAX_TOKENS, 16])
 )
+NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # of rows of down that share a word
+WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
 _ALPHA = gl.constexpr(ALPHA)
 
 
@@ -135,12 +138,14 @@ def _bring(
     async_copy.async_copy_global_to_shared(x_shared.index(step % X_STAGES), rows[:, None] + k[None, :], mask=inside)
 
 
-@gluon.jit(do_not_specialize=["x_n", "N", "first"])
+@gluon.jit(do_not_specialize=["x_n", "N", "first", "rank"])
 def _moe_sm90_kernel(
-    w, x, ids, weights, bias, plus, out, words, x_n, N, first, limit,
+    w, x, ids, weights, bias, plus, out, words, peers, turns, x_n, N, first, limit, rank,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
     GATE: gl.constexpr, BIAS: gl.constexpr, PLUS: gl.constexpr, CLAMPED: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
+    SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
     dtype: gl.constexpr = w.dtype
     w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], SHARED)
     x_shared = gl.allocate_shared_memory(dtype, [X_STAGES, COLUMNS, BLOCK_K], SHARED)
@@ -164,6 +169,9 @@ def _moe_sm90_kernel(
         _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
     if not GATE:
         gdc_wait()
+    if SENDS:
+        tag = gl.load(turns) // TURN + 1
+        ROW_PIECES: gl.constexpr = (H // 2 + SIZE - 1) // SIZE
     if steps <= STAGES - 1:
         gdc_launch_dependents()
 
@@ -209,10 +217,14 @@ def _moe_sm90_kernel(
         else:
             y = acc + extra if BIAS else acc
             up = y
-        SIZE: gl.constexpr = y.shape[0]
-        i = gl.arange(0, SIZE, layout=gl.SliceLayout(1, y.type.layout))
+            if SENDS:
+                y, up = pairs(gl.convert_layout(y, NEIGHBOURS), WORDS)
+        TILE: gl.constexpr = y.shape[0]
+        i = gl.arange(0, TILE, layout=gl.SliceLayout(1, y.type.layout))
         n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, y.type.layout))
-        r = tile * SIZE + i
+        r = tile * TILE + i
+        if SENDS:
+            r = r * 2
         if GATE:
             experts = slots(ids, n, N, TOP_K)
             pair = pairs_with(experts, n, e + first, TOP_K)
@@ -227,8 +239,14 @@ def _moe_sm90_kernel(
             cell = (n * H)[None, :] + r[:, None]
             if PLUS:
                 summand = gl.load(plus + cell, mask=live, other=0.0).to(gl.float32)
+                if SENDS:
+                    odd_summand = gl.load(plus + cell + 1, mask=live, other=0.0).to(gl.float32)
+            if SENDS:
+                column = r[:, None] // 2 + (n * 0)[None, :]
+                piece = column // SIZE + n[None, :] * ROW_PIECES
+                boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
         offset = i[:, None] * COLUMNS + n[None, :]
-        y, up, live = _meet(y, up, live, words, offset, whole, tile_steps, active, total, GATE)
+        y, up, live = _meet(y, up, live, words, offset, whole, tile_steps, active, total, GATE or SENDS)
         if GATE:
             if BIAS:
                 y += gate_bias[:, None]
@@ -242,21 +260,44 @@ def _moe_sm90_kernel(
             y *= weight[None, :]
         if PLUS:
             y += summand
-        gl.store(out + cell, y.to(dtype), mask=live)
+            if SENDS:
+                up += odd_summand
+        if SENDS:
+            w_at = column % SIZE
+            send_pairs(y, up, live, piece, w_at, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+        else:
+            gl.store(out + cell, y.to(dtype), mask=live)
         at = stop
     async_copy.wait_group(0)
     if not GATE:
         if count == 0:
-            c = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-            for i in range(program * 128, N * H, programs * 128):
-                nothing = gl.full_like(c, 0).to(dtype)
+            FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            VALUES: gl.constexpr = 2 if SENDS else 1
+            c = gl.arange(0, 128, layout=FLAT)
+            for i in range(program * 128, N * H // VALUES, programs * 128):
+                place = i + c
+                left = place < N * H // VALUES
+                nothing = gl.zeros([128], dtype, layout=FLAT)
+                more = nothing
                 if PLUS:
-                    nothing = gl.load(plus + i + c, mask=i + c < N * H)
-                gl.store(out + i + c, nothing, mask=i + c < N * H)
+                    nothing = gl.load(plus + place * VALUES, mask=left, other=0.0)
+                if SENDS:
+                    if PLUS:
+                        more = gl.load(plus + place * VALUES + 1, mask=left, other=0.0)
+                    column = place % (H // 2)
+                    piece = column // SIZE + place // (H // 2) * ROW_PIECES
+                    boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+                    even, odd = nothing.to(gl.float32), more.to(gl.float32)
+                    w_at = column % SIZE
+                    send_pairs(
+                        even, odd, left, piece, w_at, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT
+                    )  # fmt: skip
+                else:
+                    gl.store(out + place, nothing, mask=left)
 
 
 def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether `launch` takes these tensors of `kernels.moe.moe`, and is the fastest way."""
+    """Whether `launch` takes these tensors of `kernels.moe.RoutedExperts`, and is the fastest way."""
     (N, H), F = x.shape, down.shape[2]
     return (
         0 < N <= MAX_TOKENS
@@ -272,9 +313,12 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
 def launch(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, first: int,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, limit: float | None, plus: torch.Tensor | None,
-    h: torch.Tensor, out: torch.Tensor,
+    h: torch.Tensor, out: torch.Tensor | SumBoxes,
 ) -> None:  # fmt: skip
-    """`kernels.moe.moe` of tensors that fit, into out [N, H], by h [N k, F], a row for a pair; both contiguous."""
+    """`kernels.moe.RoutedExperts` of tensors that fit, into out [N, H] or where ranks add up.
+
+    Between the products lies h [N k, F], a row for a pair; it and `out` are contiguous.
+    """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
     gates = TensorDescriptor(
         gate_up, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1], [1, HALF.value // 8, 2, 8, BLOCK_K.value],
@@ -282,12 +326,15 @@ def launch(
     )  # fmt: skip
     downs = TensorDescriptor(down, [E, H, F], [H * F, F, 1], [1, ROWS.value, BLOCK_K.value], DOWN.value)
     programs = 2 * sm_count(x.device)
-    words = _workspace(x.device, programs * ROWS.value * MAX_TOKENS // 2)
-    both = (True, gates, x, gate_up_bias, None, h), (False, downs, h, down_bias, plus, out)
-    for gate, w, xs, bias, summand, y in both:
+    words = workspace(x.device, programs * ROWS.value * MAX_TOKENS // 2)
+    sums = out if isinstance(out, SumBoxes) else None
+    both = (True, gates, x, gate_up_bias, None, h, None), (False, downs, h, down_bias, plus, out, sums)
+    for gate, w, xs, bias, summand, y, to in both:
         _moe_sm90_kernel[(programs,)](
-            w, xs, ids, weights, bias, summand, y, words if gate else words.view(torch.int32), xs.stride(0) // 8, N,
-            first, limit if limit is not None else 0.0,
+            w, xs, ids, weights, bias, summand, None if to else y, words if gate or to else words.view(torch.int32),
+            *(to.peers, to.count) if to else (None, None), xs.stride(0) // 8, N,
+            first, limit if limit is not None else 0.0, to.rank if to else 0,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), GATE=gate,
-            BIAS=bias is not None, PLUS=summand is not None, CLAMPED=limit is not None, num_warps=4, launch_pdl=True,
+            BIAS=bias is not None, PLUS=summand is not None, CLAMPED=limit is not None, **sum_shape(to),
+            num_warps=4, launch_pdl=True,
         )  # fmt: skip

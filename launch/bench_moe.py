@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kernels.moe import moe
+from kernels.moe import RoutedExperts
 from kernels.reference.moe import moe as reference
 from kernels.route import Scoring, route
 from launch.bench_kernels import ROTATED, seconds
@@ -75,7 +75,7 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
 
     def ours(i: int) -> torch.Tensor:
         chosen = route(logits[i], model.top_k, **scoring)
-        return moe(xs[i], *chosen, *weights[i % shards], 0, of=model.experts + always, **options)
+        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, of=model.experts + always, **options).make()
 
     chosen = [route(score, model.top_k, **scoring) for score in logits]
     wanted = reference(xs[0], *chosen[0], *weights[0], 0, **options, plus=None).float()

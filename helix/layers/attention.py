@@ -16,7 +16,7 @@ from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
 from kernels.flash_decode import Partial
-from kernels.kv_append import kv_append
+from kernels.qkv_append import qkv_append
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class Attention(ShardedAttention):
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Projection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.spec.head_dim))  # [N, Hq + 2 Hkv, D], this TPA slice
         keys, values = cache.layer(self.index)
-        q = kv_append(qkv, *angles, keys, values, step.append_slots, self.norms)
+        q = qkv_append(
+            x, self.qkv.weight, self.qkv.bias, *angles, keys, values, step.append_slots, self.norms
+        )  # [N, Hq, D], this TPA slice
         return self.output(self.exact(q, keys, values, step).flatten(1))

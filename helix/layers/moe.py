@@ -27,7 +27,7 @@ from helix.layers.linear import Rows, RowShards
 from helix.layers.mlp import GatedMLP
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from kernels.moe import moe
+from kernels.moe import RoutedExperts
 from kernels.route import Scoring, route
 
 
@@ -158,7 +158,7 @@ class MoE:
             else:
                 weights.leave(f"{name}.down_proj_bias", (spec.experts, hidden))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> RoutedExperts:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         spec = self.spec
         ids, scores = route(
@@ -173,7 +173,7 @@ class MoE:
             scale=spec.scale,
             always=self.always,
         )  # [N, k + always] both
-        return moe(
+        return RoutedExperts(
             x,
             ids,
             scores,

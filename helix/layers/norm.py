@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator, Summand
 from helix.layers.weights import Weights
 
 
@@ -17,6 +17,6 @@ class RMSNorm:
         self.weight = weights.parameter(size)
         weights.read(self.weight, f"{name}.weight", (size,))
 
-    def __call__(self, parts: Tensor | Projection, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, parts: Tensor | Summand, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """parts [N, H], this rank's; x [N, H], the same on all ranks -> (y, x + the sum of parts), likewise."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator, Summand
 from comm.hopb import Pipeline
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
@@ -117,8 +117,8 @@ class DecoderLayer:
             self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
     def __call__(
-        self, x: Tensor | None, parts: Tensor | Projection, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
-    ) -> tuple[Tensor, Tensor | Projection]:
+        self, x: Tensor | None, parts: Tensor | Summand, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
+    ) -> tuple[Tensor, Tensor | Summand]:
         """The residual stream x [N, H] and this rank's part of what is to be added -> the same after this layer.
 
         Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
@@ -163,7 +163,7 @@ class Decoder:
     def hidden(self, cache: KVCache, step: Step) -> Tensor:
         """Runs a step through all layers, its KV appended: [N] tokens -> normalised [N, H], the same on every rank."""
         x: Tensor | None = None
-        parts: Tensor | Projection = self.embedding(step.tokens)
+        parts: Tensor | Summand = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
         for window in set(self.spec.windows):  # all bounds before the first layer: attention reads them early
             step.bounds(window)

@@ -11,6 +11,7 @@ from torch import Tensor
 from comm.base import Communicator, Projection
 from comm.symm_mem import SymmMemCommunicator
 from kernels.flash_decode import decode_parts
+from kernels.moe import RoutedExperts
 from tests.dist.ranks import (
     balanced,
     on_ranks,
@@ -53,12 +54,14 @@ def test_collectives_in_a_cuda_graph(transport: str) -> None:
 
 def check_replays(comm: Communicator, replays: int) -> int:
     """Wrong elements over many replays of graphs of several sizes, a random rank late now and then."""
-    K, H, D = len(comm.kvp_group), 3584, 128
+    K, H, D, F = len(comm.kvp_group), 3584, 128, 384
     shares = balanced(2 * K + 1, K)
     number = torch.zeros((), dtype=torch.int64, device=comm.device)
     wrong = torch.zeros((), dtype=torch.int64, device=comm.device)
     weight = torch.ones(H, dtype=torch.bfloat16, device=comm.device)
     columns = torch.arange(H, device=comm.device) % 64
+    gate_up = torch.randn(2, 2 * F, H, dtype=torch.bfloat16, device=comm.device) / 8
+    down = torch.randn(2, H, F, dtype=torch.bfloat16, device=comm.device) / 8
     picks = torch.eye(64, dtype=torch.bfloat16, device=comm.device)[columns]  # a projection that copies
 
     def value(rank: int, *shape: int) -> Tensor:
@@ -88,6 +91,14 @@ def check_replays(comm: Communicator, replays: int) -> int:
         projection = Projection(value(comm.rank, N, 64).bfloat16(), picks, None)
         total = comm.all_reduce_norm(projection, torch.zeros_like(total), weight, 1e-5)[1]
         wrong.add_((total != sum(value(r, N, 64) for r in range(comm.world_size))[:, columns]).sum())
+        # Experts that send their sums, and the same added up as a tensor.
+        x, first = value(comm.rank, N, H).bfloat16() / 64, value(comm.rank, N, 1)
+        ids = torch.cat([first % 4, (first + 1) % 4], 1).int()
+        chosen = RoutedExperts(x, ids, ids.float(), gate_up, down, comm.rank % 3)  # some have no token here
+        total, wanted = (
+            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1] for parts in (chosen, chosen.make())
+        )
+        wrong.add_((total != wanted).sum())
 
     graphs = {}
     for N in (1, 2, 7, 16, 40):

@@ -34,6 +34,7 @@ from kernels.linear import _linear_kernel
 from kernels.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
 from kernels.linear_sm90 import SHARED as SLICED
 from kernels.lse_combine import _lse_combine_kernel
+from kernels.mailbox import sum_shape
 from kernels.merge_exchange import _merge_exchange_kernel
 from kernels.mla_append import _mla_append_kernel
 from kernels.mla_decode import _mla_decode_kernel
@@ -53,6 +54,7 @@ from kernels.moe import (
 from kernels.moe_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe_sm90 import ROWS as DOWN_ROWS
 from kernels.paged import tile_shape
+from kernels.qkv_append import _qkv_append_kernel
 from kernels.replay import _replay_kernel
 from kernels.rms_norm import _rms_norm_kernel
 from kernels.route import _route_kernel
@@ -70,7 +72,7 @@ SPECIAL = {
     **dict.fromkeys(("ids", "order", "bounds", "block_ends"), ("*i32", True)),
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks"), ("*fp32", True)),
-    **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count"), ("*i64", True)),
+    **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
@@ -141,8 +143,11 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
-    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "BLOCK": 64, "NORMS": True, "PDL": True}
-    yield "append", bf16, _kv_append_kernel, heads, {"num_warps": 1}
+    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64}
+    yield "append", bf16, _kv_append_kernel, heads | {"BLOCK": 64, "NORMS": True, "PDL": True}, {"num_warps": 1}
+    for rows in (1, 4):
+        tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
+        yield "qkv-append", bf16, _qkv_append_kernel, heads | tile, {"num_warps": 4}
     for gated, rows, warps in ((True, 1, 2), (False, 4, 4)):
         tile = {"BLOCK_N": rows, "BLOCK_R": 4, "BLOCK_K": 256 * warps, "RUN": 8, "STAGES": 3 if rows > 2 else 1}
         tile |= {"BIAS": True, "GATED": gated, "PDL": True}
@@ -158,9 +163,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile = {"SPLIT": split, "SLICED": split in (1, 2, 4), "N_MAX": most, "BLOCK_K": block, "STAGES": 5}
         tile |= {"BIAS": True, "GATED": gated}
         world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": split == 2, "out": None}
-        yield "linear-sm90", bf16, _linear_sm90_kernel, tile | alone | {"TWO_SHOT": False}, {"num_warps": 4}
-        if not gated:
-            yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world, {"num_warps": 4}
+        none = dict.fromkeys(("cos", "sin", "slots", "k_cache", "v_cache", "q"))
+        none |= dict.fromkeys(("Q_HEADS", "KV_HEADS", "D", "PAGE"), 0)
+        alone |= {"TWO_SHOT": False}
+        yield "linear-sm90", bf16, _linear_sm90_kernel, tile | alone | none, {"num_warps": 4}
+        if gated:
+            yield (
+                "qkv-append-sm90",
+                bf16,
+                _linear_sm90_kernel,
+                tile | alone | heads | {"GATED": False, "out": None},
+                {"num_warps": 4},
+            )
+        else:
+            yield "linear-sm90-send", bf16, _linear_sm90_kernel, tile | world | none, {"num_warps": 4}
     choice = {"TOP_K": 8, "GROUPS": 8, "TOP_GROUPS": 4, "BLOCK_G": 8, "BLOCK_E": 32, "BLOCK_K": 16, "PDL": True}
     choice |= {"EXPERTS": 256, "GROUP_SCORE": 2, "SCORING": "sigmoid", "BIAS": True, "NORMALISE": True, "ALWAYS": 1}
     yield "route", fp32, _route_kernel, choice, {"num_warps": 1}
@@ -175,7 +191,11 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(32, tokens * k), "CLAMPED": clamped}
         for gate in (True, False):
             extra = {"GATE": gate, "BIAS": clamped, "PLUS": not gate} | ({"plus": None} if gate else {})
-            yield "moe-sm90", bf16, _moe_sm90_kernel, shape | extra, {"num_warps": 4}
+            plain = sum_shape(None) | {"peers": None, "turns": None}
+            yield "moe-sm90", bf16, _moe_sm90_kernel, shape | extra | plain, {"num_warps": 4}
+            if not gate:
+                world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": H > 4096, "out": None}
+                yield "moe-sm90-send", bf16, _moe_sm90_kernel, shape | extra | world, {"num_warps": 4}
     for dtype, ranks in ((bf16, 8), (fp32, 2)):
         world = {"RANKS": ranks, "BLOCK_RANKS": ranks, "PDL": True}
         piece = {"PIECES": 1024, "SIZE": PIECE_WORDS, "WORDS": 64, "BLOCK": 64, "PUSH": True, "WAIT": True}
@@ -226,11 +246,13 @@ def moe_cases(
     """E experts of width F on a rank, k a token; few tokens, some and many."""
     shape = {"EXPERTS": E, "H": H, "F": F, "BIAS": clamped, "PDL": True}
     gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k, "PLUS": True}
-    for kernel, tile, extra in zip(
-        (_gate_up_few_kernel, _down_few_kernel), _few_tiles(1, F), (gate, slots), strict=True
-    ):
-        options = {"num_warps": tile.pop("num_warps")}
-        yield "moe-few", dtype, kernel, shape | extra | tile, options
+    alone = sum_shape(None) | {"peers": None, "turns": None}
+    world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "out": None}
+    tile, down_tile = _few_tiles(1, F)
+    options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
+    yield "moe-few", dtype, _gate_up_few_kernel, shape | gate | tile, options
+    for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
+        yield "moe-few", dtype, _down_few_kernel, shape | slots | down_tile | to, down_options
     for tokens in (64, 512):
         tile, down_tile = _tiles(_way(tokens, k, E), tokens * k, E, F, H, dtype, touched=E / 132)
         options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
@@ -238,12 +260,15 @@ def moe_cases(
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
         yield f"moe-{tokens}", dtype, _down_kernel, shape | find | down_tile, down_options
     total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PLUS": True, "PDL": True}
-    yield "moe-sum", dtype, _sum_kernel, total, {"num_warps": 4}
+    for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
+        yield "moe-sum", dtype, _sum_kernel, total | to, {"num_warps": 4}
 
 
 def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
     words = "peers" in function.arg_names  # kernels between GPUs see 32-bit words, where attention is not in them
-    mixed = function in (_merge_exchange_kernel, _linear_kernel, _linear_sm90_kernel)
+    mixed = function in (
+        _merge_exchange_kernel, _linear_kernel, _linear_sm90_kernel, _down_few_kernel, _sum_kernel, _moe_sm90_kernel
+    )  # fmt: skip
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         kind, aligned = SPECIAL.get(name, ("i32", True))
@@ -254,7 +279,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
         if name in DESCRIPTORS:
             kind, aligned = f"tensordesc<{NAMES[dtype]}[64, {DESCRIPTORS[name]}],{SHARED.value!r}>", False
         if name == "words" and function in (_linear_sm90_kernel, _moe_sm90_kernel):
-            kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS")) else "*i32"
+            kind = "*i64" if any(constants.get(two) for two in ("GATED", "GATE", "RANKS", "D")) else "*i32"
         if function is _linear_sm90_kernel and name in ("weights", "xs"):
             rows = ROWS.value if name == "weights" else constants["N_MAX"]
             block = [rows, SLICES.value, constants["BLOCK_K"]]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from comm.base import Projection, Summand
+from kernels import moe_sm90
 from kernels.all_gather import SLICE_WORDS, all_gather
 from kernels.all_reduce_norm import all_reduce_norm
 from kernels.exchange import IN_GROUP, PIECE_WORDS, exchange
-from kernels.linear import linear, linear_send, sends
 from kernels.mailbox import SumBoxes
+from kernels.moe import RoutedExperts
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 
@@ -126,33 +130,38 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
     assert ranks.gave_up() == [0] * W
 
 
-def check_what_projections_send(
-    W: int, N: int, H: int, K: int, biased: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Boxes after `linear_send` hold what they hold after the first phase of a sum of `linear`'s results."""
-    size, pieces = 128, 512
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    gain, squares = random(H), torch.zeros(2, pieces, dtype=torch.int64, device=device)
+def check_what_is_sent(summands: list[Summand], two_shot: bool, device: torch.device) -> None:
+    """Boxes after each rank's `send` hold what they hold after the first phase of a sum of what `make` gives."""
+    W, size, pieces = len(summands), 128, 512
+    squares = torch.zeros(2, pieces, dtype=torch.int64, device=device)
     two, one = (Ranks(W, (2 * W + 2) * pieces * size, device) for _ in range(2))
     tables = torch.stack((two.peers, two.peers + 8 * 2 * W * pieces * size))
-    for r in range(W):
-        x, weight, bias = random(N, K), random(H, K).div_(K**0.5), random(H) if biased else None
-        assert sends(x, weight, two_shot)
+    rows = summands[0].make()
+    for r, summand in enumerate(summands):
+        assert summand.sends(two_shot)
         common = dict(rank=r, pieces=pieces, slice_words=size, two_shot=two_shot)
-        linear_send(x, weight, bias, SumBoxes(one.peers, one.counts[r][0], **common))
+        summand.send(SumBoxes(one.peers, one.counts[r][0], **common))
         all_reduce_norm(
-            linear(x, weight, bias), None, gain, 1e-5, tables, squares, two.counts[r][0], two.status[r],
+            summand.make(), None, torch.ones_like(rows[0]), 1e-5, tables, squares, two.counts[r][0], two.status[r],
             spins=2, phases=1, **common,
         )  # fmt: skip
-    words = -(-H * dtype.itemsize // 4)
+    words = -(-rows.shape[1] * rows.itemsize // 4)
     tags = sum(int((boxes >> 32).sum()) for boxes in two.boxes)
-    assert tags == W * N * words * (1 if two_shot else W)  # all of the first turn
+    assert tags == W * len(rows) * words * (1 if two_shot else W)  # all of the first turn
     for sent, wanted in zip(one.boxes, two.boxes, strict=True):
         assert torch.equal(sent, wanted)
+
+
+def random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).div(shape[-1] ** 0.5).to(device, dtype)
+
+
+def projections(
+    W: int, N: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device
+) -> list[Summand]:
+    random = random_tensors(dtype, device)
+    return [Projection(random(N, K), random(H, K), random(H) if biased else None) for _ in range(W)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +169,7 @@ def check_what_projections_send(
 def test_what_a_projection_of_one_row_sends(
     W: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    check_what_projections_send(W, 1, H, K, biased, False, dtype, device)
+    check_what_is_sent(projections(W, 1, H, K, biased, dtype, device), False, device)
 
 
 @pytest.mark.gpu
@@ -173,7 +182,46 @@ def test_what_a_projection_of_one_row_sends(
 def test_what_projections_on_hopper_send(
     W: int, N: int, H: int, K: int, biased: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    check_what_projections_send(W, N, H, K, biased, two_shot, dtype, device)
+    check_what_is_sent(projections(W, N, H, K, biased, dtype, device), two_shot, device)
+
+
+def experts(
+    W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, dtype: torch.dtype, device: torch.device
+) -> list[Summand]:
+    """E experts a rank, of which the last rank's get no token."""
+    random = random_tensors(dtype, device)
+    found: list[Summand] = []
+    for r in range(W):
+        x, scores = random(N, H), random(N, k).float()
+        ids = torch.rand(N, (W - 1) * E, device=device).argsort(1)[:, :k].int().contiguous()
+        summand = random(N, H) if plus else None
+        found.append(RoutedExperts(x, ids, scores, random(E, 2 * F, H), random(E, H, F), r * E, plus=summand))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize(
+    "W, N, k, E, H, F, plus", [(2, 1, 3, 4, 300, 8, True), (3, 2, 1, 1, 34, 5, False), (3, 17, 2, 3, 258, 16, True)]
+)
+def test_what_experts_send(
+    W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_what_is_sent(experts(W, N, k, E, H, F, plus, dtype, device), two_shot, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize(
+    "W, N, k, E, H, F, plus",
+    [(3, 8, 4, 4, 2880, 360, True), (2, 1, 4, 8, 264, 704, False), (8, 5, 6, 16, 1032, 512, True)],
+)
+def test_what_wide_experts_on_hopper_send(
+    W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, two_shot: bool, device: torch.device
+) -> None:
+    found = experts(W, N, k, E, H, F, plus, torch.bfloat16, device)
+    assert all(moe_sm90.fits(one.x, one.gate_up, one.down) for one in found if isinstance(one, RoutedExperts))
+    check_what_is_sent(found, two_shot, device)
 
 
 def test_all_gather(device: torch.device) -> None:

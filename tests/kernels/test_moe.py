@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels import moe as moe_module
 from kernels import moe_sm90
-from kernels.moe import moe
+from kernels.moe import RoutedExperts
 from kernels.route import route
 
 
@@ -36,9 +36,12 @@ class Case:
     limit: float | None = None
     plus: Tensor | None = None
 
+    @property
+    def experts(self) -> RoutedExperts:
+        return RoutedExperts(**{field.name: getattr(self, field.name) for field in fields(self)})
+
     def result(self) -> Tensor:
-        more = dict(gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit, plus=self.plus)
-        return moe(self.x, self.ids, self.weights, self.gate_up, self.down, self.first, **more)
+        return self.experts.make()
 
     def expected(self) -> Tensor:
         """[N, H] float64 on the CPU, one pair of a token and an expert at a time."""
