@@ -261,20 +261,17 @@ def gap(name: str) -> list[str]:
 
 
 def best_steps() -> list[str]:
-    """The best Helix layout of eight ranks at each workload, beside its bar, plain TP and vLLM."""
+    """The best Helix layout over eight GPUs at each workload, beside its bar, plain TP and vLLM."""
     plain = {
         tuple(r[k] for k in WORKLOAD[:3]): "does not fit" if "failed" in r else _ttl(r)
-        for r in results("baselines-of-8", *WORKLOAD)
+        for r in results("baselines", *WORKLOAD)
         if r["layout"].startswith("tp ")
     }
     rows = [
         "| shape | KV | best Helix layout | time per token | all bytes once | x | bar | plain TP=8 | vLLM 0.25.1 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    workloads = {tuple(r[k] for k in WORKLOAD[:3]) for r in results("step-of-8", *WORKLOAD)}
-    for r in _best("step-of-8", "baselines-of-8"):
-        if tuple(r[k] for k in WORKLOAD[:3]) not in workloads:
-            continue
+    for r in _best("step"):
         layout = r["layout"].split(" ->")[0].removeprefix("helix ")
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         times = r["ttl_p50_us"] / r["floor_us"]
@@ -286,10 +283,26 @@ def best_steps() -> list[str]:
     return rows
 
 
+def played_eight() -> list[str]:
+    """Steps of eight ranks that two GPUs play, beside eight GPUs."""
+    both = [r for name in ("step-of-8", "baselines-of-8") for r in results(name, *WORKLOAD)]
+    both.sort(key=lambda r: "superseded" not in r)  # the last counts
+    played = {tuple(r[k] for k in WORKLOAD): r for r in both}
+    rows = ["| shape | KV | layout | eight GPUs | two play eight | |", "|---|---|---|---|---|---|"]
+    for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD)):
+        other = played.get(tuple(r[k] for k in WORKLOAD), r)
+        if "failed" not in r and "failed" not in other and other is not r:
+            apart = other["ttl_p50_us"] / r["ttl_p50_us"] - 1
+            rows.append(f"| {_point(r)} | {_layout(r)} | {_ttl(r)} | {_ttl(other)} | {apart:+.1%} |")
+    return rows
+
+
 def played_steps() -> list[str]:
     """Four ranks that two GPUs and one play, beside four GPUs."""
     real = {
-        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in _todays(results("step", *WORKLOAD)) if "failed" not in r
+        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"]
+        for r in _todays(results("step-on-4", *WORKLOAD))
+        if "failed" not in r
     }
     played = {(r["played_by"], *(r[k] for k in WORKLOAD)): r for r in results("step-of-4", "played_by", *WORKLOAD)}
     rows = [
@@ -314,15 +327,17 @@ def played_comm() -> list[str]:
         for ranks in (4, 8)
     )
     rows = [
-        "| collective | message | four GPUs | two play four | one plays four | two play eight | one plays 8 | bar |",
+        "| collective | message | four GPUs | two play 4 | one plays 4 | eight GPUs | two play 8 | one plays 8 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for count, op, size in of_8:
         if count == 2:
-            bar = of_8[2, op, size]["bar_us"]
-            found = [of.get((n, op, size), {}).get("symm_us") for of in (of_4, of_8) for n in (2, 1)]
-            cells = " | ".join(f"{us:.1f} us" if us else "-" for us in (real.get((op, 4, size)), *found))
-            rows.append(f"| {op} | {size:,} B | {cells} | {f'{bar:.0f} us' if bar else '-'} |")
+            found = [
+                us
+                for ranks, of in ((4, of_4), (8, of_8))
+                for us in (real.get((op, ranks, size)), *(of.get((n, op, size), {}).get("symm_us") for n in (2, 1)))
+            ]
+            rows.append(f"| {op} | {size:,} B | {' | '.join(f'{us:.1f} us' if us else '-' for us in found)} |")
     return rows
 
 
@@ -344,7 +359,7 @@ def _todays(rows: list[Row]) -> list[Row]:
     return [r for r in rows if "superseded" not in r]
 
 
-def baselines(name: str = "baselines") -> list[str]:
+def baselines(name: str) -> list[str]:
     """Helix beside plain TP and Medha's layout."""
     rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
     for r in _todays(results(name, *WORKLOAD)):
@@ -357,13 +372,13 @@ def baselines(name: str = "baselines") -> list[str]:
     return rows
 
 
-def hopb() -> list[str]:
+def hopb(name: str = "hopb") -> list[str]:
     """HOP-B on and off."""
     rows = [
         "| backend | KV | chunks | off | on | without the exchange | share hidden | auto |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for r in results("hopb", "kind", "backend", "model", "batch", "length", "chunks", "regime"):
+    for r in results(name, "kind", "backend", "model", "batch", "length", "chunks", "regime"):
         if r["kind"] != "ttl":
             continue
         hidden = f"{r['hidden']:.0%}" if r["hidden"] is not None else "-"
@@ -453,7 +468,9 @@ def planner(*names: str) -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "steps-of-8": partial(steps, "step-of-8"),
-    "gap-of-8": partial(gap, "step-of-8"),
+    "steps-on-4": partial(steps, "step-on-4"),
+    "gap": partial(gap, "step"),
+    "hopb-of-8": partial(hopb, "hopb-of-8"),
     "baselines-of-8": partial(baselines, "baselines-of-8"),
     "budgets-of-8": partial(budgets, "baselines-of-8"),
     "planner": partial(planner, "step", "baselines"),
@@ -461,8 +478,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 } | {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, best_steps, played_steps,
-        played_comm, baselines, hopb, prefill, speculate, edits,
+        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, best_steps, played_eight,
+        played_steps, played_comm, hopb, prefill, speculate, edits,
     )
 }  # fmt: skip
 

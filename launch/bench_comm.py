@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -156,9 +156,13 @@ def widths(ranks: int) -> list[int]:
     return [ranks] if local.played(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
-def run(ranks: int) -> list[dict[str, Any]]:
-    """A job over 2, 4, .. ranks each, and a table."""
-    rows = [row for width in widths(ranks) for row in measure(width)]
+def run(ranks: int) -> Iterator[dict[str, Any]]:
+    """Rows of a job over 2, 4, .. ranks each, as it ends, and a table."""
+    rows = []
+    for width in widths(ranks):
+        found = measure(width)
+        yield from found
+        rows += found
     table = Table("collective", "ranks", "bytes", "ours us (p90)", "torch.distributed us (p90)", "bare us", "bar us")
     for r in rows:
         theirs = "-", "-"
@@ -169,4 +173,3 @@ def run(ranks: int) -> list[dict[str, Any]]:
             *theirs, str(r["bar_us"] or "-"),
         )  # fmt: skip
     Terminal(width=120).print(table)
-    return rows

@@ -382,8 +382,6 @@ DRAWINGS = {
     "moe": Drawing(moe, "moe", ("model", "tpf", "ep", "tokens"), "moe"),
     "comm": Drawing(comm, "comm", ("op", "ranks", "message_bytes")),
     "step": Drawing(step, "step", WORKLOAD),
-    "grids": Drawing(grids, "step", WORKLOAD),
-    "baselines": Drawing(baselines, "baselines", WORKLOAD),
     "step-of-8": Drawing(step, "step-of-8", WORKLOAD),
     "grids-of-8": Drawing(grids, "step-of-8", WORKLOAD),
     "baselines-of-8": Drawing(baselines, "baselines-of-8", WORKLOAD),

@@ -22,7 +22,7 @@ from launch.run import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 # Of a cell that both hold, baselines' counts: the other layouts beside it were measured with the same code.
-FILES = (RESULTS / "step-of-8.jsonl", RESULTS / "baselines-of-8.jsonl")
+FILES = (RESULTS / "step.jsonl", RESULTS / "baselines.jsonl")
 RECORDED = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
 
 

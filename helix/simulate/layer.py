@@ -16,6 +16,8 @@ from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Constant, Hardware, between
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points
 
+SEVERAL = 32  # rows, beyond which a projection is the library's; experts are not
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -96,7 +98,7 @@ class Layer:
         hw = self.hardware
         read = weights * self.item["weights"] + self.zeros
         found = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
-        if not hw.product_s or flops is not None:
+        if not hw.product_s:
             return found
         fixed, level = between(hw.product_s, rows)
         seconds = found.seconds + kernels * (fixed - hw.kernel_s.value)
@@ -250,7 +252,8 @@ class Layer:
             self.kernel("router", s.hidden * m.experts, self.rows),
             dispatch.where(alone, self._gather_rows()),
         ]
-        phases.append(self.kernel("experts", _up(m.experts, p.ep) * touched * matrices, None, kernels=2, flops=flops))
+        weights, few = _up(m.experts, p.ep) * touched * matrices, np.minimum(self.all_rows, SEVERAL)
+        phases.append(self.kernel("experts", weights, few, kernels=2, flops=flops))
         if m.shared_width:
             rows = np.where(alone, self.rows, self.all_rows)
             alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)

@@ -364,7 +364,7 @@ def test_fitting_finds_planted_constants() -> None:
         return replace(H200, read_bytes_per_s=rate, kernel_s=replace(H200.kernel_s, value=7e-6), product_s=fixed)
 
     truth = planted(3.1e12)
-    cells = [cell for cell in read_cells() if cell.model == "qwen2.5-3b"]
+    cells = [cell for cell in read_cells() if cell.model == "qwen2.5-7b"]
     steps = []
     for m in measured(cells):
         ttl_s = predict(m.spec, truth, m.points, m.length, RECORDED).ttl_s

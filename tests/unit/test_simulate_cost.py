@@ -262,16 +262,19 @@ def test_windows_bound_what_is_read() -> None:
 
 
 def test_latencies_between_and_beyond_known_widths() -> None:
-    seconds, level = load_hardware("h200").collectives["all_to_all"].latency(np.array([2, 3, 4, 8]))
-    assert seconds == pytest.approx([2.5e-6, 2.5e-6 + 0.1e-6 * np.log2(1.5), 2.6e-6, 2.7e-6], rel=EXACT)
+    seconds, level = load_hardware("h200").collectives["all_to_all"].latency(np.array([2, 3, 8, 16]))
+    assert seconds == pytest.approx([2.5e-6, 2.5e-6 + 0.1e-6 * np.log2(1.5), 2.8e-6, 3.0e-6], rel=EXACT)
     assert [PROVENANCE[x] for x in level] == ["measured", "interpolated", "measured", "extrapolated"]
 
 
 def test_provenance_is_that_of_the_worst_input() -> None:
     bf16 = {"weights": "bf16", "kv": "bf16", "messages": "bf16"}
-    of = {n: step("qwen2.5-7b", load_hardware("h200"), "tp", tpa=n, **bf16).provenance(0) for n in (1, 4)}
-    assert of == {1: "interpolated", 4: "interpolated"}  # out of measured parts, itself not measured
-    assert step("llama-3.1-8b", load_hardware("h200"), "tp", tpa=8, **bf16).provenance(0) == "extrapolated"
+    of = {n: step("qwen2.5-7b", load_hardware("h200"), "tp", tpa=n, **bf16).provenance(0) for n in (1, 8)}
+    assert of == {1: "interpolated", 8: "interpolated"}  # out of measured parts, itself not measured
+    assert (
+        step("llama-3.1-8b", replace(load_hardware("h200"), gpus=16), "tp", tpa=16, **bf16).provenance(0)
+        == "extrapolated"
+    )
     assert step("llama-3.1-8b", load_hardware("h200"), "tp", tpa=2, weights="fp8").provenance(0) == "roofline"
     assert step("llama-3.1-405b", gb200(), "tp", tpa=8).provenance(0) == "roofline"
 
