@@ -192,12 +192,9 @@ def step(rows: list[Row]) -> Figure:
     """TTL of whole models in floors: the best split of the KV, all others, and none beside it."""
     models = _groups(rows, "model")
     lines = {model: len(_groups(same, "batch", "length")) + len(same) for model, same in models.items()}
-    tallest = max(max(lines.values()), -(-sum(lines.values()) // 3))
-    columns: list[list[tuple[Any, ...]]] = [[]]
-    for model in models:  # from top to bottom, then the next column
-        if columns[-1] and sum(lines[other] for other in columns[-1]) + lines[model] > 1.1 * tallest:
-            columns.append([])
-        columns[-1].append(model)
+    columns: list[list[tuple[Any, ...]]] = [[] for _ in range(min(3, len(models)))]
+    for model in sorted(models, key=lambda model: -lines[model]):  # the tallest first, each where there is most room
+        min(columns, key=lambda column: sum(lines[other] + 5 for other in column)).append(model)
     height = max(sum(lines[model] for model in column) + 5 * len(column) for column in columns)
     figure = plt.figure(figsize=(6 * len(columns), 0.16 * height + 0.6), layout="constrained")
     outer = figure.add_gridspec(1, len(columns))
