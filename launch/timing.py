@@ -32,6 +32,7 @@ from launch.report import Console, summary
 
 WARM_UP = 4
 NAME = 100  # characters of a kernel's name that are kept
+LONGEST = 4  # kernels whose times on all ranks are kept
 
 
 def gammas(config: Config) -> list[int]:
@@ -181,7 +182,8 @@ def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[fl
 def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:
     """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels.
 
-    Kernels start while others run out, and wait as running ones: each counts from the end of those before it.
+    Kernels start while others run out, and wait as running ones: each counts from the end of those before it. Of the
+    longest, the times of all ranks tell who is waited for.
     """
     if comm.device.type != "cuda":
         step()
@@ -197,8 +199,12 @@ def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str
         microseconds[name[:NAME]] += max(0.0, end - max(start, until))
         until = max(until, end)
     total = until - spans[0][0] if spans else 0.0
+    ranks = comm.all_gather_object(dict(microseconds))
     return {
         "launches_per_layer": len(spans) / layers,
         "idle_share": 1 - microseconds.total() / total if total else None,
         "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common()},
+        "kernel_us_by_rank": {
+            name: [round(of.get(name, 0.0), 1) for of in ranks] for name, _ in microseconds.most_common(LONGEST)
+        },
     }
