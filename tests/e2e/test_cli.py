@@ -352,9 +352,10 @@ def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
     ended = run(tmp_path, "baselines", f"--output={out}", command=command)
     assert ended.code == 0, ended.output
     kernels, ragged, *rest = jsonl(out)
-    linear = [row for row in rest if row.get("kind") == "linear"]
-    baselines = rest[len(linear) :]
+    linear, appends = ([row for row in rest if row.get("kind") == kind] for kind in ("linear", "append"))
+    baselines = rest[len(linear) + len(appends) :]
     assert ragged["kind"] == "ragged" and len(linear) > 2
+    assert [row["rows"] for row in appends] == [1, 4, 8, 16] and all(row["apart_us"] > 0 for row in appends)
     assert kernels["name"] == "kernels" and kernels["us"] > 0
     assert [row["layout"].split()[0] for row in baselines] == ["tp", "medha", "helix"]
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)
