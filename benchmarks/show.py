@@ -223,17 +223,17 @@ def steps(name: str = "step") -> list[str]:
     return rows
 
 
-def _best(*names: str) -> list[Row]:
-    """The best Helix layout of each workload, among those of today's kernels where there are any."""
+def _best() -> list[Row]:
+    """The best Helix layout over eight GPUs of each workload."""
     found: dict[tuple[Any, ...], Row] = {}
-    for r in (r for name in names for r in results(name, *WORKLOAD)):
-        if "failed" not in r and r["layout"].startswith("helix"):
+    for r in results("step", *WORKLOAD):
+        if "failed" not in r:
             key = r["model"], r["batch"], r["length"]
-            found[key] = min(found.get(key, r), r, key=lambda r: ("superseded" in r, r["ttl_p50_us"]))
+            found[key] = min(found.get(key, r), r, key=lambda r: r["ttl_p50_us"])
     return list(found.values())
 
 
-def gap(name: str) -> list[str]:
+def gap() -> list[str]:
     """What stands between the best steps of dense models and their floors, by the simulator's constants."""
     rows = [
         "| shape | KV | TTL | floor | read more than once | read below the ceiling | kernels' fixed parts "
@@ -242,7 +242,7 @@ def gap(name: str) -> list[str]:
     ]
     hardware = load_hardware("h200")
     options = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
-    for r in _best(name):
+    for r in _best():
         if (spec := load_spec(r["model"])).moe is not None or spec.mla is not None:
             continue
         widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", r["layout"])}
@@ -271,7 +271,7 @@ def best_steps() -> list[str]:
         "| shape | KV | best Helix layout | time per token | all bytes once | x | bar | plain TP=8 | vLLM 0.25.1 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in _best("step"):
+    for r in _best():
         layout = r["layout"].split(" ->")[0].removeprefix("helix ")
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         times = r["ttl_p50_us"] / r["floor_us"]
@@ -469,7 +469,6 @@ def planner(*names: str) -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "steps-of-8": partial(steps, "step-of-8"),
     "steps-on-4": partial(steps, "step-on-4"),
-    "gap": partial(gap, "step"),
     "hopb-of-8": partial(hopb, "hopb-of-8"),
     "baselines-of-8": partial(baselines, "baselines-of-8"),
     "budgets-of-8": partial(budgets, "baselines-of-8"),
@@ -478,7 +477,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 } | {
     f.__name__.replace("_", "-"): f
     for f in (
-        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, best_steps, played_eight,
+        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, gap, best_steps, played_eight,
         played_steps, played_comm, hopb, prefill, speculate, edits,
     )
 }  # fmt: skip
