@@ -72,7 +72,7 @@ def _item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.co
     """
     i = tl.sum((ends <= at).to(tl.int32), 0)
     mine = tl.arange(0, BLOCK_B) == i
-    length = tl.sum(tl.where(mine, tiles, 0), 0)
+    length = tl.maximum(tl.sum(tl.where(mine, tiles, 0), 0), 1)  # beyond the last item there is none
     start = tl.sum(tl.where(mine, starts, 0), 0)
     stop = tl.sum(tl.where(mine, stops, 0), 0)
     offset = at - (tl.sum(tl.where(mine, ends, 0), 0) - length * ITEMS)
@@ -125,16 +125,16 @@ def _flash_decode_kernel(
     )
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, tl.max(ends, 0))
+    at = begin
+    i, item, item_begin, item_end, start, stop = _item_at(at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B)
     if EARLY:
-        if end >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
+        if item >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
             wait_for_predecessor(PDL)
     # Not at the end: all programs are on the GPU at once, and the merge, which is small, takes nobody's room.
     start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    at = begin
     while at < end:
-        i, item, item_begin, item_end, start, stop = _item_at(at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B)
         tile_m = item % tiles_m
         head = item // tiles_m
         b = i.to(tl.int64)
@@ -174,6 +174,10 @@ def _flash_decode_kernel(
             part, part_lse, inside, t < T, D=D, ROWS=ROWS, SINKS=SINKS,
         )  # fmt: skip
         at = tl.minimum(end, item_end)
+        if at < end:
+            i, item, item_begin, item_end, start, stop = _item_at(
+                at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
+            )
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels import routing
-from kernels.launching import overlapped, wait_for_predecessor
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
+from kernels.paged import ROOMY
 from kernels.reference.kv_append import kv_append as reference
 
 
@@ -91,8 +92,9 @@ def _kv_append_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # No early start of the successor: attention has to find the whole GPU empty, or its programs crowd on some SMs.
     wait_for_predecessor(PDL)
+    if D > ROOMY:  # otherwise attention has to find the whole GPU empty, or its programs crowd on some SMs
+        start_successor(PDL)
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + n)

@@ -9,8 +9,8 @@ receives before it waits, words whose tags say that they are there, and may let 
 nothing but weights before its own wait.
 
 A kernel that fills the GPU lets its successor start late: programs that wait take up room, and those that find none
-later crowd on a few SMs. Where all programs of a kernel are on the GPU at once, a successor of few registers and hardly
-any shared memory may start early.
+later crowd on a few SMs. Where all programs of a kernel are on the GPU at once, a successor may start early if it has
+few registers and hardly any shared memory, or if so few of its programs fit an SM that none can get too many.
 """
 
 from __future__ import annotations

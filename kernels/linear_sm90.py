@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.kv_append import HeadSlots, store_heads
 from kernels.launching import sm_count
 from kernels.mailbox import TURN, SumBoxes, sum_shape
+from kernels.paged import ROOMY
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
@@ -147,6 +148,7 @@ def _linear_sm90_kernel(
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight; a pair has to end in one program
     HEADS: gl.constexpr = D > 0
+    EARLY: gl.constexpr = not HEADS or D > ROOMY  # as in `kernels.kv_append`
     PAIRED: gl.constexpr = GATED or HEADS  # a program has rows `apart` from each other
     M: gl.constexpr = ROWS * SLICES
     COLUMNS: gl.constexpr = N_MAX * SLICES
@@ -218,7 +220,7 @@ def _linear_sm90_kernel(
         sine = gl.load(sin + angle, mask=live, other=0.0).to(gl.float32)
     for s in range(ahead):
         _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
-    if steps <= STAGES and not HEADS:  # attention, as in `kernels.kv_append`
+    if steps <= STAGES and EARLY:
         gdc_launch_dependents()
 
     # The first step is apart: sums that only some ways lead to products of would keep ptxas from overlapping any.
@@ -245,7 +247,7 @@ def _linear_sm90_kernel(
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
             _load_weights(weights, top, apart, own, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
             _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
-            if ahead == steps - 1 and not HEADS:  # nothing is left to be asked for
+            if ahead == steps - 1 and EARLY:  # nothing is left to be asked for
                 gdc_launch_dependents()
         last = slot
     acc, ups = _wait(acc, ups, 0, PAIRED)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels import routing
 from kernels.each_head import MAX_ROWS, head_blocks, head_product, head_weight
-from kernels.launching import overlapped, wait_for_predecessor
+from kernels.launching import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.each_head import each_head
 from kernels.reference.mla_append import mla_append as reference
 
@@ -26,13 +26,15 @@ def _mla_append_kernel(
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # No early start of the successor, as in kv_append: attention has to find the whole GPU empty.
+    # Attention may start at once: an SM has room for one of its programs.
     if tl.program_id(0) < absorbs:
         head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # nobody writes it
         wait_for_predecessor(PDL)
+        start_successor(PDL)
         head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, N, NOPE, R, BLOCK_N, BLOCK_A)
     else:
         wait_for_predecessor(PDL)
+        start_successor(PDL)
         each: tl.constexpr = 1 + (HEADS + BLOCK_H - 1) // BLOCK_H  # programs of a token
         token = ((tl.program_id(0) - absorbs) // each).to(tl.int64)
         part = (tl.program_id(0) - absorbs) % each

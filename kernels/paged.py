@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+ROOMY = tl.constexpr(64)  # head dim up to which programs of attention leave an SM room for more than are meant for it
+
 
 def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
     """Launch options of a kernel around `attend_tiles`: no register spills on sm_90 for head dims up to 256.

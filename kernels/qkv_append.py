@@ -14,8 +14,9 @@ import triton.language as tl
 
 from kernels import linear_sm90, routing
 from kernels.kv_append import HeadSlots, kv_append, store_heads
-from kernels.launching import overlapped, sm_count, wait_for_predecessor
+from kernels.launching import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.linear import MAX_ROWS, RUN, linear, stream
+from kernels.paged import ROOMY
 
 WARPS = 48  # that an SM has registers for
 
@@ -27,7 +28,6 @@ def _qkv_append_kernel(
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # No early start of the successor, as in `kernels.kv_append`.
     wait_for_predecessor(PDL)
     half: tl.constexpr = D // 2
     pairs: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * half
@@ -43,6 +43,8 @@ def _qkv_append_kernel(
     c = tl.load(cos + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
     acc, ups = stream(x, weight, row, row + half, x_n, N, K, BLOCK_N, BLOCK_K, RUN, True, STAGES)
+    if D > ROOMY:  # as in `kernels.kv_append`
+        start_successor(PDL)
     first, second = tl.sum(acc, 2), tl.sum(ups, 2)
     if BIAS:
         first += tl.load(bias + row).to(tl.float32)[None, :]
