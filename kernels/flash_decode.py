@@ -72,7 +72,7 @@ def _item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.co
     """
     i = tl.sum((ends <= at).to(tl.int32), 0)
     mine = tl.arange(0, BLOCK_B) == i
-    length = tl.maximum(tl.sum(tl.where(mine, tiles, 0), 0), 1)  # beyond the last item there is none
+    length = tl.sum(tl.where(mine, tiles, 0), 0)
     start = tl.sum(tl.where(mine, starts, 0), 0)
     stop = tl.sum(tl.where(mine, stops, 0), 0)
     offset = at - (tl.sum(tl.where(mine, ends, 0), 0) - length * ITEMS)
@@ -124,9 +124,13 @@ def _flash_decode_kernel(
         lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N
     )
     begin = tl.program_id(0) * run
-    end = tl.minimum(begin + run, tl.max(ends, 0))
+    all_tiles = tl.max(ends, 0)
+    end = tl.minimum(begin + run, all_tiles)
     at = begin
-    i, item, item_begin, item_end, start, stop = _item_at(at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B)
+    # A program without tiles, which goes no further, finds the last item.
+    i, item, item_begin, item_end, start, stop = _item_at(
+        tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
+    )
     if EARLY:
         if item >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
             wait_for_predecessor(PDL)

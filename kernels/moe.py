@@ -155,10 +155,13 @@ def _down_few_kernel(
 
 @triton.jit
 def _expert_pairs(
-    block, ids, bounds, block_ends, P, first,
-    EXPERTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, SORTED: tl.constexpr,
+    block, ids, bounds, block_ends, P, first, shares,
+    EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    SORTED: tl.constexpr,
 ):  # fmt: skip
-    """A program's local expert, and its pairs: a block of sorted ones, or all of expert `block`.
+    """A program's local expert, and its pairs: a block of sorted ones, or all of an expert.
+
+    The pairs of each of the first ALWAYS experts, which are many, `shares` programs have between them if not sorted.
 
     Returns the expert, where its pairs begin and end, and, of pairs that are not sorted, how many of the expert's there
     are up to each.
@@ -173,8 +176,16 @@ def _expert_pairs(
         return expert, begin, stop, ends
     else:
         p = tl.arange(0, BLOCK_P)
-        mine = (tl.load(ids + p, mask=p < P, other=first - 1) == first + block).to(tl.int32)
-        return block, 0, tl.sum(mine, 0), tl.cumsum(mine, 0)
+        expert, share, last = block, 0, 0
+        if ALWAYS:
+            many = block < ALWAYS * shares
+            expert = tl.where(many, block // shares, block - ALWAYS * (shares - 1))
+            share, last = tl.where(many, block % shares, 0), tl.where(many, shares - 1, 0)
+        mine = (tl.load(ids + p, mask=p < P, other=first - 1) == first + expert).to(tl.int32)
+        begin, stop = share * BLOCK_N, tl.sum(mine, 0)
+        if ALWAYS:
+            stop = tl.where(share < last, tl.minimum(stop, begin + BLOCK_N), stop)
+        return expert, begin, stop, tl.cumsum(mine, 0)
 
 
 @triton.jit
@@ -206,8 +217,8 @@ def _product(
 
 @triton.jit
 def _gate_up_kernel(
-    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, limit,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, shares, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -218,7 +229,7 @@ def _gate_up_kernel(
     if EARLY:  # as of few; down's programs look for their pairs
         start_successor(PDL)
     expert, begin, stop, counts = _expert_pairs(
-        tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+        tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
     )
     for at in range(begin, stop, BLOCK_N):
         lane = at + tl.arange(0, BLOCK_N)
@@ -239,8 +250,8 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    h, ids, weights, down, bias, outputs, order, bounds, block_ends, P, first,
-    EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    h, ids, weights, down, bias, outputs, order, bounds, block_ends, P, first, shares,
+    EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -250,7 +261,7 @@ def _down_kernel(
     k = tl.arange(0, BLOCK_K)
     # Which pairs these are is older than the predecessor.
     expert, begin, stop, counts = _expert_pairs(
-        tl.program_id(1), ids, bounds, block_ends, P, first, EXPERTS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+        tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
     )
     for at in range(begin, stop, BLOCK_N):
         lane = at + tl.arange(0, BLOCK_N)
@@ -325,6 +336,7 @@ class RoutedExperts:
         limit: bound of the clamps, or None.
         plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
         of: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are chosen here.
+        always: of the local experts the first, to which every token goes. A hint at where most of the work is.
     """
 
     x: torch.Tensor
@@ -338,6 +350,7 @@ class RoutedExperts:
     limit: float | None = None
     plus: torch.Tensor | None = None
     of: int | None = None
+    always: int = 0
 
     @property
     def _empty(self) -> bool:
@@ -405,16 +418,20 @@ class RoutedExperts:
         tile, down_tile = _tiles(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
         is_sorted = way == "many"
         plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
-        blocks = P // tile["BLOCK_N"] + E if is_sorted else E  # at most: all full ones, and the last of each expert
+        shares = triton.cdiv(N, tile["BLOCK_N"])
+        if is_sorted:
+            blocks = P // tile["BLOCK_N"] + E  # at most: all full ones, and the last of each expert
+        else:
+            blocks = E + self.always * (shares - 1)
         searched = 1 if is_sorted else triton.next_power_of_2(P)
-        find = dict(BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+        find = dict(ALWAYS=self.always, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
         outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
         _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
-            x, ids, weights, gate_up, self.gate_up_bias, h, *plan, x.stride(0), P, first, bound, TOP_K=top_k,
+            x, ids, weights, gate_up, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares, bound, TOP_K=top_k,
             **clamp, **shape, **find, **tile,
         )  # fmt: skip
         _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
-            h, ids, weights, down, self.down_bias, outputs, *plan, P, first, BIAS=self.down_bias is not None,
+            h, ids, weights, down, self.down_bias, outputs, *plan, P, first, shares, BIAS=self.down_bias is not None,
             **shape, **find, **down_tile,
         )  # fmt: skip
         del shape["F"]

@@ -75,7 +75,8 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
 
     def ours(i: int) -> torch.Tensor:
         chosen = route(logits[i], model.top_k, **scoring)
-        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, of=model.experts + always, **options).make()
+        held = dict(first=0, of=model.experts + always, always=always)
+        return RoutedExperts(xs[i], *chosen, *weights[i % shards], **held, **options).make()
 
     chosen = [route(score, model.top_k, **scoring) for score in logits]
     wanted = reference(xs[0], *chosen[0], *weights[0], 0, **options, plus=None).float()

@@ -185,4 +185,5 @@ class MoE:
             limit=spec.limit,
             plus=None if self.shared is None else self.shared(x).make(),
             of=spec.experts + self.always,
+            always=self.always,
         )

@@ -75,7 +75,7 @@ SPECIAL = {
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
-    **dict.fromkeys(("P", "first", "G", "target_b"), ("i32", False)),
+    **dict.fromkeys(("P", "first", "G", "target_b", "shares"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
     **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),
@@ -256,7 +256,7 @@ def moe_cases(
     for tokens in (64, 512):
         tile, down_tile = _tiles(_way(tokens, k, E), tokens * k, E, F, H, dtype, touched=E / 132)
         options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
-        find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64}
+        find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64, "ALWAYS": int(k > 4)}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options
         yield f"moe-{tokens}", dtype, _down_kernel, shape | find | down_tile, down_options
     total = {"TOP_K": k, "EXPERTS": E, "H": H, "BLOCK": 1024, "PLUS": True, "PDL": True}

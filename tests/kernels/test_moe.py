@@ -35,6 +35,7 @@ class Case:
     down_bias: Tensor | None = None
     limit: float | None = None
     plus: Tensor | None = None
+    always: int = 0
 
     @property
     def experts(self) -> RoutedExperts:
@@ -149,14 +150,14 @@ def test_moe(N: int, k: int, E: int, H: int, F: int, clamped: bool, where: torch
 @given(
     N=st.sampled_from([1, 2, 4, 5, 17, 33, 70]), k=st.integers(1, 4), E=st.integers(1, 7), H=st.integers(1, 80),
     F=st.integers(1, 50), elsewhere=st.integers(0, 6), first=st.integers(0, 6), clamped=st.booleans(),
-    plus=st.booleans(), crowded=st.booleans(), seed=st.integers(0, 99),
+    plus=st.booleans(), crowded=st.booleans(), always=st.integers(0, 2), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 def test_any_shape(
     N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, plus: bool, crowded: bool,
-    seed: int, kernel: torch.device,
+    always: int, seed: int, kernel: torch.device,
 ) -> None:  # fmt: skip
-    """Experts without tokens, tokens without experts, and all tokens on one expert."""
+    """Experts without tokens, tokens without experts, all tokens on one expert, hints that hold and that do not."""
     experts = E + elsewhere
     if moe_module._way(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
         N = min(N, 4)
@@ -166,7 +167,16 @@ def test_any_shape(
     )  # fmt: skip
     if crowded:
         case.ids[:] = case.first + E - 1
-    check(case.result(), case)
+    check(replace(case, always=min(always, E)).result(), case)
+
+
+@pytest.mark.parametrize("N, k, E, always", [(5, 3, 5, 2), (16, 2, 4, 1), (17, 3, 4, 2), (40, 4, 9, 1), (35, 2, 2, 2)])
+def test_experts_of_all_tokens(N: int, k: int, E: int, always: int, where: torch.device) -> None:
+    """Shared experts among the routed, as `route` has them: the first ones, behind a token's others."""
+    case = make_case(N, k, E, 48, 24, clamped=True, plus=True, device=where)
+    ids = torch.stack([torch.randperm(E - always)[: k - always] + always for _ in range(N)])
+    case.ids[:] = torch.cat([ids, torch.arange(always).expand(N, -1)], 1)
+    check(replace(case, always=always).result(), case)
 
 
 def test_ranks_add_up(kernel: torch.device) -> None:
