@@ -69,17 +69,17 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
     xs = [normal(tokens, H) for _ in range(copies)]
     logits = [torch.randn(tokens, model.experts, device=device) for _ in range(copies)]
     weights = [(normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F)) for _ in range(shards)]
-    options: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, limit=None)
+    clamps: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, limit=None)
     if model.clamped:
-        options = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), limit=7.0)
+        clamps = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), limit=7.0)
+    options = clamps | dict(of=model.experts + always, always=always)
 
     def ours(i: int) -> torch.Tensor:
         chosen = route(logits[i], model.top_k, **scoring)
-        held = dict(first=0, of=model.experts + always, always=always)
-        return RoutedExperts(xs[i], *chosen, *weights[i % shards], **held, **options).make()
+        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, **options).make()
 
     chosen = [route(score, model.top_k, **scoring) for score in logits]
-    wanted = reference(xs[0], *chosen[0], *weights[0], 0, **options, plus=None).float()
+    wanted = reference(xs[0], *chosen[0], *weights[0], 0, **clamps, plus=None).float()
     error = float((ours(0).float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
     # Four roundings to bf16 here or there, of 2^-9 each.
     assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {model.name}, {tpf} x {ep}, {tokens} tokens"

@@ -31,7 +31,7 @@ def decode(
     config = plan.config
     results, requests, refusals = None, [], []
     if comm.rank == 0:
-        results = ResultFile(config.decode, plan.prompts)
+        results = ResultFile(config, plan.prompts)
         read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
         requests = [r for r in read if isinstance(r, Request)]
         refusals = [r for r in read if isinstance(r, Output)]

@@ -187,7 +187,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
-        kept_results(config.decode, prompts)
+        kept_results(config, prompts)
     return RunPlan(config, layout, spec, checkpoint, draft, prompts, reason)
 
 

@@ -7,11 +7,11 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from helix.config import DecodeConfig
+from helix.config import Config, DecodeConfig
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
 
@@ -132,24 +132,27 @@ def check_writable(key: str, path: Path) -> None:
         raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
 
 
-def digest(prompt: Prompt, defaults: DecodeConfig) -> str:
-    """What a result line says of what was asked: 16 hex digits of the prompt and all that it is decoded with."""
-    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in OPTIONS}
-    return hashlib.sha256(json.dumps([prompt.text, prompt.ids, options]).encode()).hexdigest()[:16]
+def digest(prompt: Prompt, config: Config) -> str:
+    """What a result line says of what was asked: 16 hex digits of the prompt, all options, the model."""
+    options = {key: prompt.options.get(key, getattr(config.decode, key)) for key in OPTIONS}
+    model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
+    if config.model.load == "random":
+        model["seed"] = config.seed
+    return hashlib.sha256(json.dumps([prompt.text, prompt.ids, options, model]).encode()).hexdigest()[:16]
 
 
-def kept_results(config: DecodeConfig, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:
+def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:
     """The results that `decode.output` already holds, by id, but for errors; none without `decode.resume`.
 
     Raises:
         ValueError: the file holds something else, which a run would lose: results of other requests, no results at
             all, or any without `decode.resume`.
     """
-    path = Path(str(config.output))
-    if config.output is None or not path.exists() or not path.stat().st_size:
+    path = Path(str(config.decode.output))
+    if config.decode.output is None or not path.exists() or not path.stat().st_size:
         return {}
     name = f"decode.output={path}"
-    if not config.resume:
+    if not config.decode.resume:
         raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
     asked = {prompt.id: digest(prompt, config) for prompt in prompts}
     kept = {}
@@ -166,8 +169,8 @@ def kept_results(config: DecodeConfig, prompts: Sequence[Prompt]) -> dict[str | 
             raise ValueError(f"{name} holds a result {found[0]!r}, which decode.prompts has not: move the file away")
         if found[1] != asked[found[0]]:
             raise ValueError(
-                f"{name} holds a result {found[0]!r} of another prompt, or decoded with other settings: give prompts "
-                "ids of their own, set what it was decoded with, or move the file away"
+                f"{name} holds a result {found[0]!r} of another prompt, or decoded with other settings or another "
+                "model: give prompts ids of their own, set what it was decoded with, or move the file away"
             )
         if reason in ("stop", "length"):
             kept[found[0]] = line
@@ -185,8 +188,8 @@ class ResultFile:
         ValueError: as `kept_results`.
     """
 
-    def __init__(self, config: DecodeConfig, prompts: Sequence[Prompt]) -> None:
-        self._path = None if config.output is None else Path(config.output)
+    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+        self._path = None if config.decode.output is None else Path(config.decode.output)
         self._prompts = prompts
         self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
         self.lines = kept_results(config, prompts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helix.config import DecodeConfig
+from helix.config import Config, DecodeConfig, ModelConfig
 from helix.request import Output, Request
 from launch.prompts import Prompt, ResultFile, check_writable, kept_results, read_prompts, to_request
 
@@ -104,7 +104,7 @@ def ids(path: Path) -> list[Any]:
 
 def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    results = ResultFile(DecodeConfig(output=str(path)), prompts("a", "b", "c"))
+    results = ResultFile(Config(decode=DecodeConfig(output=str(path))), prompts("a", "b", "c"))
     assert path.read_text() == ""
     results.add(output("c"))
     assert ids(path) == ["c"], "on disk before the run ends"
@@ -120,13 +120,13 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
 
 def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    asked = DecodeConfig(output=str(path))
+    asked = Config(decode=DecodeConfig(output=str(path)))
     first = ResultFile(asked, prompts(0, 1, 2, 3))
     first.add(output(2))
     first.add(output(0, "error"))
     with path.open("a") as file:
         file.write('{"id": 1, "prompt_tok')  # torn by the interruption
-    again = replace(asked, resume=True)
+    again = replace(asked, decode=replace(asked.decode, resume=True))
     second = ResultFile(again, prompts(0, 1, 2, 3))
     assert [p.id for p in second.remaining] == [0, 1, 3]
     assert ids(path) == [2]
@@ -141,8 +141,9 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
 
 def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    asked = DecodeConfig(output=str(path))
-    again = replace(asked, resume=True)
+    asked = Config(model=ModelConfig(path="a"), decode=DecodeConfig(output=str(path)))
+    again = replace(asked, decode=replace(asked.decode, resume=True))
+    shorter = replace(again, decode=replace(again.decode, max_new_tokens=3))
     results = ResultFile(asked, prompts("a", "b"))
     results.add(output("a"))
     results.close()
@@ -151,7 +152,8 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
         (asked, prompts("a", "b"), "exists: decode.resume=true keeps"),
         (again, prompts("b"), "holds a result 'a', which decode.prompts has not"),
         (again, [Prompt("a", "another", None, {})], "holds a result 'a' of another prompt"),
-        (replace(again, max_new_tokens=3), prompts("a", "b"), "decoded with other settings"),
+        (shorter, prompts("a", "b"), "decoded with other settings"),
+        (replace(again, model=ModelConfig(path="b")), prompts("a", "b"), "or another model:"),
     ):
         with pytest.raises(ValueError, match=said):
             kept_results(config, wanted)
@@ -166,7 +168,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_file_results_are_counted_all_the_same() -> None:
-    results = ResultFile(DecodeConfig(), prompts("a"))
+    results = ResultFile(Config(), prompts("a"))
     results.add(output("a"))
     results.close()
     assert list(results.lines) == ["a"]
