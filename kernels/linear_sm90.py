@@ -184,18 +184,8 @@ def _linear_sm90_kernel(
         steps = (part + 1) * steps // SPLIT - first
     ahead = gl.minimum(steps, STAGES)
     for s in range(ahead):
-        _load_weights(
-            weights,
-            top,
-            apart,
-            own,
-            k + s * BLOCK_K,
-            w_shared.index(s),
-            up_shared.index(s),
-            ready.index(s),
-            PAIRED,
-            BYTES,
-        )
+        w, up, here = w_shared.index(s), up_shared.index(s), ready.index(s)
+        _load_weights(weights, top, apart, own, k + s * BLOCK_K, w, up, here, PAIRED, BYTES)
     TILE_ROWS: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
     i = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, RESULT))
     r = 2 * i if SENDS else i

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROOMY = tl.constexpr(64)  # head dim up to which programs of attention leave an SM room for more than are meant for it
+ROOMY = tl.constexpr(64)  # head dim up to which an SM has room for more programs of attention than are meant for it
 
 
 def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:

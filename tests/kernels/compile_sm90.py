@@ -1,4 +1,4 @@
-"""Compiles kernels for sm_90 without a GPU and prints registers and stack of each, one line a case.
+"""Compiles kernels for sm_90 without a GPU; prints registers, programs that fit an SM, and stack, one line a case.
 
 A program of its own: the tests' process runs kernels under the interpreter, and cannot compile them.
 """
@@ -98,8 +98,8 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     """Name, dtype, kernel, constants and options of each case."""
     bf16, fp32 = torch.bfloat16, torch.float32
     for dtype, dim, group, tokens, page in (
-        (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 16, 64),
-        (bf16, 256, 16, 32, 16), (fp32, 128, 8, 8, 100),
+        (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
+        (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
         tile = decode_tile(tokens * group, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
@@ -310,6 +310,14 @@ def registers_and_stack(kernel: Any) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def programs_on_an_sm(kernel: Any, registers: int) -> int:
+    """As many as 64K registers, which warps take by eights a thread, and 228 KiB of shared memory hold at once."""
+    by_registers = 65536 // (triton.cdiv(registers, 8) * 8 * 32 * kernel.metadata.num_warps)
+    return min(by_registers, (228 << 10) // (kernel.metadata.shared + 1024))  # a KiB of each is the system's
+
+
 if __name__ == "__main__":
     for name, dtype, *case in cases():
-        print(name, NAMES[dtype], *registers_and_stack(compiled(dtype, *case)), flush=True)
+        kernel = compiled(dtype, *case)
+        registers, stack = registers_and_stack(kernel)
+        print(name, NAMES[dtype], registers, programs_on_an_sm(kernel, registers), stack, flush=True)

@@ -1,4 +1,4 @@
-"""The kernels compile for the GPU that they are made for, and keep their accumulators in registers."""
+"""The kernels compile for the GPU that they are made for, keep their accumulators in registers, and crowd no SM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kernels.paged import ROOMY
 from tests.kernels.compile_sm90 import cases
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(240)
-def test_sm_90_without_spills() -> None:
+def test_sm_90() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.compile_sm90"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
@@ -27,3 +28,9 @@ def test_sm_90_without_spills() -> None:
     # thread), and the addresses that are kept beside it have to leave; some of what the schedule found, on Hopper's.
     most = {"mla-decode-64": 384, "mla-prefill-64": 384, "mla-decode-sm90": 64, "mla-decode-few-sm90": 64}
     assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > most.get(line[0], 16)] == [], done.stdout
+    # Attention starts while programs of its predecessor still take room (kernels/kv_append.py, kernels/mla_append.py):
+    # as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents one.
+    for line, (name, _, _, constants, options) in zip(lines, cases(), strict=True):
+        if line[1] == "bf16" and (name.startswith("mla-decode") or (name == "decode" and constants["D"] > ROOMY.value)):
+            meant = 8 // options["num_warps"] if name == "decode" else 1
+            assert int(line[3]) == meant, f"{line[3]} programs of {name} fit an SM, {meant} were meant to: {constants}"

@@ -11,7 +11,7 @@ import pytest
 
 from helix.config import Config, DecodeConfig, ModelConfig
 from helix.request import Output, Request
-from launch.prompts import Prompt, ResultFile, check_writable, kept_results, read_prompts, to_request
+from launch.prompts import Prompt, ResultFile, check_writable, digest, kept_results, read_prompts, to_request
 
 
 def write(tmp_path: Path, *lines: Any) -> Path:
@@ -154,6 +154,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
         (again, [Prompt("a", "another", None, {})], "holds a result 'a' of another prompt"),
         (shorter, prompts("a", "b"), "decoded with other settings"),
         (replace(again, model=ModelConfig(path="b")), prompts("a", "b"), "or another model:"),
+        (replace(again, model=ModelConfig(path="a", load="random")), prompts("a", "b"), "or another model:"),
     ):
         with pytest.raises(ValueError, match=said):
             kept_results(config, wanted)
@@ -165,6 +166,13 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
         kept_results(again, prompts("a"))
     path.write_text("")
     assert kept_results(asked, prompts("a")) == {}
+
+
+def test_only_random_weights_are_told_apart_by_the_seed() -> None:
+    (prompt,) = prompts("a")
+    for load, same in (("checkpoint", True), ("random", False)):
+        first, second = (digest(prompt, Config(model=ModelConfig(load=load), seed=seed)) for seed in (1, 2))
+        assert (first == second) is same
 
 
 def test_without_a_file_results_are_counted_all_the_same() -> None:
