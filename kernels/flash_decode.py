@@ -108,6 +108,29 @@ def _store_item(
 
 
 @triton.jit
+def _prefetch(at):
+    """Asks for the cache lines at pointers `at` into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_tile(
+    tile, k_cache, v_cache, pages, page_stride, slot_stride, head_stride, head,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Asks for keys and values of a tile into the L2, where it does no harm that a predecessor still writes some."""
+    LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+    page = tl.load(pages + tile * BLOCK_N // PAGE).to(tl.int64)
+    slot = tile * BLOCK_N % PAGE + tl.arange(0, BLOCK_N)
+    column = tl.minimum(tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE, D - 1)
+    at = page * page_stride + head * head_stride + slot[:, None] * slot_stride + column[None, :]
+    _prefetch(k_cache + at)
+    _prefetch(v_cache + at)
+
+
+@triton.jit
 def _flash_decode_kernel(
     q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
     q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, lo_b, lo_t, hi_b, hi_t,
@@ -132,6 +155,13 @@ def _flash_decode_kernel(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
     )
     if EARLY:
+        if PDL and PAGE % BLOCK_N == 0:
+            if (begin < end) & (start < stop):
+                # One tile: more hold the predecessor up (benchmarks/LOG.md).
+                _prefetch_tile(
+                    start // BLOCK_N + begin - item_begin, k_cache, v_cache, block_table + i.to(tl.int64) * table_b,
+                    page_stride, slot_stride, head_stride, item // tiles_m, PAGE, D, BLOCK_N,
+                )  # fmt: skip
         if item >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
             wait_for_predecessor(PDL)
     # Not at the end: all programs are on the GPU at once, and the merge, which is small, takes nobody's room.

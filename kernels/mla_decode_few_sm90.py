@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.flash_decode import Parts, _workspace
 from kernels.launching import sm_count
@@ -141,6 +141,9 @@ def _mla_decode_few_sm90_kernel(
     begin, end, run = schedule[7], schedule[8], schedule[9]
     asked_item = _seek(begin, schedule, block_table, table_b)
     page = _page_of(begin, end, asked_item, PAGE)
+    if EARLY:
+        if page >= -1:  # Always: the compiler would have moved the wait to before the loads.
+            gdc_wait()
     for n in gl.static_range(2):
         asked_item, page = _ask(
             begin + n, asked_item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,

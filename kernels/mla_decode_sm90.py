@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.flash_decode import Parts, _workspace
 from kernels.launching import sm_count
@@ -65,6 +65,9 @@ def _load(
         i, _, _, _, item_end, first, last = item_at(at, schedule)
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
+        if EARLY:
+            if page >= 0:  # Always: the compiler would have moved the wait to before the load.
+                gdc_wait()
         for tile in range(first, last):
             row = page * page_rows + tile * TILE % PAGE
             # One iteration ahead: the number of the next page is there when its tile's turn comes.
@@ -80,6 +83,8 @@ def _load(
             tma.async_copy_global_to_shared(latents, [row, R // 2], right_ready.index(slot), k_right.index(slot))
             loaded += 1
         at = gl.minimum(end, item_end)
+    if EARLY:
+        gdc_wait()  # those without items, too
 
 
 @gluon.jit
@@ -173,6 +178,8 @@ def _score_and_left(
     at = begin
     while at < end:
         i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
+        if EARLY:
+            gdc_wait()
         full_from, full_to = of(fulls_from, seq, i), of(fulls_to, seq, i)
         b = i.to(gl.int64)
         m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, COPIED))
@@ -246,6 +253,8 @@ def _score_and_left(
         else:
             gl.store(part_lse + slot_of(begin, item_begin, run, TILES_M) * ROWS + row, log2, mask=row < ROWS)
         at = gl.minimum(end, item_end)
+    if EARLY:
+        gdc_wait()  # those without items, too
 
 
 @gluon.jit
@@ -265,6 +274,8 @@ def _right(
     at = begin
     while at < end:
         i, start, stop, item_begin, item_end, first, last = item_at(at, schedule)
+        if EARLY:
+            gdc_wait()
         acc = gl.zeros([TILE, R // 2], gl.float32, layout=VALUES)
         for tile in range(first, last):
             slot = loaded % 2
@@ -290,6 +301,8 @@ def _right(
             out + i.to(gl.int64) * out_b, out_t, out_h, part, T, GROUP, R, ROWS, TILES_M,
         )  # fmt: skip
         at = gl.minimum(end, item_end)
+    if EARLY:
+        gdc_wait()  # those without items, too
 
 
 @gluon.jit

@@ -27,7 +27,8 @@ def _sum(a, b):
 def schedule_of(bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr):
     """`kernels.flash_decode._schedule` with one item a sequence, and this program's run of it.
 
-    Also the keys that all queries of a sequence read, which take no mask: [full_from, full_to).
+    Also the keys that all queries of a sequence read, which take no mask: [full_from, full_to). If EARLY, bounds and
+    block table are older than the predecessor: the caller waits once it knows where to begin.
     """
     lo, hi, lo_b, lo_t, hi_b, hi_t, B = bounds
     if not EARLY:
@@ -52,8 +53,6 @@ def schedule_of(bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.cons
     run = gl.maximum((total + runs - 1) // runs, 1)
     begin = gl.program_id(0) // TILES_M * run
     end = gl.minimum(begin + run, total)
-    if EARLY:
-        gdc_wait()
     return seq, starts, stops, full_from, full_to, tiles, ends, begin, end, run
 
 
