@@ -12,6 +12,7 @@ from comm import stand_in
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, check
+from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_spec_config, read_json
 from helix.models import Decoder, DecoderSpec, spec_from_config
@@ -72,6 +73,12 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
+def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
+    """Those of a rank, without memory for them."""
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+    return Decoder(spec, layout, comm, DenseAttention(), dtype, torch.device("meta")).weights
+
+
 def make_checkpoint(config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int) -> Checkpoint | None:
     """The weights of a model, None for random ones; raises ValueError where they do not fit its config."""
     if config.load != "checkpoint":
@@ -79,9 +86,7 @@ def make_checkpoint(config: ModelConfig, spec: DecoderSpec, layout: HelixLayout,
     if config.path is None:
         raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
     checkpoint = Checkpoint(Path(config.path))
-    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
-    shape = Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
-    checkpoint.check(shape.weights.slices, spec.tied, spec.unused)
+    checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.tied, spec.unused)
     return checkpoint
 
 

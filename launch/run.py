@@ -21,6 +21,7 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
 from helix.config import Config, ModelConfig
+from helix.kv_cache import free_bytes
 from helix.loading import randomize
 from helix.models import Decoder
 from helix.speculation import DraftModel
@@ -29,7 +30,7 @@ from launch.bench_comm import time_collectives
 from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
 from launch.distributed import AlikeError, Job, Place, gpu_facts, gpu_name
-from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight
+from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight, weights_of
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
@@ -156,6 +157,7 @@ def _load(plan: RunPlan | DraftPlan, config: ModelConfig, seed: int, comm: Commu
     dtype = config.dtype
     if dtype == "auto":
         dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
+    _check_room(plan, getattr(torch, dtype), comm)
     model = Decoder(plan.spec, plan.layout, comm, DenseAttention(), getattr(torch, dtype), comm.device)
     if plan.checkpoint is None:
         randomize(model.weights, seed)
@@ -164,3 +166,16 @@ def _load(plan: RunPlan | DraftPlan, config: ModelConfig, seed: int, comm: Commu
             plan.checkpoint.load(model.weights, advance)
     console.loaded(model)
     return model
+
+
+def _check_room(plan: RunPlan | DraftPlan, dtype: torch.dtype, comm: Communicator) -> None:
+    """Raises AlikeError where the weights of a rank take more than the memory it has free, before any is taken."""
+    needed = weights_of(plan.spec, plan.layout, comm.rank, dtype).bytes
+    ranks = comm.all_gather_object((needed, free_bytes(comm.device), comm.rank))
+    needed, free, rank = max(ranks, key=lambda r: r[0] - r[1])
+    if needed > free:
+        raise AlikeError(
+            f"the weights of rank {rank} take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
+            f"({plan.layout}), but {free / 1e9:.1f} GB of its memory are free: take more ranks, a layout whose ranks "
+            "hold less, or, of a shape alone, fewer layers (model.config.num_hidden_layers)"
+        )

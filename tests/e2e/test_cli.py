@@ -190,6 +190,14 @@ def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: P
         assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
 
 
+def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None:
+    """DeepSeek-R1 over two ranks: half of 1.3 TB on each, of which nothing is taken."""
+    ended = run(tmp_path, "model=deepseek-r1", "layout.kvp=2", "bench=decode", "bench.points=[1x64]")
+    assert ended.code == 1 and ended.output.count("error: the weights of rank") == 1, ended.output
+    assert "take 67" in ended.output and "GB in bfloat16 (helix kvp=2 tpa=1" in ended.output, ended.output
+    assert "Traceback" not in ended.output
+
+
 @pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_job(tmp_path: Path, many: Path, stop_signal: signal.Signals) -> None:
     out = tmp_path / "out.jsonl"
