@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from launch import (
     bench_verify,
     local,
 )
+from launch.jobs import JobError
 from launch.report import provenance
 
 PLAYED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
@@ -79,14 +81,21 @@ def main() -> None:
     name = f"{arguments.what}-of-{ranks}" if played else arguments.what
     output = arguments.output or (Path(f"benchmarks/results/{name}.jsonl") if gpus else None)
     count, facts = 0, provenance(device) | ({"played_by": local.processes()} if played else {})
+    problem: str | int | None = None
     with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:
-        for row in (row for part in parts[arguments.what] for row in part()):
-            if file is not None:  # what is measured is kept, whatever becomes of the next row
-                file.write(json.dumps({"name": name, **facts, **row}) + "\n")
-                file.flush()
-                count += 1
+        try:
+            for row in (row for part in parts[arguments.what] for row in part()):
+                if file is not None:  # what is measured is kept, whatever becomes of the next row
+                    file.write(json.dumps({"name": name, **facts, **row}) + "\n")
+                    file.flush()
+                    count += 1
+        except JobError as error:
+            problem = f"error: a job of the benchmark failed: {error}"
+        except KeyboardInterrupt:
+            problem = local.INTERRUPTED
     if output is not None:
         print(f"appended {count} lines to {output}")
+    sys.exit(problem)
 
 
 if __name__ == "__main__":

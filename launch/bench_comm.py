@@ -6,13 +6,10 @@ an iteration counts with its slowest rank.
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from comm.symm_mem import ONE_SHOT_SENT
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import share
 from kernels.all_reduce_norm import SLICE_WORDS
-from launch import local
+from launch import jobs, local
 
 DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
@@ -137,17 +134,8 @@ def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[
 
 
 def measure(width: int, *overrides: str) -> list[dict[str, Any]]:
-    """A job over so many ranks.
-
-    Raises:
-        RuntimeError: it failed; its ranks have said why.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        code = local.benchmark(width, ["bench=comm", f"layout.kvp={width}", f"record={record}", *overrides])
-        if code:
-            raise RuntimeError(f"the job of {width} ranks ended with {code}")
-        rows: list[dict[str, Any]] = json.loads(record.read_text())["collectives"]
+    """A job over so many ranks; raises as `jobs.measure`."""
+    rows: list[dict[str, Any]] = jobs.measure(width, ["bench=comm", f"layout.kvp={width}", *overrides])["collectives"]
     return rows
 
 

@@ -9,14 +9,11 @@ exchange; its `timeline` rows say when each chunk ran.
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +31,7 @@ from helix.graphs import StepGraphs, seconds_of_each
 from helix.layout import share
 from helix.models import Decoder
 from kernels.flash_decode import Partial
-from launch import local
+from launch import jobs, local
 from launch.decode import build_engine
 from launch.distributed import AlikeError
 from launch.preflight import RunPlan
@@ -269,19 +266,14 @@ def run(ranks: int, models: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def _job(model: str, backend: str, ranks: int, points: list[str]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        code = local.launch(
-            local.processes() if backend == "stand_in" else ranks,
-            [
-                f"model={model}", "bench=hopb", f"comm.backend={backend}", f"layout.kvp={ranks}",
-                f"bench.points=[{','.join(points)}]", f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
-                f"record={record}",
-            ],
-        )  # fmt: skip
-        if code:
-            raise SystemExit(f"error: the job over {backend} ended with {code}")
-        rows: list[dict[str, Any]] = json.loads(record.read_text())["hopb"]
+    rows: list[dict[str, Any]] = jobs.measure(
+        ranks,
+        [
+            f"model={model}", "bench=hopb", f"layout.kvp={ranks}", f"bench.points=[{','.join(points)}]",
+            f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
+            *([] if local.played(ranks) else [f"comm.backend={backend}"]),
+        ],
+    )["hopb"]  # fmt: skip
     return rows
 
 

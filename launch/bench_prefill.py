@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +25,7 @@ from helix.graphs import seconds_of_each
 from helix.models import Decoder
 from helix.request import Request
 from kernels.flash_prefill import flash_prefill
-from launch import local
+from launch import jobs, local
 from launch.bench_kernels import DIM, PAGE, TORCH
 from launch.decode import build_engine
 from launch.preflight import RunPlan
@@ -137,18 +134,13 @@ def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
     torch.cuda.empty_cache() if gpu else None
     prompts = ",".join(PROMPTS if gpu else ["1x600"])
     model = "qwen2.5-7b" if gpu else "demo"
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        code = local.benchmark(
-            ranks,
-            [
-                f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{prompts}]",
-                "decode.prefill_chunk=8192", f"record={record}",
-            ],
-        )  # fmt: skip
-        if code:
-            raise SystemExit(f"error: the prefill job ended with {code}")
-        done = json.loads(record.read_text())
+    done = jobs.measure(
+        ranks,
+        [
+            f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{prompts}]",
+            "decode.prefill_chunk=8192",
+        ],
+    )  # fmt: skip
     for point in done["points"]:
         seconds, rate = point["prefill_s"], point["tokens_per_s"]
         print(f"{point['batch']} x {point['length']:,} tokens: {seconds:.2f} s, {rate:,.0f} tokens/s")

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from launch import local
+from launch import jobs, local
 from launch.bench_steps import fitting_layers, layouts, spec_of
 from launch.edits import edits
 
@@ -85,12 +85,9 @@ def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str
     return rows
 
 
-def _job(ranks: int, overrides: list[str]) -> tuple[int, dict[str, Any]]:
-    """The exit code of a job of its own, and its record."""
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        code = local.benchmark(ranks, [*overrides, "decode.stream=false", f"record={record}"])
-        return code, json.loads(record.read_text()) if code == 0 else {}
+def _job(ranks: int, overrides: list[str]) -> dict[str, Any]:
+    """The record of a job of its own; raises as `jobs.measure`."""
+    return jobs.measure(ranks, [*overrides, "decode.stream=false"])
 
 
 def replay(model: str, ranks: int) -> list[dict[str, Any]]:
@@ -105,23 +102,23 @@ def replay(model: str, ranks: int) -> list[dict[str, Any]]:
             print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
             spec = spec_of(model, *overrides)
     layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
-    code, record = _job(
-        ranks,
-        [
-            f"model={model}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64", "hopb=none",
-            "bench=decode", f"bench.points=[{','.join(f'{batch}x{length}' for batch, length in points)}]",
-            f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=replay", f"speculation.gamma={max(gammas)}",
-            f"speculation.acceptance={ACCEPTANCE}", *overrides,
-        ],
-    )  # fmt: skip
-    failed = [
-        {"batch": batch, "length": length, "gamma": gamma, "failed": f"exit code {code}"}
-        for batch, length in points
-        for gamma in gammas
-    ]
     about: dict[str, Any] = {"kind": "replay", "model": model, "layers": spec.layers, "layout": str(layout)}
-    about |= {"acceptance": ACCEPTANCE, "backend": record.get("backend")}
-    return [about | row for row in with_gains(record.get("points", failed), ACCEPTANCE)]
+    about |= {"acceptance": ACCEPTANCE}
+    try:
+        record = _job(
+            ranks,
+            [
+                f"model={model}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
+                "hopb=none", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
+                f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=replay",
+                f"speculation.gamma={max(gammas)}", f"speculation.acceptance={ACCEPTANCE}", *overrides,
+            ],
+        )  # fmt: skip
+    except jobs.JobError as error:
+        of = [{"batch": batch, "length": length, "gamma": gamma} for batch, length in points for gamma in gammas]
+        return [about | row | {"failed": str(error)} for row in of]
+    about |= {"backend": record["backend"]}
+    return [about | row for row in with_gains(record["points"], ACCEPTANCE)]
 
 
 def copies(ranks: int) -> Iterator[dict[str, Any]]:
@@ -134,9 +131,7 @@ def copies(ranks: int) -> Iterator[dict[str, Any]]:
         asked.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
         job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={asked}", f"decode.output={answers}"]
         for drafting in DRAFTING if gpu else ["none", "4"]:
-            code, record = _job(ranks, [*job, *DRAFTING[drafting]])
-            if code:
-                raise SystemExit(f"error: the job with drafting={drafting} ended with {code}")
+            record = _job(ranks, [*job, *DRAFTING[drafting]])
             tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
             answers.unlink()
             plain = plain or (tokens, record)

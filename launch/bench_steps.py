@@ -7,11 +7,8 @@ all GPUs at the measured read ceiling, whatever the layout.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from rich.table import Table
 
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
-from launch import local
+from launch import jobs
 from launch.bench_kernels import READ_CEILING
 from launch.preflight import make_spec
 from launch.run import ROOT, as_config
@@ -138,27 +135,23 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
 
 
 def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[dict[str, Any]]:
-    """One job for workloads of one model; what it measured at each, or that it failed (for want of memory, mostly).
+    """One job for workloads of one model; what it measured at each, or why it failed (for want of memory, mostly).
 
     Raises:
         KeyboardInterrupt: it was interrupted, and no other shall start.
     """
     points = ",".join(f"{w.batch}x{w.length}" for w in works)
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        code = local.benchmark(
+    try:
+        found = jobs.measure(
             layout.world_size,
             [
                 f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
                 f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
-                "kv.page_size=64", *overrides,
-                f"bench.steps={STEPS if torch.cuda.is_available() else 3}", f"record={record}",
+                "kv.page_size=64", *overrides, f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
             ],
         )  # fmt: skip
-        if code == local.INTERRUPTED:
-            raise KeyboardInterrupt
-        failed = {"points": [{"failed": f"exit code {code}"}] * len(works)}
-        found = json.loads(record.read_text()) if code == 0 else failed
+    except jobs.JobError as error:
+        found = {"points": [{"failed": str(error)}] * len(works)}
     shared = {k: found[k] for k in ("backend",) if k in found}
     return [
         {

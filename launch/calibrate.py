@@ -43,6 +43,7 @@ from kernels.linear_sm90 import MAX_ROWS, MIN_ROWS
 from launch import bench_comm, bench_kernels, bench_mla
 from launch.bench_kernels import ROTATED, K, seconds
 from launch.hardware import hardware_of, load_hardware, read_hardware
+from launch.jobs import JobError
 from launch.prompts import write_atomically
 from launch.recorded import RECORDED, Cell, halves, measured, read_cells
 from launch.report import provenance
@@ -362,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             fit_steps(given.fit, given.hardware, given.output)
         else:
             calibrate(given.output, None if given.hardware is None else load_hardware(given.hardware))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, JobError) as error:
         parser.exit(1, f"error: {error}\n")
 
 

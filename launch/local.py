@@ -31,13 +31,6 @@ def processes() -> int:
     return min(PROCESSES, torch.cuda.device_count())
 
 
-def benchmark(ranks: int, overrides: Sequence[str]) -> int:
-    """As `launch`, by one or two GPUs that play some of the ranks where there are not so many."""
-    if played(ranks):
-        return launch(processes(), ["comm.backend=stand_in", *overrides])
-    return launch(ranks, overrides)
-
-
 def launch(world_size: int, overrides: Sequence[str]) -> int:
     """Runs `torchrun_entry.py` with `overrides` on `world_size` ranks of this host.
 

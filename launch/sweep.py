@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import hydra
@@ -32,6 +28,7 @@ from rich.table import Table
 from helix.config import Config
 from launch import local
 from launch.auto import ranks
+from launch.jobs import cause, heard
 from launch.preflight import check_layout, make_layout, make_spec, preflight
 from launch.run import REFUSED, ROOT, as_config
 
@@ -40,8 +37,6 @@ import matplotlib.pyplot as plt
 
 MEASURED = ("ttl_p50_us", "ttl_p90_us", "tokens_per_s_user", "tokens_per_s_gpu", "prefill_s", "decode_tokens")
 LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "world_size")
-# Lines of a failed job that say why, the surest first: who killed a rank, what the runtime said, what was raised.
-CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
 
 
 @dataclass
@@ -125,36 +120,6 @@ def run(point: Point) -> int:
     if record.exists():
         point.record = json.loads(record.read_text())
     return code
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """Lines that this process and those that it starts write to stderr meanwhile; the terminal shows them as well."""
-    lines: list[str] = []
-    terminal = os.dup(2)
-    read, write = os.pipe()
-    os.dup2(write, 2)
-    os.close(write)
-
-    def listen() -> None:
-        with os.fdopen(read, errors="replace") as pipe:
-            for line in pipe:
-                os.write(terminal, line.encode())
-                lines.append(line.strip())
-
-    thread = Thread(target=listen, daemon=True)
-    thread.start()
-    try:
-        yield lines
-    finally:
-        os.dup2(terminal, 2)
-        thread.join(1.0)  # a process that somebody left behind may hold the other end for longer
-
-
-def cause(lines: Sequence[str]) -> str:
-    """The line that says why a job failed; empty where none does."""
-    found = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
-    return next(found, "").removeprefix("error: ")
 
 
 def skip_reason(config: Config) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from launch import local
+from launch import jobs, local
 from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, measure, spec_of
 
 
@@ -58,15 +60,19 @@ def test_ranks_beyond_the_gpus_are_played(
 ) -> None:
     started: list[tuple[int, list[str]]] = []
     monkeypatch.setattr(local.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(local, "launch", lambda count, overrides: started.append((count, overrides)) or 0)
-    assert local.benchmark(ranks, ["bench=comm"]) == 0
-    assert started == [(processes, ["comm.backend=stand_in"] * played + ["bench=comm"])]
+    monkeypatch.setattr(local, "launch", lambda count, overrides: started.append((count, overrides)) or 1)
+    with pytest.raises(jobs.JobError, match=r"^exit code 1$"):
+        jobs.measure(ranks, ["bench=comm"])
+    [(count, overrides)] = started
+    assert count == processes
+    assert overrides[:-1] == ["comm.backend=stand_in"] * played + ["bench=comm"]
+    assert overrides[-1].startswith("record=")
 
 
-def test_an_interrupted_job_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     work, layout = WORKLOADS[0], layouts(spec_of(WORKLOADS[0].model), 2, baselines=False)[0]
-    monkeypatch.setattr(local, "launch", lambda count, overrides: 1)
-    assert measure([work], layout, [])[0]["failed"] == "exit code 1"
+    monkeypatch.setattr(local, "launch", lambda count, overrides: os.write(2, b"error: no room\n") and 1)
+    assert [row["failed"] for row in measure([work, work], layout, [])] == ["no room"] * 2
     monkeypatch.setattr(local, "launch", lambda count, overrides: local.INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):  # or the next job would start
         measure([work], layout, [])

@@ -1,15 +1,12 @@
-"""Sweeps: what is found before any point runs, and what is made of a job's last words."""
+"""Sweeps: what is found before any point runs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from launch.sweep import Point, cause, check, heard
+from launch.sweep import Point, check
 from tests.unit.test_config import composed
 
 
@@ -29,20 +26,3 @@ def test_a_mistake_of_all_points_ends_the_sweep(tmp_path: Path) -> None:
     assert found[0].reason == "kv.tokens=0 must be positive" and found[3].reason == ""
     check(found := points(tmp_path, "layout.tpa=3"))
     assert found[0].status == "skipped"
-
-
-def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    with heard() as lines:
-        subprocess.run([sys.executable, "-c", "import sys; print('error: no room', file=sys.stderr)"], check=True)
-        os.write(2, b"rank 1 failed:\n")
-    os.write(2, b"afterwards\n")
-    assert lines == ["error: no room", "rank 1 failed:"]
-    assert capfd.readouterr().err == "error: no room\nrank 1 failed:\nafterwards\n"
-
-
-def test_the_surest_cause_is_named() -> None:
-    trace = ["rank 0 failed:", "Traceback (most recent call last):", 'File "x.py", line 3', "RuntimeError: NaN", ""]
-    assert cause(trace) == "RuntimeError: NaN"
-    assert cause([*trace, "error: no room"]) == "no room" and cause(["error on rank 1: x"]) == "error on rank 1: x"
-    assert cause([*trace, "rank 3 was killed by signal 9"]) == "rank 3 was killed by signal 9"
-    assert cause(["a warning"]) == ""
