@@ -197,8 +197,10 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
     """(sequences, tokens in the cache of each) of every point.
 
     Raises:
-        ValueError: a point is not written as `8x131072`.
+        ValueError: there is none, or one is not written as `8x131072`.
     """
+    if not bench.points:
+        raise ValueError("bench.points is empty: name at least one, such as [8x131072]")
     found = []
     for text in bench.points:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
@@ -226,16 +228,20 @@ def check(config: Config) -> None:
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(allowed)}")
     positive = (
-        "kv.append_block kv.page_size decode.max_batch decode.prefill_chunk decode.run_steps decode.max_new_tokens "
-        "bench.steps comm.timeout_s"
+        "kv.append_block decode.max_batch decode.prefill_chunk decode.run_steps decode.max_new_tokens bench.steps"
     )
     for key in [*positive.split(), *(["kv.tokens"] if config.kv.tokens is not None else [])]:
         if not (value := _get(config, key)) > 0:
             raise ValueError(f"{key}={value!r} must be positive")
-    most = {"speculation.gamma": MAX_QUERIES - 1, "speculation.longest": 8}
-    for key, limit in most.items():
-        if not 1 <= (value := _get(config, key)) <= limit:
-            raise ValueError(f"{key}={value!r} must be from 1 to {limit}")
+    ranges = {
+        "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
+        "speculation.gamma": (1, MAX_QUERIES - 1),
+        "speculation.longest": (1, 8),
+        "comm.timeout_s": (0.1, 600),  # kernels that wait for other GPUs count no further (comm/symm_mem.py)
+    }
+    for key, (least, most) in ranges.items():
+        if not least <= (value := _get(config, key)) <= most:
+            raise ValueError(f"{key}={value!r} must be from {least} to {most}")
     gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     if bad := [n for n in config.bench.gammas if not 0 <= n <= gamma]:
         raise ValueError(

@@ -25,11 +25,13 @@ def ranks(config: Config) -> int:
     """How many processes a run without a launcher has: the ranks of its layout, under `auto` every GPU (one on a CPU).
 
     Raises:
-        ValueError: the widths form no layout.
+        ValueError: the widths form no layout, or GPUs are to play ranks and there is none.
     """
     layout = config.layout
     if config.comm.backend == "stand_in":
-        return local.processes()
+        if not (processes := local.processes()):
+            raise ValueError("comm.backend=stand_in: GPUs play ranks of a larger layout, and this machine has none")
+        return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
     return HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
@@ -69,7 +71,9 @@ def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
     if not prompts:
         return max(bench_points(config.bench), key=lambda point: point[0] * point[1])
     new = config.decode.max_new_tokens
-    lengths = [_tokens(prompt) + int(prompt.options.get("max_new_tokens", new)) for prompt in prompts]
+    # What is no number will be refused, with its request.
+    asked = (prompt.options.get("max_new_tokens") for prompt in prompts)
+    lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, asked, strict=True)]
     return min(len(prompts), config.decode.max_batch), max(lengths)
 
 

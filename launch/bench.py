@@ -28,6 +28,7 @@ from launch import (
 )
 from launch.jobs import JobError
 from launch.report import provenance
+from launch.run import ROOT
 
 PLAYED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
 RANKS = f"of {', '.join(PLAYED)}: more than there are GPUs, of which one or two play some (comm/stand_in.py)"
@@ -60,12 +61,15 @@ def main() -> None:
     device = torch.device("cuda" if gpus else "cpu")
     if not gpus:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
-    ranks, models = arguments.ranks or gpus or 2, arguments.models
+    ranks = arguments.ranks if arguments.ranks is not None else gpus or 2
+    models = arguments.models
     played = local.played(ranks)
     if arguments.ranks is not None and (not played or arguments.what not in PLAYED):
         parser.error(
             f"--ranks={ranks}: one or two GPUs can play ranks of more, in {', '.join(PLAYED)}; there are {gpus} GPUs"
         )
+    if models is not None:
+        _check_models(parser, arguments.what, models, gpus)
     parts: dict[str, list[Callable[[], Iterable[dict[str, Any]]]]] = {
         "kernels": [partial(bench_kernels.run, device), partial(bench_linear.run, device)],
         "moe": [partial(bench_moe.run, device)],
@@ -96,6 +100,21 @@ def main() -> None:
     if output is not None:
         print(f"appended {count} lines to {output}")
     sys.exit(problem)
+
+
+def _check_models(parser: argparse.ArgumentParser, what: str, models: list[str], gpus: int) -> None:
+    """Ends the program where a benchmark does not know one of these models."""
+    known = {
+        "step": dict.fromkeys(w.model for w in bench_steps.WORKLOADS),
+        "baselines": dict.fromkeys(w.model for w in bench_steps.BASELINES),
+    }
+    shapes = sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml"))
+    if what not in (*known, "hopb", "speculate"):
+        parser.error(f"--models is {MODELS}: {what} has none to choose")
+    if not gpus:
+        parser.error("--models: without a GPU the demo model runs, and no other")
+    if unknown := [name for name in models if name not in known.get(what, shapes)]:
+        parser.error(f"--models: {what} has no {', '.join(unknown)}; it has {', '.join(known.get(what, shapes))}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
         shares = [len(share(heads, K, k)) for k in range(K)]
         out = torch.randn(tokens, heads, DIM, device=comm.device, dtype=bf16)
         given = out, torch.randn(tokens, heads, device=comm.device), shares
-        messages = out.view(K, -1)
+        messages = out.new_zeros(K, tokens * max(shares) * DIM)
         rows.append(
             _row(
                 comm, "exchange", out, partial(comm.exchange, *given), partial(library.exchange, comm, *given),

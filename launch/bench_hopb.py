@@ -8,10 +8,8 @@ exchange; its `timeline` rows say when each chunk ran.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from statistics import median
@@ -25,15 +23,13 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from helix.config import bench_points
 from helix.engine import CHUNKS, Engine
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.layout import share
 from helix.models import Decoder
 from kernels.flash_decode import Partial
 from launch import jobs, local
-from launch.decode import build_engine
-from launch.distributed import AlikeError
+from launch.points import at_each, engine_at
 from launch.preflight import RunPlan
 from launch.report import Console
 from launch.timing import fill
@@ -50,19 +46,20 @@ MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
 
 def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, console: Console) -> list[dict[str, Any]]:
-    """Rows of all kinds, the steps at each of `bench.points` that fits; a collective."""
-    rows: list[dict[str, Any]] = []
-    todo = bench_points(plan.config.bench)
-    with console.progress("hopb", len(todo)) as advance:
-        for done, (batch, length) in enumerate(todo, 1):
-            try:
-                rows += _ttl(plan, comm, model, batch, length)
-            except AlikeError as error:  # it does not fit
-                rows.append({"kind": "failed", "batch": batch, "length": length, "failed": str(error)})
-            if comm.device.type == "cuda":
-                gc.collect()  # an engine and its graphs refer to each other
-                torch.cuda.empty_cache()
-            advance(done)
+    """Rows of all kinds, the steps at each of `bench.points` that fits; a collective.
+
+    Raises:
+        AlikeError: the only point does not fit.
+    """
+    done = count()
+    with console.progress("hopb", len(plan.config.bench.points)) as advance:
+
+        def measure(batch: int, length: int) -> list[dict[str, Any]]:
+            advance(next(done))
+            return _ttl(plan, comm, model, batch, length)
+
+        rows = [{"kind": "failed"} | row for row in at_each(plan, comm, measure)]
+        advance(next(done))
     rows += [row for batch in (MLA_BATCHES if comm.capturable else (2,)) for row in _mla(comm, batch)]
     for row in rows:
         row["backend"] = backend
@@ -70,9 +67,8 @@ def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, cons
 
 
 def _ttl(plan: RunPlan, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
-    config, reserved, steps = plan.config, length + 2, plan.config.bench.steps
-    sized = replace(config, kv=replace(config.kv, tokens=batch * reserved), hopb=replace(config.hopb, chunks="auto"))
-    engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved)
+    config, steps = plan.config, plan.config.bench.steps
+    engine, reserved = engine_at(plan, comm, model, batch, length, 2, hopb="auto")
     fill(engine, batch, length, reserved, config.seed + comm.rank)
 
     def microseconds(chunks: int) -> float:
@@ -108,7 +104,7 @@ def _without_exchange(engine: Engine, comm: Communicator, measure: Callable[[], 
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in engine.model.layers:
-        layer.attention.comm = SimpleNamespace(merge_exchange=keep)  # type: ignore[assignment]
+        layer.attention.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[assignment]
     result = measure()
     for layer in engine.model.layers:
         layer.attention.comm = comm

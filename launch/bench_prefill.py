@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,14 +18,14 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from comm.base import Communicator
-from helix.config import bench_points
+from helix.engine import Engine
 from helix.graphs import seconds_of_each
 from helix.models import Decoder
 from helix.request import Request
 from kernels.flash_prefill import flash_prefill
 from launch import jobs, local
 from launch.bench_kernels import DIM, PAGE, TORCH
-from launch.decode import build_engine
+from launch.points import at_each, engine_at
 from launch.preflight import RunPlan
 from launch.report import Console
 
@@ -86,31 +84,36 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
-    """Seconds from a prompt to its first token at each of `bench.points`, on rank 0."""
-    found = []
+    """Seconds from a prompt to its first token at each of `bench.points`, on rank 0.
+
+    Raises:
+        AlikeError: the only point is beyond the model's context, or its cache does not fit.
+    """
     generator = torch.Generator().manual_seed(plan.config.seed)
-    for batch, length in bench_points(plan.config.bench):
-        sized = replace(plan.config, kv=replace(plan.config.kv, tokens=batch * (length + 1)))
-        engine = build_engine(plan.layout, comm, model, sized, batch, batch * (length + 1))
+
+    def measure(batch: int, length: int) -> list[dict[str, Any]]:
+        engine, _ = engine_at(plan, comm, model, batch, length, 1)
         ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
         short = [Request("warm-up", tuple(ids[0, : min(length, 2 * plan.config.decode.prefill_chunk)].tolist()), 1)]
-        for _ in engine.generate(short):  # compiles kernels, opens connections
-            pass
+        _serve(engine, short)  # compiles kernels, opens connections
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
         with console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
             engine.on_prefill = lambda done, _: advance(done)
             comm.barrier()
             begin = time.perf_counter()
-            for _ in engine.generate(requests):
-                pass
+            _serve(engine, requests)
             seconds = time.perf_counter() - begin
         engine.close()
-        found.append({"batch": batch, "length": length, "prefill_s": seconds, "tokens_per_s": batch * length / seconds})
-        del engine
-        if comm.device.type == "cuda":
-            gc.collect()  # an engine and its graphs refer to each other
-            torch.cuda.empty_cache()
-    return {"points": found}
+        return [{"batch": batch, "length": length, "prefill_s": seconds, "tokens_per_s": batch * length / seconds}]
+
+    return {"points": at_each(plan, comm, measure)}
+
+
+def _serve(engine: Engine, requests: list[Request]) -> None:
+    """Raises RuntimeError where one is refused, whose time would count for nothing."""
+    for output in engine.generate(requests):
+        if output.finish_reason == "error":
+            raise RuntimeError(f"a prompt that is timed was refused: {output.reason}")
 
 
 def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -142,6 +145,10 @@ def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
         ],
     )  # fmt: skip
     for point in done["points"]:
+        if "failed" in point:
+            print(f"{point['batch']} x {point['length']:,} tokens: {point['failed']}")
+            yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}
+            continue
         seconds, rate = point["prefill_s"], point["tokens_per_s"]
         print(f"{point['batch']} x {point['length']:,} tokens: {seconds:.2f} s, {rate:,.0f} tokens/s")
         yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}

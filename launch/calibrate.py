@@ -177,6 +177,7 @@ def _ends_if_it_hangs(name: str) -> Iterator[None]:
     def end() -> None:
         print(f"error: {name} has not ended after {HANGS_S:.0f} s; what was done before is kept", file=sys.stderr)
         sys.stderr.flush()
+        time.sleep(1.0)  # stderr may be a pipe into a thread of this process (launch/jobs.py)
         os._exit(1)  # a kernel that never returns cannot be interrupted
 
     guard = threading.Timer(HANGS_S, end)

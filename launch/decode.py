@@ -107,7 +107,7 @@ def build_engine(
         draft: of speculation.drafter=model; its cache holds as many tokens.
 
     Raises:
-        AlikeError: kv.tokens does not fit.
+        AlikeError: kv.tokens does not fit, or not a single page does.
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
@@ -137,6 +137,11 @@ def build_engine(
             f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
             "take fewer tokens, or a larger layout.kvp"
+        )
+    if pages == 0:
+        raise AlikeError(
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {page_bytes} bytes: raise "
+            "it, or take a layout whose ranks hold fewer weights"
         )
     budget = tokens_of(pages)
     max_length = min(budget, spec.max_positions)

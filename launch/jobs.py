@@ -57,6 +57,7 @@ def heard() -> Iterator[list[str]]:
             for line in pipe:
                 os.write(terminal, line.encode())
                 lines.append(line.strip())
+        os.close(terminal)  # nobody else writes to it: the pipe ends after stderr is the terminal again
 
     thread = Thread(target=listen, daemon=True)
     thread.start()

@@ -54,10 +54,9 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", str(ENTRY), *overrides)
     except (KeyboardInterrupt, SignalException):
-        print(
-            "interrupted: results of finished requests are in decode.output; decode.resume=true runs the rest",
-            file=sys.stderr,
-        )
+        kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
+        writes = any(override.startswith("decode.output=") for override in overrides)
+        print(f"interrupted: {kept}" if writes else "interrupted", file=sys.stderr)
         return INTERRUPTED
     except ChildFailedError as error:
         # A rank that was killed is the cause, whoever noticed first; those that the agent ended are not.

@@ -201,7 +201,7 @@ def _check_stand_in(config: Config, layout: HelixLayout, processes: int) -> None
     what = "comm.backend=stand_in: one or two GPUs play ranks of a larger layout"
     if config.bench.kind == "none":
         raise ValueError(f"{what}, and tokens mean nothing: set bench=decode, comm, hopb or prefill")
-    if config.layout.mode == "auto" or not processes <= min(stand_in.PROCESSES, layout.world_size - 1):
+    if config.layout.mode == "auto" or not 1 <= processes <= min(stand_in.PROCESSES, layout.world_size - 1):
         raise ValueError(
             f"{what}: {processes} processes were started for {layout}; start {stand_in.PROCESSES} at most, and set "
             "layout.kvp and layout.tpa to more"

@@ -161,11 +161,12 @@ def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, d
         try:
             line = json.loads(text)
             found, reason = (line["id"], line["request"]), line["finish_reason"]
+            known = found[0] in asked
         except (ValueError, TypeError, KeyError):
             if number == len(lines) or text == "":
                 continue  # the end, or torn by the interruption
             raise ValueError(f"{name}, line {number}, is no result: move the file away") from None
-        if found[0] not in asked:
+        if not known:
             raise ValueError(f"{name} holds a result {found[0]!r}, which decode.prompts has not: move the file away")
         if found[1] != asked[found[0]]:
             raise ValueError(

@@ -113,7 +113,7 @@ def _run_rank(job: Job, config: Config) -> int:
     facts = job.agree(problem, gpu_facts(job.place) | {"layout": str(plan and plan.layout)})
     assert plan is not None  # or nobody would have agreed
     if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
-        raise ValueError(f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout")
+        raise AlikeError(f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout")
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)

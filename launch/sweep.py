@@ -36,6 +36,7 @@ mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
 
 MEASURED = ("ttl_p50_us", "ttl_p90_us", "tokens_per_s_user", "tokens_per_s_gpu", "prefill_s", "decode_tokens")
+TIMED = ("batch", "length", "gamma")  # of a point of bench.points
 LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "world_size")
 
 
@@ -58,18 +59,21 @@ class Point:
     reason: str = ""
     record: dict[str, Any] = field(default_factory=dict)
 
-    def row(self) -> dict[str, Any]:
+    def rows(self) -> list[dict[str, Any]]:
+        """What the run measured: a row, or one for each of `bench.points`."""
         layout = self.record.get("layout", {})
-        kv = self.record.get("kv_bytes_per_rank")
-        return {
-            "point": self.number,
-            "overrides": " ".join(self.overrides),
-            "status": self.status,
-            **{key: layout.get(key) for key in LAYOUT},
-            **{key: self.record.get(key) for key in MEASURED},
-            "kv_bytes_per_rank_max": max(kv) if kv else None,
-            "reason": self.reason,
-        }
+        return [
+            {
+                "point": self.number,
+                "overrides": " ".join(self.overrides),
+                "status": self.status,
+                **{key: layout.get(key) for key in LAYOUT},
+                **{key: found.get(key) for key in (*TIMED, *MEASURED)},
+                "kv_bytes_per_rank_max": max(found.get("kv_bytes_per_rank", []), default=None),
+                "reason": found.get("failed", self.reason),
+            }
+            for found in self.record.get("points", [self.record])
+        ]
 
 
 POINTS: list[Point] = []  # Hydra's sweeper drops what is returned
@@ -117,7 +121,7 @@ def run(point: Point) -> int:
     point.status = {0: "ok", REFUSED: "refused"}.get(code, "failed")
     point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
     record = Path(str(config.record))
-    if record.exists():
+    if point.status != "failed" and record.exists():  # or it is of an earlier sweep
         point.record = json.loads(record.read_text())
     return code
 
@@ -145,7 +149,7 @@ def skip_reason(config: Config) -> str | None:
 
 
 def write_csv(path: Path, points: list[Point]) -> None:
-    rows = [point.row() for point in points]
+    rows = [row for point in points for row in point.rows()]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -155,13 +159,12 @@ def write_csv(path: Path, points: list[Point]) -> None:
 def plot(path: Path, points: list[Point]) -> None:
     """Throughput of a rank over what one user sees, a mark for each point that ran."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for point in points:
-        x, y = point.record.get("tokens_per_s_user"), point.record.get("tokens_per_s_gpu")
+    for row in (row for point in points for row in point.rows()):
+        x, y, number = row["tokens_per_s_user"], row["tokens_per_s_gpu"], row["point"]
         if x is not None and y is not None:
-            width = point.record["layout"]
-            label = f"{point.number}: {width['mode']} kvp={width['kvp']} tpa={width['tpa']} ep={width['ep']}"
-            axes.scatter(x, y, color=f"C{point.number % 10}", label=label)
-            axes.annotate(str(point.number), (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
+            label = f"{number}: {row['mode']} kvp={row['kvp']} tpa={row['tpa']} ep={row['ep']}{_timed(row)}"
+            axes.scatter(x, y, color=f"C{number % 10}", label=label)
+            axes.annotate(str(number), (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
     if axes.collections:
         figure.legend(loc="outside right upper", fontsize=8)
         axes.set(xscale="log", yscale="log")
@@ -171,19 +174,26 @@ def plot(path: Path, points: list[Point]) -> None:
     plt.close(figure)
 
 
+def _timed(row: dict[str, Any]) -> str:
+    """Which of `bench.points` a row is of; empty in a run over prompts."""
+    if row["batch"] is None:
+        return ""
+    return f" {row['batch']} x {row['length']}" + (f", {row['gamma']} drafts" if row["gamma"] else "")
+
+
 def show(points: list[Point]) -> None:
     """A table of all points, by what varies between them, and why some have no figures."""
     varying = {o for p in points for o in p.overrides if any(o not in other.overrides for other in points)}
     table = Table("point", "overrides", "status", "TTL p50", "tok/s/user", "tok/s/rank")
     for point in points:
-        row = point.row()
-        ttl, user, rank = (row[key] for key in ("ttl_p50_us", "tokens_per_s_user", "tokens_per_s_gpu"))
-        cells = [
-            "-" if ttl is None else f"{ttl / 1e3:.2f} ms",
-            *("-" if v is None else f"{v:.1f}" for v in (user, rank)),
-        ]
         differs = " ".join(o for o in point.overrides if o in varying)
-        table.add_row(str(point.number), escape(differs), point.status, *cells)
+        for row in point.rows():
+            ttl, user, rank = (row[key] for key in ("ttl_p50_us", "tokens_per_s_user", "tokens_per_s_gpu"))
+            cells = [
+                "-" if ttl is None else f"{ttl / 1e3:.2f} ms",
+                *("-" if v is None else f"{v:.1f}" for v in (user, rank)),
+            ]
+            table.add_row(str(point.number), escape(differs + _timed(row)), point.status, *cells)
     terminal = Console()
     terminal.print(table)
     why: dict[tuple[str, str], list[str]] = {}

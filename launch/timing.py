@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,7 +14,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
-from helix.config import Config, bench_points
 from helix.engine import Engine
 from helix.models import Decoder
 from helix.sampling import SamplingParams
@@ -25,19 +22,13 @@ from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
 from helix.timings import Timings
-from launch.decode import build_engine
-from launch.distributed import AlikeError
+from launch.points import at_each, engine_at, gammas
 from launch.preflight import RunPlan
 from launch.report import Console, summary
 
 WARM_UP = 4
 NAME = 100  # characters of a kernel's name that are kept
 LONGEST = 4  # kernels whose times on all ranks are kept
-
-
-def gammas(config: Config) -> list[int]:
-    """Drafts of a step with which each point is timed."""
-    return config.bench.gammas or [0 if config.speculation.drafter == "none" else config.speculation.gamma]
 
 
 def time_steps(
@@ -49,18 +40,8 @@ def time_steps(
         AlikeError: the only point is beyond the model's context, or its cache does not fit.
     """
     found: list[dict[str, Any]] = []
-    todo = bench_points(plan.config.bench)
-    for batch, length in todo:
-        try:
-            found += _time_point(plan, comm, model, draft, console, batch, length)
-        except AlikeError as error:  # of several points, the others count
-            if len(todo) == 1:
-                raise
-            failed = {"batch": batch, "length": length, "failed": str(error)}
-            found += [{**failed, "gamma": gamma} for gamma in gammas(plan.config)]
-        if comm.device.type == "cuda":
-            gc.collect()  # an engine and its graphs refer to each other
-            torch.cuda.empty_cache()
+    for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, console)):
+        found += [row | {"gamma": gamma} for gamma in gammas(plan.config)] if "failed" in row else [row]
     return {"points": found}
 
 
@@ -75,14 +56,7 @@ def _time_point(
 ) -> list[dict[str, Any]]:
     """What is measured at a point, for each count of drafts, always over the same cache."""
     config = plan.config
-    reserved = length + (WARM_UP + config.bench.steps + 1) * (1 + max(gammas(config)))
-    if reserved > model.spec.max_positions:
-        raise AlikeError(
-            f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
-            "set model.config.max_position_embeddings"
-        )
-    sized = replace(config, kv=replace(config.kv, tokens=batch * reserved))
-    engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft)
+    engine, reserved = engine_at(plan, comm, model, batch, length, WARM_UP + config.bench.steps + 1, draft=draft)
     fill(engine, batch, length, reserved, config.seed + comm.rank)
     engine.choose_chunks(batch)
     tokens = [0] * plan.layout.kvp

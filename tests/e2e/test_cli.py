@@ -198,6 +198,23 @@ def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None
     assert "Traceback" not in ended.output
 
 
+def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
+    """One is beyond the model's context, the other has room for its drafts."""
+    record = tmp_path / "record.json"
+    points = "bench.points=[1x40000,2x64]"
+    ended = run(tmp_path, "model=demo", "bench=prefill", points, "speculation=ngram", f"record={record}")
+    assert ended.code == 0, ended.output
+    long, short = json.loads(record.read_text())["points"]
+    assert "context of 32768" in long["failed"] and short["tokens_per_s"] == 2 * 64 / short["prefill_s"] < 1e5
+
+
+def test_collectives_of_three_ranks_are_timed(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    ended = run(tmp_path, "model=demo", "bench=comm", "layout.kvp=3", f"record={record}")
+    assert ended.code == 0, ended.output
+    assert {row["ranks"] for row in json.loads(record.read_text())["collectives"]} == {3}
+
+
 @pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_job(tmp_path: Path, many: Path, stop_signal: signal.Signals) -> None:
     out = tmp_path / "out.jsonl"

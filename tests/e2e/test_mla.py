@@ -13,6 +13,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.engine import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
+from launch.bench_hopb import _without_exchange
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import check, distributed_rank, loopback
@@ -76,6 +77,18 @@ def test_chunks_of_a_batch(monkeypatch: pytest.MonkeyPatch, values: bool, gather
 
     check(loopback(checkpoint("deepseek-v3-yarn"), HelixLayout.create("helix", 3), 16, wanted, tamper), wanted)
     assert {*seen} == {0, 1, 2}
+
+
+def test_queries_are_gathered_where_the_exchange_is_left_out_of_a_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, values=False, gathers=True)
+    wanted = oracle("deepseek-v2-yarn", MOE_LENGTHS, MOE_TOKENS)
+    seconds = []
+
+    def tamper(engine: Engine) -> None:
+        seconds.append(_without_exchange(engine, engine.comm, lambda: engine.step_seconds(2, 0, 1, 1)))
+
+    check(loopback(checkpoint("deepseek-v2-yarn"), HelixLayout.create("helix", 2), 16, wanted, tamper), wanted)
+    assert len(seconds) == 2 and min(seconds) > 0
 
 
 def test_gloo_ranks(gloo_pool: Callable[[int], Pool]) -> None:

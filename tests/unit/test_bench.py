@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
+from contextlib import nullcontext
 
 import pytest
 
 from launch import jobs, local
+from launch.bench import _check_models
 from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, measure, spec_of
 
 
@@ -76,3 +79,22 @@ def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: py
     monkeypatch.setattr(local, "launch", lambda count, overrides: local.INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):  # or the next job would start
         measure([work], layout, [])
+
+
+@pytest.mark.parametrize(
+    "what, models, gpus, words",
+    [
+        ("step", ["qwen2.5-7B"], 8, "step has no qwen2.5-7B; it has qwen2.5-7b, "),
+        ("hopb", ["gpt-oss-20b", "gpt"], 8, "hopb has no gpt; it has deepseek-r1, "),
+        ("kernels", ["qwen2.5-7b"], 8, "kernels has none to choose"),
+        ("step", ["qwen2.5-7b"], 0, "without a GPU the demo model runs"),
+        ("step", ["qwen2.5-7b", "llama-3.1-70b"], 8, ""),
+        ("speculate", ["demo"], 8, ""),
+    ],
+)
+def test_models_that_a_benchmark_does_not_know_are_refused(
+    what: str, models: list[str], gpus: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) if words else nullcontext():
+        _check_models(ArgumentParser(), what, models, gpus)
+    assert words in capsys.readouterr().err

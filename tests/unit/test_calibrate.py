@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,14 +128,20 @@ def test_what_fails_is_left_out_and_the_rest_kept(
 
 
 def test_a_part_that_hangs_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    gone = threading.Event()
+
     def hangs(device: torch.device) -> Iterator[dict[str, Any]]:
-        time.sleep(0.3)
+        gone.wait(10.0)
         yield {}
 
-    ended: list[int] = []
+    def end(code: int) -> None:
+        ended.append(code)
+        gone.set()
+
     monkeypatch.setattr(calibrate, "PARTS", {"read": hangs})
     monkeypatch.setattr(calibrate, "HANGS_S", 0.05)
-    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("os._exit", end)
     measure(CPU, lambda part, rows: None)
     assert ended == [1]
 

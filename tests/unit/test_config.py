@@ -82,7 +82,9 @@ def test_help_names_every_group() -> None:
         ("decode.max_batch=0", ["decode.max_batch", "0"]),
         ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
         ("decode.run_steps=0", ["decode.run_steps"]),
+        ("kv.page_size=16385", ["kv.page_size", "16385", "from 1 to 16384"]),
         ("comm.timeout_s=0", ["comm.timeout_s"]),
+        ("comm.timeout_s=inf", ["comm.timeout_s", "inf", "from 0.1 to 600"]),
         ("decode.resume=true", ["decode.resume", "decode.output"]),
         ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, auto"]),
     ],
@@ -97,6 +99,8 @@ def test_points_are_read_before_anything_is_loaded() -> None:
     assert bench_points(BenchConfig("decode", ["2x3", "1x64K", "8x1M"])) == [(2, 3), (1, 65536), (8, 1 << 20)]
     with pytest.raises(ValueError, match=r"bench\.points has '1x2G'"):
         check(composed("bench=decode", "bench.points=[1x2G]"))
+    with pytest.raises(ValueError, match=r"bench\.points is empty"):
+        check(composed("bench=prefill", "bench.points=[]"))
 
 
 def test_drafts_to_time_are_those_that_are_proposed() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.config import Config
-from helix.kv_cache import KVCache
+from helix.kv_cache import KVCache, token_bytes
 from helix.layout import HelixLayout
 from helix.loading import read_config
 from helix.models import Decoder, spec_from_config
@@ -22,6 +22,7 @@ from helix.request import Request
 from helix.scheduler import Scheduler
 from helix.speculation import DraftModel, ModelDrafter
 from launch import decode
+from launch.distributed import AlikeError
 from launch.preflight import DraftPlan, preflight
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.unit.test_config import composed
@@ -136,9 +137,15 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
     target = model_of("qwen3", layout)
     sizes = composed("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
     monkeypatch.setattr(decode, "free_bytes", lambda device: free)
-    engine = decode.build_engine(
-        layout, world.communicator(0, [0]), target, sizes, max_batch, wanted, draft=draft
-    )  # fmt: skip
+    comm = world.communicator(0, [0])
+    page = 32 * token_bytes(target.spec.layers, target.spec.entries(layout, 0), torch.float32)
+    first = min(wanted + sizes.speculation.gamma * max_batch, 32)
+    beside = 32 * draft.pages(first, block, 32, max_batch) * draft.bytes_per_token
+    if page + beside > int(free * sizes.kv.memory_fraction):
+        with pytest.raises(AlikeError, match="holds no page"):
+            decode.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
+        return
+    engine = decode.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
     drafter = engine.drafter
     assert isinstance(drafter, ModelDrafter)
 
@@ -146,7 +153,7 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
         return sum(t.numel() * t.itemsize for t in cache.tensors)
 
     used = size(engine.cache) + size(drafter.cache)
-    assert engine.cache.pages == 0 or used <= free * sizes.kv.memory_fraction
+    assert used <= free * sizes.kv.memory_fraction
     # A page more, and what it lets the draft model hold, would not fit, or is not wanted.
     one = 32 * engine.cache.bytes_per_token
     more = drafter.cache.pages + -(-(32 + 2 * block) // 32) + 1

@@ -20,6 +20,14 @@ def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> 
     assert capfd.readouterr().err == "error: no room\nrank 1 failed:\nafterwards\n"
 
 
+def test_listening_leaves_no_file_open() -> None:
+    for _ in range(2):
+        before = len(os.listdir("/proc/self/fd"))
+        with heard():
+            os.write(2, b"a word\n")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_the_surest_cause_is_named() -> None:
     trace = ["rank 0 failed:", "Traceback (most recent call last):", 'File "x.py", line 3', "RuntimeError: NaN", ""]
     assert cause(trace) == "RuntimeError: NaN"

@@ -292,6 +292,8 @@ def test_auto_counts_the_longest_prompt_and_the_slots() -> None:
     config = composed("decode.max_new_tokens=5", "decode.max_batch=2")
     assert workload(config, [ids]) == (1, 107) and workload(config, [ids, text, ids]) == (2, 107)
     assert workload(config, [text]) == (1, 101 + 5)  # four bytes a token
+    odd = Prompt("c", None, (1, 2), {"max_new_tokens": "many"})  # refused when it is served
+    assert workload(config, [odd]) == (1, 7)
 
 
 def test_auto_on_cpus_and_where_it_cannot_be() -> None:

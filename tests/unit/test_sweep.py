@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from launch.sweep import Point, check
+from launch import local
+from launch.sweep import Point, check, run
 from tests.unit.test_config import composed
 
 
@@ -26,3 +28,21 @@ def test_a_mistake_of_all_points_ends_the_sweep(tmp_path: Path) -> None:
     assert found[0].reason == "kv.tokens=0 must be positive" and found[3].reason == ""
     check(found := points(tmp_path, "layout.tpa=3"))
     assert found[0].status == "skipped"
+
+
+@pytest.mark.parametrize("code, status, ttls", [(0, "ok", [5.0, None]), (1, "failed", [None])])
+def test_figures_are_of_each_timed_point_and_of_this_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: str, ttls: list[float | None]
+) -> None:
+    [point] = points(tmp_path, "bench=decode")
+    point.config.record = str(tmp_path / "0.json")
+    timed = {"batch": 1, "length": 64, "gamma": 0, "ttl_p50_us": 5.0, "kv_bytes_per_rank": [3, 4]}
+    record = {"points": [timed, {"batch": 9, "length": 64, "gamma": 0, "failed": "no room"}]}
+    (tmp_path / "0.json").write_text(json.dumps(record))  # where the job fails, an earlier sweep's
+    monkeypatch.setattr(local, "launch", lambda ranks, overrides: code)
+    assert run(point) == code and point.status == status
+    rows = point.rows()
+    assert [row["ttl_p50_us"] for row in rows] == ttls
+    if not code:
+        assert [row["reason"] for row in rows] == ["", "no room"]
+        assert [(row["batch"], row["kv_bytes_per_rank_max"]) for row in rows] == [(1, 4), (9, None)]
