@@ -6,12 +6,16 @@ Without torchrun, `python torchrun_entry.py KEY=VALUE ...` starts the ranks that
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
-import comm
-import kernels
-import launch
+# Control-C ends a start at once and without a trace, also a wait for other ranks; launch.run takes over once they met.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import comm  # noqa: E402
+import kernels  # noqa: E402
+import launch  # noqa: E402
 
 for package in (comm, kernels, launch):
     # Other distributions own the names `comm` and `kernels`: theirs must not be taken for ours.

@@ -7,6 +7,7 @@ Writes OUT/tests.txt (what pytest said) and OUT/foundation.jsonl, a line for eac
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -115,11 +116,18 @@ PARTS = {"memory": memory, "needles": needles, "tests": tests}  # the shortest f
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    given = parser.parse_args()
+    if unknown := [part for part in given.parts if part not in PARTS]:
+        parser.error(f"no {unknown[0]}; there are {', '.join(PARTS)}")
+    gpus, out = torch.cuda.device_count(), given.out
+    if not gpus:
+        parser.error("the foundation is shown on GPUs, and there is none: make test shows it on CPUs")
     out.mkdir(parents=True, exist_ok=True)
-    gpus = torch.cuda.device_count()
     print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
-    for part in sys.argv[2:] or PARTS:
+    for part in given.parts or PARTS:
         PARTS[part](out, gpus)
 
 

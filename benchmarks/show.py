@@ -6,6 +6,7 @@ line counts.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -495,5 +496,6 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in PAGES:
         (ROOT / page).write_text(with_tables(page))

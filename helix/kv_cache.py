@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +122,12 @@ def token_bytes(layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dt
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses now: the GPU's, or this host's."""
+    """Memory that nobody uses now: the GPU's, or a part of this host's as large as that of every other rank here."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
     raise RuntimeError("/proc/meminfo has no MemAvailable: set kv.tokens and run on Linux")
 
 

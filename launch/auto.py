@@ -55,7 +55,8 @@ def choose(
     if device is None:
         tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
         chosen = HelixLayout.create("helix", world_size // tpa, tpa)
-        return chosen, f"on CPUs nothing is predicted: tpa as wide as the {spec.kv_heads} KV heads allow, kvp the rest"
+        allowed = f"tpa as wide as {spec.kv_heads} KV heads and {world_size} ranks allow, kvp the rest"
+        return chosen, f"on CPUs nothing is predicted: {allowed}"
     hardware = hardware_of(device)
     if config.comm.backend == "nccl":
         hardware = hardware.over_nccl()

@@ -37,7 +37,9 @@ MODELS = "of step, baselines (default all), hopb (default qwen2.5-7b), speculate
 
 def main() -> None:
     """Runs a benchmark and appends a JSON line for each of its rows."""
-    parser = argparse.ArgumentParser(description="Benchmarks; without a GPU the smallest case runs and means nothing.")
+    parser = argparse.ArgumentParser(
+        "python -m launch.bench", description="Benchmarks; without a GPU the smallest case runs and means nothing."
+    )
     what = {
         "kernels": "flash_decode beside torch's attention and small-batch projections beside cuBLAS, on one GPU",
         "moe": "a rank's routed experts beside the bytes of those that are touched, on one GPU",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,8 @@ PROMPTS = ['def read_json(path):\n    """Read a JSON file', "import os\n\n\nclas
 
 
 def main() -> None:
+    if not dist.is_torchelastic_launched():
+        sys.exit("error: start it as `torchrun --nproc-per-node=2 -m launch.example`")
     dist.init_process_group("gloo")  # on GPUs: "nccl", and each rank its torch.device("cuda", local rank)
     layout = HelixLayout.create(kvp=dist.get_world_size())
     comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(minutes=5))

@@ -50,7 +50,8 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
         monitor_interval=0.1,
     )
     # Ranks say themselves what went wrong with them; the agent would add a screen of its own.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-u", str(ENTRY), *overrides)
     except (KeyboardInterrupt, SignalException):

@@ -70,7 +70,7 @@ def engine_at(
     if reserved > model.spec.max_positions:
         raise AlikeError(
             f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
-            "set model.config.max_position_embeddings"
+            "set model.config.max_position_embeddings, or bench.points of fewer"
         )
     sized = replace(
         config,

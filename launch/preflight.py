@@ -18,7 +18,7 @@ from helix.loading import Checkpoint, load_spec_config, read_json
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.speculation import check_draft
 from launch.auto import choose
-from launch.prompts import Prompt, check_defaults, check_writable, kept_results, read_prompts
+from launch.prompts import Prompt, check_defaults, check_record, check_writable, kept_results, read_prompts
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,8 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
+        if config.record is not None:
+            check_record(Path(config.record))
         kept_results(config, prompts)
     return RunPlan(config, layout, spec, checkpoint, draft, prompts, reason)
 

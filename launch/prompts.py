@@ -132,6 +132,18 @@ def check_writable(key: str, path: Path) -> None:
         raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
 
 
+def check_record(path: Path) -> None:
+    """Raises ValueError where a record would overwrite anything else than one."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "versions" not in found:
+        raise ValueError(f"record={path} exists and is no record: move it away")
+
+
 def digest(prompt: Prompt, config: Config) -> str:
     """What a result line says of what was asked: 16 hex digits of the prompt, all options, the model."""
     options = {key: prompt.options.get(key, getattr(config.decode, key)) for key in OPTIONS}

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, NoReturn, cast, get_type_hints
 
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from comm.base import Communicator
@@ -47,6 +52,10 @@ def main() -> None:
     if {"-m", "--multirun"} & set(sys.argv[1:]):
         why = "; under torchrun every rank would run the whole sweep" if "TORCHELASTIC_RUN_ID" in os.environ else ""
         sys.exit(f"error: one run has one config{why}: for several use `python -m launch.sweep -m ...`")
+    try:
+        check_overrides(sys.argv[1:], sweeps=False)
+    except ValueError as error:
+        _refuse(error)
     _composed()
 
 
@@ -56,8 +65,50 @@ def _composed(config: DictConfig) -> None:
     try:
         checked = as_config(config)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        _refuse(error)
     sys.exit(run(checked, HydraConfig.get().overrides.task))
+
+
+def _refuse(error: ValueError) -> NoReturn:
+    """Ends this process; of a launcher's ranks, which all come here, the first says why."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(2.0)  # the first to exit takes the others down
+        sys.exit(1)
+    sys.exit(f"error: {error}")
+
+
+def check_overrides(arguments: Sequence[str], sweeps: bool) -> None:
+    """Looks for mistakes of a command line of which Hydra would say something else.
+
+    Args:
+        sweeps: several values of a key, `layout.kvp=1,2`, are none.
+
+    Raises:
+        ValueError: a key that there is not, or several values.
+    """
+    parser = OverridesParser.create()
+    for text in arguments:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:  # an option, or what Hydra explains
+            continue
+        key = override.key_or_group
+        if override.is_sweep_override() and not sweeps:
+            raise ValueError(f"{text}: one run has one config; for several use `python -m launch.sweep -m ...`")
+        if override.type is OverrideType.CHANGE and not key.startswith("hydra") and not (ROOT / "conf" / key).is_dir():
+            _check_key(key)
+
+
+def _check_key(key: str) -> None:
+    schema: Any = Config
+    for depth, name in enumerate(parts := key.split(".")):
+        if not is_dataclass(schema):  # a dict, of any keys
+            return
+        kinds = get_type_hints(schema)
+        if name not in kinds:
+            prefix = "".join(f"{part}." for part in parts[:depth])
+            raise ValueError(f"{key} is unknown; known: {', '.join(prefix + known for known in kinds)}")
+        schema = kinds[name]
 
 
 def as_config(config: DictConfig) -> Config:
@@ -117,6 +168,7 @@ def _run_rank(job: Job, config: Config) -> int:
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on what was done is kept (torchrun_entry.py)
     kind = BACKENDS.get(job.backend, TorchDistCommunicator)
     comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
     comms: list[Communicator] = [comm]

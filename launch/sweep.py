@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from launch import local
 from launch.auto import ranks
 from launch.jobs import cause, heard
 from launch.preflight import check_layout, make_layout, make_spec, preflight
-from launch.run import REFUSED, ROOT, as_config
+from launch.run import REFUSED, ROOT, as_config, check_overrides
 
 mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
@@ -47,7 +48,7 @@ class Point:
     Attributes:
         overrides: what the command line set for it.
         config: of its job, with the files that are its own.
-        status: ok, refused (some requests were), skipped or failed; waiting before it ran.
+        status: ok, refused (some requests were), skipped, failed or interrupted; waiting before it ran.
         reason: why it was skipped or failed.
         record: what the run measured.
     """
@@ -86,6 +87,9 @@ def _collect(composed: DictConfig) -> None:
         config = as_config(composed)
     except ValueError as error:
         sys.exit(f"error: {error}")  # a key that no point knows
+    for key, value in (("record", config.record), ("decode.output", config.decode.output)):
+        if value is not None:
+            sys.exit(f"error: {key}={value}: a sweep names its files itself, in a directory (hydra.sweep.dir=DIR)")
     name = Path(job.sweep.dir) / str(job.job.num)
     config.record = f"{name}.json"
     if config.bench.kind == "none":
@@ -118,10 +122,10 @@ def run(point: Point) -> int:
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
         code = local.launch(ranks(config), [*point.overrides, *files])
-    point.status = {0: "ok", REFUSED: "refused"}.get(code, "failed")
+    point.status = {0: "ok", REFUSED: "refused", local.INTERRUPTED: "interrupted"}.get(code, "failed")
     point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
     record = Path(str(config.record))
-    if point.status != "failed" and record.exists():  # or it is of an earlier sweep
+    if point.status in ("ok", "refused") and record.exists():  # or it is of an earlier sweep
         point.record = json.loads(record.read_text())
     return code
 
@@ -205,7 +209,13 @@ def show(points: list[Point]) -> None:
 
 
 def main() -> None:
-    """Runs the sweep; the exit code is 0 where no point failed, 130 after control-C."""
+    """Runs the sweep; the exit code is 0 where some point ran and none failed, 130 after control-C, otherwise 1."""
+    if "RANK" in os.environ:
+        sys.exit("error: a sweep starts the ranks of each point itself: run it without torchrun")
+    try:
+        check_overrides(sys.argv[1:], sweeps=True)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if not {"-m", "--multirun"} & set(sys.argv[1:]):
         sys.argv.append("--multirun")
     _collect()
@@ -219,16 +229,17 @@ def main() -> None:
     for point in POINTS:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
         if point.reason:
-            print(f"{point.status}: {point.reason}", flush=True)
+            print(point.status, flush=True)
         elif run(point) == local.INTERRUPTED:
             interrupted = True
             break
+    ran = any(point.status in ("ok", "refused") for point in POINTS)
     directory = Path(str(POINTS[0].config.record)).parent
     write_csv(directory / "sweep.csv", POINTS)
     plot(directory / "sweep.png", POINTS)
     show(POINTS)
     print(f"wrote {directory / 'sweep.csv'} and {directory / 'sweep.png'}")
-    sys.exit(local.INTERRUPTED if interrupted else any(point.status == "failed" for point in POINTS))
+    sys.exit(local.INTERRUPTED if interrupted else not ran or any(point.status == "failed" for point in POINTS))
 
 
 if __name__ == "__main__":

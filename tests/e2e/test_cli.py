@@ -143,6 +143,18 @@ def test_control_c_ends_the_job_in_a_line(tmp_path: Path, many: Path) -> None:
     assert "Traceback" not in ended.output and {"r0", "r1"} <= {line["id"] for line in jsonl(out)}
 
 
+def test_control_c_ends_a_start_at_once(tmp_path: Path, many: Path) -> None:
+    """Ranks that import, or wait for others, leave no trace and need nobody to kill them."""
+    job = Job(ENTRY, *common(many), log=tmp_path / "log")
+    job.rank(1)
+    time.sleep(1.0)
+    for pid in job.members():
+        os.kill(pid, signal.SIGINT)
+    ended = job.wait()
+    assert ended.code in (130, -signal.SIGINT) and ended.seconds < 20, ended
+    assert "Traceback" not in ended.output, ended.output
+
+
 def test_an_earlier_run_s_results_are_not_overwritten(tmp_path: Path, many: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": "r0"}\n')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from helix.config import BenchConfig, Config, bench_points, check
-from launch.run import ROOT, as_config
+from launch.run import ROOT, as_config, check_overrides
 
 CONF = Path(ROOT) / "conf"
 GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name != "hardware")  # the simulator reads those
@@ -93,6 +95,29 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         check(composed(override))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("layout.kpv=2", "layout.kpv is unknown; known: layout.mode, layout.kvp, "),
+        ("kvp=2", "kvp is unknown; known: model, layout, "),
+        ("speculation.model.pth=x", "known: speculation.model.path, "),
+        ("layout.kvp=1,2", "python -m launch.sweep -m"),
+        ("layout=auto", ""),
+        ("model.config.num_hidden_layers=4", ""),
+        ("+model.config.rope_theta=1e6", ""),
+        ("bench.points=[1x2,3x4]", ""),
+        ("hydra.sweep.dir=x", ""),
+        ("experiment=demo", ""),
+        ("--cfg", ""),
+    ],
+)
+def test_mistakes_of_a_command_line_are_named(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) if words else nullcontext():
+        check_overrides([text], sweeps=False)
+    if ",2" in text:
+        check_overrides([text], sweeps=True)
 
 
 def test_points_are_read_before_anything_is_loaded() -> None:

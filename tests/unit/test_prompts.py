@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ import pytest
 
 from helix.config import Config, DecodeConfig, ModelConfig
 from helix.request import Output, Request
-from launch.prompts import Prompt, ResultFile, check_writable, digest, kept_results, read_prompts, to_request
+from launch.prompts import (
+    Prompt,
+    ResultFile,
+    check_record,
+    check_writable,
+    digest,
+    kept_results,
+    read_prompts,
+    to_request,
+)
 
 
 def write(tmp_path: Path, *lines: Any) -> Path:
@@ -197,3 +207,12 @@ def test_unwritable_places_are_named_and_nothing_is_left(tmp_path: Path) -> None
             check_writable("decode.output", path)
     check_writable("decode.output", tmp_path / "new.jsonl")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text, fine", [("", True), ('{"versions": {}}', True), ("notes", False), ("[1]", False)])
+def test_a_record_overwrites_records_alone(tmp_path: Path, text: str, fine: bool) -> None:
+    path = tmp_path / "record.json"
+    check_record(path)
+    path.write_text(text)
+    with nullcontext() if fine else pytest.raises(ValueError, match=r"record\.json exists and is no record"):
+        check_record(path)
