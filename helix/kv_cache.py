@@ -122,7 +122,7 @@ def token_bytes(layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dt
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses now: the GPU's, or a part of this host's as large as that of every other rank here."""
+    """Memory that nobody uses now: the GPU's, or an equal share of this host's for each of the ranks on it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -63,7 +63,7 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
         # A rank that was killed is the cause, whoever noticed first; those that the agent ended are not.
         for rank, failure in error.failures.items():
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                why = ", by the system where memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+                why = ", as the system does where memory runs out" if failure.exitcode == -signal.SIGKILL else ""
                 print(f"rank {rank} was killed by signal {-failure.exitcode}{why}", file=sys.stderr)
         return max(error.get_first_failure()[1].exitcode, 1)
     return 0
