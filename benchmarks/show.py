@@ -349,23 +349,19 @@ def budgets(name: str) -> list[str]:
     limits = " | ".join(f"<= {ms} ms" for ms in BUDGETS_MS)
     rows = [f"| shape | length | layout | {limits} |", "|---" * (3 + len(BUDGETS_MS)) + "|"]
     groups: dict[tuple[str, int, str], list[Row]] = {}
-    for r in _todays(results(name, *WORKLOAD)):
+    for r in results(name, *WORKLOAD):
         groups.setdefault((r["model"], r["length"], r["layout"].split(" ->")[0]), []).append(r)
     for (model, length, layout), found in groups.items():
         fitting = [largest_batch(found, 1e3 * ms) or "-" for ms in BUDGETS_MS]
-        rows.append(f"| {model} | {length >> 10}K | {layout} | {' | '.join(map(str, fitting))} |")
+        older = " †" if any("superseded" in r for r in found) else ""
+        rows.append(f"| {model} | {length >> 10}K | {layout}{older} | {' | '.join(map(str, fitting))} |")
     return rows
-
-
-def _todays(rows: list[Row]) -> list[Row]:
-    """Without what older kernels took."""
-    return [r for r in rows if "superseded" not in r]
 
 
 def baselines(name: str) -> list[str]:
     """Helix beside plain TP and Medha's layout."""
     rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
-    for r in _todays(results(name, *WORKLOAD)):
+    for r in results(name, *WORKLOAD):
         start = f"| {_point(r)} | {_layout(r)} "
         if "failed" in r:
             rows.append(f"{start}| does not fit | | |")
