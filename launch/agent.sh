@@ -3,11 +3,12 @@
 #
 #   ENDPOINT=host0:29500 NODES=2 RANKS=4 launch/agent.sh layout.kvp=8 decode.prompts=FILE.jsonl
 #
-# NODES agents with RANKS ranks each meet at ENDPOINT; RUN tells apart jobs that share it. On one host, start it twice.
+# NODES agents (2 if unset) with RANKS ranks each (one a GPU if unset) meet at ENDPOINT; RUN tells apart jobs that share
+# it. On one host, start it twice.
 set -eu
 : "${ENDPOINT:?set ENDPOINT=HOST:PORT of the first host}"
 cd "$(dirname "$0")/.."
 exec "${PYTHON:-python3}" -m torch.distributed.run \
-    --nnodes "${NODES:-2}" --nproc-per-node "${RANKS:-4}" \
+    --nnodes "${NODES:-2}" --nproc-per-node "${RANKS:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "$ENDPOINT" --rdzv-id "${RUN:-helix}" \
     torchrun_entry.py "$@"

@@ -177,7 +177,8 @@ class Job:
             self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=30))
         for comm in reversed(comms):
             comm.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # or there was nothing to connect for
+            dist.destroy_process_group()
         guard.cancel()
 
     def _give_up_leaving(self) -> None:

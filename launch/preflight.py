@@ -38,6 +38,7 @@ class RunPlan:
         checkpoint: the weights to load, None for random ones.
         draft: the model of speculation.drafter=model.
         prompts: of decode.prompts; empty in a benchmark.
+        finished: decode.output holds results of all of them, as rank 0 found it; False on other ranks.
         reason: why layout=auto took this layout; None: it was given.
     """
 
@@ -47,6 +48,7 @@ class RunPlan:
     checkpoint: Checkpoint | None
     draft: DraftPlan | None
     prompts: list[Prompt]
+    finished: bool
     reason: str | None
 
 
@@ -188,14 +190,15 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
             f"decode.prompts={config.decode.prompts}, decode.output={config.decode.output} and record={config.record} "
             "must be different files"
         )
+    finished = False
     if rank == 0:
         for key, value in (("decode.output", config.decode.output), ("record", config.record)):
             if value is not None:
                 check_writable(key, Path(value))
         if config.record is not None:
             check_record(Path(config.record))
-        kept_results(config, prompts)
-    return RunPlan(config, layout, spec, checkpoint, draft, prompts, reason)
+        finished = 0 < len(prompts) == len(kept_results(config, prompts))
+    return RunPlan(config, layout, spec, checkpoint, draft, prompts, finished, reason)
 
 
 def _check_stand_in(config: Config, layout: HelixLayout, processes: int) -> None:

@@ -36,6 +36,7 @@ from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
 from launch.distributed import AlikeError, Job, Place, gpu_facts, gpu_name
 from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight, weights_of
+from launch.prompts import ResultFile
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
@@ -161,10 +162,19 @@ def _run_rank(job: Job, config: Config) -> int:
         tokenizer = load_tokenizer(config) if job.leads else None
     except ValueError as error:
         problem = str(error)
-    facts = job.agree(problem, gpu_facts(job.place) | {"layout": str(plan and plan.layout)})
+    found = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
+    facts = job.agree(problem, gpu_facts(job.place) | found)
     assert plan is not None  # or nobody would have agreed
     if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
         raise AlikeError(f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout")
+    if facts[0]["finished"]:  # a resumed run that has nothing left needs no model
+        if job.leads:
+            ResultFile(config, plan.prompts).close()
+            record = f"; record={config.record} is not written" if config.record is not None else ""
+            count = len(plan.prompts)
+            print(f"decode.output={config.decode.output} holds the results of all {count} prompts already{record}")
+        job.leave()
+        return 0
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)

@@ -130,6 +130,13 @@ def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many
     assert [line["id"] for line in fresh] == [f"r{i}" for i in range(8)]
     assert resumed == fresh
 
+    # Results that a run was killed before it could put in order are, without the model that made them.
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(reversed(lines)))
+    ended, resumed = decode(tmp_path, *common(many), "decode.resume=true")
+    assert ended.code == 0 and "holds the results of all 8 prompts already" in ended.output
+    assert "weight slices" not in ended.output and resumed == fresh
+
 
 def test_control_c_ends_the_job_in_a_line(tmp_path: Path, many: Path) -> None:
     out = tmp_path / "out.jsonl"
