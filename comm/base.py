@@ -128,8 +128,12 @@ class Communicator(ABC):
         """
         return rms_norm(self.all_reduce(made(x)), weight, eps, residual)
 
-    def check(self) -> None:
-        """Raises RuntimeError where a collective of a step that has ended gave up waiting for a peer."""
+    def check(self, wait: bool = True) -> None:
+        """Raises RuntimeError where a collective of a step gave up waiting for a peer: then its numbers mean nothing.
+
+        Args:
+            wait: for what the current stream still has to do; False sees what has ended, and delays nothing.
+        """
         return
 
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:

@@ -81,6 +81,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
             for name, pieces in (("one_shot", ONE_SHOT_PIECES), ("two_shot", TWO_SHOT_PIECES))
         }
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._aside = torch.cuda.Stream(self.device)
         self._starts: dict[tuple[int, ...], Tensor] = {}
         self.reset()
 
@@ -98,8 +99,9 @@ class SymmMemCommunicator(TorchDistCommunicator):
         torch.cuda.synchronize(self.device)
         self.barrier()
 
-    def check(self) -> None:
-        missing = int(self._status) - 1
+    def check(self, wait: bool = True) -> None:
+        with torch.cuda.stream(None if wait else self._aside):
+            missing = int(self._status) - 1
         if missing >= 0:
             peer = missing if missing < exchange.IN_GROUP else self.kvp_group[missing - exchange.IN_GROUP]
             raise RuntimeError(

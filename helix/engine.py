@@ -274,7 +274,7 @@ class Engine:
         self._release_all()
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be served by this model, whatever the cache holds; None where it can."""
+        """Why a request cannot be served by this engine, whatever else it serves; None where it can."""
         spec = self.model.spec
         if len(request.prompt) == 0:
             return "the prompt is empty"
@@ -288,6 +288,11 @@ class Engine:
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
                 f"context of {spec.max_positions}"
+            )
+        if self.max_length < length <= self.token_budget:  # beyond that the scheduler says why
+            return (
+                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed max_length="
+                f"{self.max_length}"
             )
         if request.stop and self.tokenizer is None:
             return "stop texts need a tokenizer, and the model directory has none"
@@ -369,14 +374,18 @@ class Engine:
         ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
         for _ in range(decision.decode_steps):
             tokens = self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered)
-            pending.append(_HostCopy(tokens, self.comm.rank == 0))
+            pending.append(_HostCopy(tokens, self._check, self.comm.rank == 0))
             if len(pending) > ahead:
                 yield pending.popleft().read()
         while pending:
             yield pending.popleft().read()
-        self.comm.check()
+        self._check()
+
+    def _check(self, wait: bool = True) -> None:
+        """As `Communicator.check`, of all collectives of a step."""
+        self.comm.check(wait)
         if self.drafter is not None:
-            self.drafter.check()
+            self.drafter.check(wait)
 
     def admit(self, admission: Admission) -> None:
         """Takes a slot and its pages; every rank alike."""
@@ -406,7 +415,9 @@ class Engine:
             hidden[ends[last].to(self.device)], slots, lengths, live, decision.stochastic, decision.filtered
         )
         self.state.activate(slots, tokens, lengths)
-        return list(zip(slots.tolist(), _checked(tokens.tolist()), strict=True))
+        drawn = list(zip(slots.tolist(), tokens.tolist(), strict=True))
+        self._check()
+        return _checked(drawn)
 
     def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
         """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
@@ -489,11 +500,16 @@ class _Stream:
 
 
 class _HostCopy:
-    """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing."""
+    """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing.
 
-    def __init__(self, tokens: Tensor, wanted: bool) -> None:
+    Args:
+        check: called with wait=False once the step has ended; raises where its tokens are none.
+    """
+
+    def __init__(self, tokens: Tensor, check: Callable[[bool], None], wanted: bool) -> None:
         self._event: torch.cuda.Event | None = None
         self._tokens = None
+        self._check = check
         if wanted:
             self._tokens = _to_host(tokens)
             if tokens.is_cuda:
@@ -505,9 +521,10 @@ class _HostCopy:
             return []
         if self._event:
             self._event.synchronize()
+        self._check(False)
         taken = self._tokens != PAST
         slots = taken.nonzero()[:, 0].tolist()
-        return list(zip(slots, _checked(self._tokens[taken].tolist()), strict=True))
+        return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -515,8 +532,8 @@ def _to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
 
 
-def _checked(tokens: list[int]) -> list[int]:
-    if min(tokens, default=0) < 0:
+def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    if min((token for _, token in tokens), default=0) < 0:
         raise RuntimeError(
             "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
             "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault)"

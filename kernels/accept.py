@@ -75,7 +75,7 @@ def _kept_mass_kernel(
 @triton.jit
 def _accept_kernel(
     p_logits, p_best, p_key, p_temperature, p_min, p_mass, q_logits, q_best, q_key, q_temperature, q_min, q_mass,
-    draft, greedy, seed, position, accepted, has_mismatch, candidates,
+    draft, greedy, seed, position, accepted, candidates,
     p_b, p_t, q_b, q_t, draft_b, greedy_b, first, V, B, G,
     SAMPLED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,6 @@ def _accept_kernel(
     k = tl.min(tl.where((is_accepted > 0) & (d >= 0), G, tl.minimum(j, G)), 0)
     if part == 0:
         tl.store(accepted + b, k.to(tl.int64))
-        tl.store(has_mismatch + b, k < G)
 
     out = candidates + 2 * (part * B + b)
     if temperature == 0:
@@ -185,7 +184,7 @@ def accept(
     seed: torch.Tensor,
     position: torch.Tensor,
     first: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Accepts drafted tokens up to the first rejection, and draws the token that follows among this rank's columns.
 
     A sequence depends on its own row alone: neither its place in the batch nor its neighbours change a token. Without
@@ -204,9 +203,9 @@ def accept(
         first: token id of the first column.
 
     Returns:
-        Accepted lengths [B] int64 and whether they are less than gamma [B] bool, the same on all ranks; candidates for
-        the next token, pairs of score and id [n, B, 2] fp64, n the same on all ranks: `best_of_ranks` of all ranks'
-        together gives the token, -1 where the target's row is broken.
+        Accepted lengths [B] int64, the same on all ranks; candidates for the next token, pairs of score and id
+        [n, B, 2] fp64, n the same on all ranks: `best_of_ranks` of all ranks' together gives the token, -1 where the
+        target's row is broken.
 
     Source:
         Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023, appendix A.1.
@@ -223,16 +222,15 @@ def accept(
         assert _checked(q) == (B, G, V) and q_mass.shape == (B, G, 2) and q_mass.is_contiguous()
     of_q = (None,) * 5 if q is None else tuple(vars(q).values())
     accepted = torch.empty(B, dtype=torch.int64, device=draft.device)
-    has_mismatch = torch.empty(B, dtype=torch.bool, device=draft.device)
     candidates = torch.empty(SLICES, B, 2, dtype=torch.float64, device=draft.device)
     strides = (0, 0) if q is None else q.logits.stride()[:2]
     _accept_kernel[SLICES, B](
-        *vars(p).values(), p_mass, *of_q, q_mass, draft, greedy, seed, position, accepted, has_mismatch, candidates,
+        *vars(p).values(), p_mass, *of_q, q_mass, draft, greedy, seed, position, accepted, candidates,
         *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), first, V, B, G,
         SAMPLED=q is not None, BLOCK_G=triton.next_power_of_2(max(G, 1)), BLOCK=BLOCK, num_warps=WARPS,
         **overlapped(draft),
     )  # fmt: skip
-    return accepted, has_mismatch, candidates
+    return accepted, candidates
 
 
 def _checked(p: Distribution) -> tuple[int, int, int]:

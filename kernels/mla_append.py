@@ -117,7 +117,7 @@ def mla_append(
         absorbs = heads * triton.cdiv(R, blocks["BLOCK_B"])
     else:
         each_head(q[..., :nope], w_uk, out[..., :R])
-    block_h = min(8, triton.next_power_of_2(heads))
+    block_h = min(8, triton.next_power_of_2(max(heads, 1)))
     _mla_append_kernel[(absorbs + N * (1 + triton.cdiv(heads, block_h)),)](
         q, kv, cos, sin, gain, w_uk, cache, slots, out,
         *q.stride()[:2], kv.stride(0), *w_uk.stride()[:2], cache.stride(0), *out.stride()[:2], N, absorbs, eps,

@@ -72,6 +72,15 @@ class Verified:
         accepted, next_tokens = torch.empty(2, batch, dtype=torch.int64, device=device)
         return cls(accepted, torch.empty(batch, dtype=torch.bool, device=device), next_tokens)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.accepted, self.has_mismatch, self.next_tokens
+
+    @cached_property
+    def layout(self) -> tuple[_Like, ...]:
+        """Of all three, asked for in every launch."""
+        return tuple(map(_like, self.tensors))
+
     def copy(self, accepted: torch.Tensor, has_mismatch: torch.Tensor, next_tokens: torch.Tensor) -> None:
         self.accepted.copy_(accepted)
         self.has_mismatch.copy_(has_mismatch)
@@ -336,7 +345,7 @@ def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
     if not routing.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    launch = _scan(True, _like(draft), _like(target), draft.device)
+    launch = _scan(True, _like(draft), _like(target), out.layout, draft.device)
     return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
@@ -356,7 +365,7 @@ def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """
     if not routing.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    launch = _scan(False, _like(draft), _like(target), draft.device)
+    launch = _scan(False, _like(draft), _like(target), out.layout, draft.device)
     return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
@@ -370,7 +379,7 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
     """
     if not routing.on_gpu(kv):
         return packed.copy(*reference.pack(kv, accepted))
-    launch = _packing(_like(kv), packed.layout, kv.device)
+    launch = _packing(_like(kv), _like(accepted), packed.layout, kv.device)
     return launch(kv, accepted, packed.kv, packed.offsets)
 
 
@@ -379,7 +388,7 @@ def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor,
     if not routing.on_gpu(draft):
         out.copy(*reference.verify(draft, target))
         return packed.copy(*reference.pack(kv, out.accepted))
-    launch, looks = _fused(_like(draft), _like(target), _like(kv), packed.layout, kv.device)
+    launch, looks = _fused(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
     return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
         packed.shared if looks else None,
@@ -392,15 +401,15 @@ def verify_and_pack_one_block(
     """`verify_and_pack` by a single program, for at most ONE_BLOCK_BATCH sequences: a baseline, bound by one SM."""
     if not routing.on_gpu(draft):
         return verify_and_pack(draft, target, kv, out, packed)
-    launch = _one_block(_like(draft), _like(target), _like(kv), packed.layout, kv.device)
+    launch = _one_block(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
     return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets
     )  # fmt: skip
 
 
 @cache
-def _scan(naive: bool, draft: _Like, target: _Like, device: torch.device) -> _Launch:
-    B, G = _tokens(draft, target)
+def _scan(naive: bool, draft: _Like, target: _Like, out: tuple[_Like, ...], device: torch.device) -> _Launch:
+    B, G = _tokens(draft, target, out)
     sizes = draft[1][0], target[1][0], B, G
     if naive:
         return _Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, sizes, LANES=LANES)
@@ -408,8 +417,9 @@ def _scan(naive: bool, draft: _Like, target: _Like, device: torch.device) -> _La
 
 
 @cache
-def _packing(kv: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
+def _packing(kv: _Like, accepted: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
     B, _, D = _rows(kv, *packed)
+    assert accepted[:3] == ((B,), (1,), torch.int64), f"{B} sequences, but lengths {tuple(accepted[0])} {accepted[2]}"
     splits, warps, tile = _tiles(kv, device)
     return _Launch(
         _pack_kernel, (splits, B, 1), warps, (kv[1][0], B, D), BLOCK_B=_block(B), **tile
@@ -418,10 +428,10 @@ def _packing(kv: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _L
 
 @cache
 def _fused(
-    draft: _Like, target: _Like, kv: _Like, packed: tuple[_Like, _Like], device: torch.device
+    draft: _Like, target: _Like, kv: _Like, out: tuple[_Like, ...], packed: tuple[_Like, _Like], device: torch.device
 ) -> tuple[_Launch, bool]:
     """The launch, and whether its programs look up lengths."""
-    B, G = _tokens(draft, target)
+    B, G = _tokens(draft, target, out)
     D = _rows(kv, *packed)[2]
     splits, warps, tile = _tiles(kv, device)
     block_b, block_g = _block(B), _block(G)
@@ -436,8 +446,10 @@ def _fused(
 
 
 @cache
-def _one_block(draft: _Like, target: _Like, kv: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
-    B, G = _tokens(draft, target)
+def _one_block(
+    draft: _Like, target: _Like, kv: _Like, out: tuple[_Like, ...], packed: tuple[_Like, _Like], device: torch.device
+) -> _Launch:
+    B, G = _tokens(draft, target, out)
     D = _rows(kv, *packed)[2]
     assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
     return _Launch(
@@ -451,8 +463,11 @@ def _block(n: int) -> int:
     return triton.next_power_of_2(max(n, 1))
 
 
-def _tokens(draft: _Like, target: _Like) -> tuple[int, int]:
+def _tokens(draft: _Like, target: _Like, out: tuple[_Like, ...]) -> tuple[int, int]:
     (B, G), strides, *_ = draft
+    kinds = torch.int64, torch.bool, torch.int64
+    for (shape, (stride,), dtype, _), wanted in zip(out, kinds, strict=True):
+        assert shape == (B,) and stride == 1 and dtype == wanted, f"{B} sequences, but outputs {tuple(shape)} {dtype}"
     assert target[0] == (B, G + 1), f"{G} drafted tokens need {G + 1} of the target, got {tuple(target[0])}"
     assert B > 0 and G <= MAX_GAMMA, f"{B} sequences of {G} drafted tokens: at least one, at most {MAX_GAMMA}"
     assert draft[2] == target[2] == torch.int64 and target[1][1] == 1 and (G < 2 or strides[1] == 1)

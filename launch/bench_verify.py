@@ -82,7 +82,7 @@ def check(work: Workload, name: str, scan: Callable[..., None] | None, fused: Ca
     """
     wanted = [work.accepted, *reference.verify(work.draft, work.target)]
     work.out.copy(*(torch.full_like(t, -1) for t in wanted[1:]))
-    got = [work.out.accepted, *vars(work.out).values()]
+    got = [work.out.accepted, *work.out.tensors]
     if scan is not None:
         scan(work.draft, work.target, work.out)
     if fused is not None:

@@ -49,7 +49,7 @@ def accepted_tokens(
     mass = torch.cat((kept_mass(p, drafts, vocab_offset), kept_mass(q, drafts, vocab_offset)), 1)
     p_mass, q_mass = (part.contiguous() for part in comm.all_reduce(mass).split((n + 1, n), 1))
     first = positions.view(B, n + 1)[:, 0].contiguous()
-    accepted, _, candidates = accept(p, q, p_mass, q_mass, drafts, best, state.seed, first, vocab_offset)
+    accepted, candidates = accept(p, q, p_mass, q_mass, drafts, best, state.seed, first, vocab_offset)
     following = best_of_ranks(comm.all_gather(candidates).flatten(0, 1))[1]
     tokens = torch.cat((drafts, following[:, None]), 1)
     return tokens.scatter_(1, accepted[:, None], following[:, None])

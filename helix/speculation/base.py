@@ -60,8 +60,8 @@ class Drafter(ABC):
         """Steps without drafts have gone by, and one with drafts comes next; may wait for the device."""
         return
 
-    def check(self) -> None:
-        """Raises RuntimeError where a collective of its own gave up waiting for a peer."""
+    def check(self, wait: bool = True) -> None:
+        """As `Communicator.check`, of collectives of its own."""
         return
 
     @abstractmethod
@@ -72,5 +72,5 @@ class Drafter(ABC):
 
         Args:
             stochastic: whether some row may have a temperature above 0.
-            filtered: whether some row may have top-k, top-p or min-p.
+            filtered: whether some row may have top-k or top-p.
         """

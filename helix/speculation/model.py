@@ -112,8 +112,8 @@ class ModelDrafter(Drafter):
             self.prefill(state, [(row, known[row], tokens[row]) for row in behind])
             known = [ends.get(row, at) for row, at in enumerate(known)]
 
-    def check(self) -> None:
-        self.comm.check()
+    def check(self, wait: bool = True) -> None:
+        self.comm.check(wait)
 
     def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
         own, lengths, last = self.sequences, state.lengths[:rows], state.tokens[:rows, None]

@@ -74,8 +74,8 @@ def accept(
     seed: Tensor,
     position: Tensor,
     first: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Accepted lengths, mismatch flags and candidates [1, B, 2]; shapes as in `kernels.accept.accept`."""
+) -> tuple[Tensor, Tensor]:
+    """Accepted lengths and candidates [1, B, 2]; shapes as in `kernels.accept.accept`."""
     B, G = draft.shape
     drawn = p.temperature > 0
     at = position[:, None] + torch.arange(G, device=draft.device)
@@ -103,4 +103,4 @@ def accept(
     own = greedy[row, accepted]
     score = torch.where(drawn, score, torch.where(own >= 0, 0.0, -torch.inf))
     token = torch.where(drawn, column + first, own)
-    return accepted, accepted < G, torch.stack([score, token.double()], dim=-1)[None]
+    return accepted, torch.stack([score, token.double()], dim=-1)[None]

@@ -15,7 +15,7 @@ def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, limit: float | None, plus: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum over the chosen local experts; arguments and shapes as in `kernels.moe.moe`."""
+    """The weighted sum over the chosen local experts; arguments and shapes as in `kernels.moe.RoutedExperts`."""
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     if plus is not None:
         out += plus

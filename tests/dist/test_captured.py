@@ -141,7 +141,12 @@ def check_recovery(comm: Communicator) -> str:
         with pytest.raises(RuntimeError) as error:
             comm.check()
         told = str(error.value)
+        with pytest.raises(RuntimeError, match="for rank 1 "):
+            comm.check(wait=False)
     comm.reset()
+    torch.cuda._sleep(1_000_000_000)  # half a second and more
+    comm.check(wait=False)
+    assert not torch.cuda.current_stream().query(), "a look at what has ended must not wait for the rest"
     comm.check()
     for _ in range(3):
         assert comm.all_gather(x)[:, 0].tolist() == [0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine import Engine, Output
 from helix.layout import HelixLayout
 from helix.request import Request
+from helix.speculation import NgramDrafter
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import build_engine
 
@@ -58,6 +60,42 @@ def test_over_the_capacity_is_refused() -> None:
     outputs = last(list(small.generate([Request(0, PROMPT, 82), Request(1, PROMPT, 81)])))
     assert outputs[0].finish_reason == "error" and "101 tokens" in (outputs[0].reason or "")
     assert len(outputs[1].output_ids) == 81
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter(4, 3)])
+def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: NgramDrafter | None) -> None:
+    small = alone(max_batch=2, max_length=100, drafter=drafter)
+    outputs = last(list(small.generate([Request(0, PROMPT, 82), Request(1, PROMPT, 81)])))
+    assert outputs[0].finish_reason == "error" and "max_length=100" in (outputs[0].reason or "")
+    assert len(outputs[1].output_ids) == 81
+
+
+@pytest.mark.parametrize("broken", range(4), ids="step {}".format)
+def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> None:
+    """A collective that gave up leaves numbers that mean nothing: they are no tokens, however well they look."""
+    e = alone()
+    wanted = last(list(alone().generate([Request(0, PROMPT, 8)])))[0].output_ids
+    gave_up = []
+    draw, steps = e._draw, itertools.count()
+
+    def lost(*args: Any) -> torch.Tensor:
+        tokens = draw(*args)
+        if next(steps) < broken:
+            return tokens
+        gave_up.append(True)
+        return torch.zeros_like(tokens)
+
+    def check(wait: bool = True) -> None:
+        if gave_up:
+            raise RuntimeError("rank 0 waited 300 s for rank 3")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(e, "_draw", lost)
+        patch.setattr(e.comm, "check", check)
+        outputs: list[Output] = []
+        with pytest.raises(RuntimeError, match="rank 3"):
+            deque(map(outputs.append, e.generate([Request(0, PROMPT, 8)])))
+    assert len(outputs) == broken and all(o.output_ids == wanted[: i + 1] for i, o in enumerate(outputs))
 
 
 def test_every_token_is_an_output_in_order() -> None:

@@ -38,10 +38,9 @@ def step(
         if q_logits is not None:
             q = distribution(q_logits[..., ids.start : ids.stop], ids.start, q_state, comm, filtered=True)[0]
             q_mass = comm.all_reduce(ops.kept_mass(q, draft, ids.start))  # type: ignore[attr-defined]
-        accepted, has_mismatch, candidates = ops.accept(  # type: ignore[attr-defined]
+        accepted, candidates = ops.accept(  # type: ignore[attr-defined]
             p, q, p_mass, q_mass, draft, greedy, state.seed.contiguous(), position, ids.start
         )
-        assert torch.equal(has_mismatch, accepted < draft.shape[1])
         return accepted, best_of_ranks(comm.all_gather(candidates).flatten(0, 1))[1], candidates
 
     results = run_ranks(world, body, device=p_logits.device)
@@ -265,7 +264,7 @@ class TestDistribution:
             q_dist = expand(q_logits, told)[0]
             q_mass = kernels.kept_mass(q_dist, tokens, 0)
         p_mass = kernels.kept_mass(p, tokens, 0)
-        accepted, _, candidates = kernels.accept(p, q_dist, p_mass, q_mass, tokens, greedy, *counters, 0)
+        accepted, candidates = kernels.accept(p, q_dist, p_mass, q_mass, tokens, greedy, *counters, 0)
         return draft, accepted.cpu(), best_of_ranks(candidates)[1].cpu()
 
     def statistics(self, draft: Tensor, accepted: Tensor, token: Tensor) -> list[tuple[float, float]]:
@@ -342,7 +341,7 @@ def test_a_captured_step_serves_other_tokens() -> None:
 
     def body() -> tuple[Tensor, Tensor]:
         mass = kernels.kept_mass(p, tokens, 0)
-        accepted, _, candidates = kernels.accept(p, None, mass, None, tokens, greedy, state.seed, at, 0)
+        accepted, candidates = kernels.accept(p, None, mass, None, tokens, greedy, state.seed, at, 0)
         return accepted, best_of_ranks(candidates)[1]
 
     body()

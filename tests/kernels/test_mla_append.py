@@ -18,7 +18,7 @@ OPS = pytest.mark.parametrize("op", [mla_append, reference], ids=["kernel", "ref
 @OPS
 @pytest.mark.parametrize(
     "heads, nope, latent, rope, page_size",
-    [(4, 16, 32, 8, 16), (1, 24, 40, 24, 1), (20, 5, 136, 64, 64), (9, 128, 8, 8, 7)],
+    [(4, 16, 32, 8, 16), (1, 24, 40, 24, 1), (20, 5, 136, 64, 64), (9, 128, 8, 8, 7), (0, 16, 32, 8, 16)],
 )
 @pytest.mark.parametrize("rows", [6, MAX_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -27,6 +27,7 @@ SHAPES = {
     "window": dict(counts=[1, 1, 1], lengths=[90, 20, 7], window=19),
     "window-verify": dict(counts=[4, 4], lengths=[90, 21], window=10, page_size=48),
     "verify-16": dict(counts=[16], lengths=[50], heads=6),
+    "verify-32": dict(counts=[32, 32], lengths=[70, 33], heads=3),
     "fewer-keys-than-queries": dict(counts=[4, 4], lengths=[2, 40]),
 }
 
@@ -138,6 +139,8 @@ ON_HOPPER = {
     "verify-3-of-20-heads": dict(counts=[3] * 3, lengths=[700, 64, 65], heads=20),
     "verify-7": dict(counts=[7] * 3, lengths=[700, 3, 129], heads=33),
     "verify-16-of-2-heads": dict(counts=[16] * 3, lengths=[700, 16, 70], heads=2),
+    "verify-32": dict(counts=[32] * 2, lengths=[700, 40], heads=5),
+    "verify-32-of-one-head": dict(counts=[32] * 3, lengths=[700, 32, 70], heads=1),
     "one-sequence": dict(counts=[1], lengths=[3000], heads=64),
     "one-sequence-of-few": dict(counts=[1], lengths=[3000], heads=16),
     "page-128": dict(counts=[2] * 3, lengths=[700, 64, 65], heads=48, page_size=128),

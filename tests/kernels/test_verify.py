@@ -91,7 +91,7 @@ def check_verified(out: Verified, case: Case) -> None:
     assert out.accepted.tolist() == case.accepted
     assert out.has_mismatch.tolist() == [k < G for k in case.accepted]
     assert out.next_tokens.tolist() == [row[k] for row, k in zip(case.target.tolist(), case.accepted, strict=True)]
-    for mine, theirs in zip(vars(out).values(), reference.verify(case.draft, case.target), strict=True):
+    for mine, theirs in zip(out.tensors, reference.verify(case.draft, case.target), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
 
 
@@ -290,6 +290,11 @@ def test_bad_shapes_are_refused(device: torch.device) -> None:
         kernels.verify(tokens[:, :4], tokens[:, :4], out)
     with pytest.raises(AssertionError, match="at most 1024"):
         kernels.verify(tokens, torch.zeros(2, kernels.MAX_GAMMA + 2, dtype=torch.int64, device=device), out)
+    with pytest.raises(AssertionError, match="2 sequences, but outputs"):
+        kernels.verify(tokens[:, :4], tokens[:, :5], Verified.create(3, device))
+    kv = torch.zeros(2, 4, 8, device=device)
+    with pytest.raises(AssertionError, match="2 sequences, but lengths"):
+        kernels.pack(kv, tokens[:, :2].flatten(), Packed.create(kv))
 
 
 def test_the_benchmark_knows_what_it_times() -> None:
