@@ -536,7 +536,8 @@ def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:
     if min((token for _, token in tokens), default=0) < 0:
         raise RuntimeError(
             "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
-            "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault)"
+            "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault; where another rank "
+            "says that it waited for one, that is the cause)"
         )
     return tokens
 

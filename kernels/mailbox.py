@@ -87,7 +87,8 @@ def send(to, words, tag, mask):
 def receive(at, tag, mask, source, status, spins):
     """int32 words [SOURCES, n] once all of them carry the tag, or after `spins` looks.
 
-    Then `status` holds one more than a source that did not come, and the words are whatever there was.
+    Then `status` holds one more than a source that did not come, and words without the tag are -1: NaN in every dtype,
+    so that nobody takes what follows from them for numbers, on this rank or on those that it sends to.
     """
     got = tl.load(at, mask=mask, other=0, volatile=True)
     late = mask & ((got >> 32).to(tl.int32) != tag)
@@ -100,6 +101,7 @@ def receive(at, tag, mask, source, status, spins):
         looks += 1
     if missing > 0:
         tl.store(status, missing)
+        got = tl.where(mask & ((got >> 32).to(tl.int32) != tag), -1, got)
     return got.to(tl.int32)
 
 

@@ -81,14 +81,40 @@ def test_a_rank_that_does_not_come_is_named(device: torch.device) -> None:
     ranks = Ranks(3, 2 * 3 * PIECES * PIECE_WORDS, device)
     exchanged(ranks, [out] * 3, [lse] * 3, shares)
     starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
+    result = torch.zeros(2, 1, 4, device=device)
     for push, who in ((True, (0, 1)), (False, (0,))):  # rank 2 sends nothing
         for r in who:
             exchange(
-                out, lse, torch.empty(2, 1, 4, device=device), starts, ranks.peers,
+                out, lse, result, starts, ranks.peers,
                 (ranks.counts[r][0], ranks.counts[r][1]), ranks.status[r],
                 rank=r, lanes=1, pieces=PIECES, spins=3, push=push, wait=not push,
             )  # fmt: skip
     assert ranks.gave_up() == [IN_GROUP + 3, 0, 0]
+    assert result.isnan().all(), "what came of two ranks of three looks like an answer"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_sum_without_a_rank_is_none(two_shot: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Neither on the rank that gave up nor, of sums that it owns, on the others."""
+    W, size, H = 2, 64, 40
+    ranks = Ranks(W, (2 * W + 2) * PIECES * size, device)
+    peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * W * PIECES * size))
+    squares = torch.zeros(W, 2, PIECES, dtype=torch.int64, device=device)
+    x, weight = torch.ones(2, H, dtype=dtype, device=device), torch.ones(H, dtype=dtype, device=device)
+    for turn, absent in enumerate((None, None, 1)):
+        for phase in (1, 2, 4):
+            got = [
+                all_reduce_norm(
+                    x, None, weight, 1e-5, peers, squares[r], ranks.counts[r][0], ranks.status[r],
+                    rank=r, pieces=PIECES, spins=2, two_shot=two_shot, slice_words=size, phases=phase,
+                )
+                for r in range(W)
+                if r != absent
+            ]  # fmt: skip
+        assert turn == 2 or all((total == W).all() for _, total in got)
+    normed, total = got[0]
+    assert ranks.gave_up() == [2, 0] and normed.isnan().all() and total.isnan().all()
 
 
 def test_a_nan_lse_surfaces(device: torch.device) -> None:
