@@ -39,6 +39,7 @@ def _flash_prefill_kernel(
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
         # Tiles of [full, full_stop) are read whole by every row and need no mask; the rest lies left and right of them.
+        # Three loops: `attend_tiles_masking_edges` in one takes 5 to 46% longer here (benchmarks/LOG.md).
         first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
         shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
         shared_hi = tl.min(tl.where(live, row_hi, stop), 0)

@@ -185,9 +185,10 @@ def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> 
 
 @pytest.mark.gpu
 def test_delays_overlap_as_in_the_paper() -> None:
-    measured = delays(torch.device("cuda"))[0]
-    for regime, units in EXPECTED_UNITS.items():  # launches and clocks: a twentieth
-        assert measured[f"{regime}_units"] == pytest.approx(units, rel=0.05)
+    # Other processes take the GPU's time by turns, which can only add: the least of five. A twentieth: launches, clocks.
+    measured = [delays(torch.device("cuda"))[0] for _ in range(5)]
+    for regime, units in EXPECTED_UNITS.items():
+        assert min(m[f"{regime}_units"] for m in measured) == pytest.approx(units, rel=0.05)
 
 
 def test_the_timeline_of_the_benchmark_has_every_chunk_once() -> None:
