@@ -303,9 +303,7 @@ def played_eight() -> list[str]:
 def played_steps() -> list[str]:
     """Four ranks that two GPUs and one play, beside four GPUs with the same kernels."""
     real = {
-        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"]
-        for r in results("step-on-4", "commit", *WORKLOAD)
-        if "failed" not in r
+        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step-on-4", *WORKLOAD) if "failed" not in r
     }
     played = {(r["played_by"], *(r[k] for k in WORKLOAD)): r for r in results("step-of-4", "played_by", *WORKLOAD)}
     rows = [

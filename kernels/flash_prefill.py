@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import flash_prefill_sm90, routing
-from kernels.paged import attend_tiles, tile_shape, with_sink
+from kernels.paged import attend_tiles, tile_shape, tiles_read_whole, with_sink
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
@@ -38,13 +38,8 @@ def _flash_prefill_kernel(
         stop = tl.max(tl.where(reads, row_hi, 0), 0)
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
-        # Tiles of [full, full_stop) are read whole by every row and need no mask; the rest lies left and right of them.
-        # Three loops: `attend_tiles_masking_edges` in one takes 5 to 46% longer here (benchmarks/LOG.md).
         first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
-        shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
-        shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
-        full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
-        full_stop = tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+        full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
 
         d = tl.arange(0, BLOCK_D)
         inside = live[:, None] & (d < D)[None, :]
@@ -53,6 +48,7 @@ def _flash_prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        # With branches, as `attend_tiles_masking_edges` has them, this takes 5 to 46% longer (benchmarks/LOG.md).
         acc, total, peak = attend_tiles(
             acc, total, peak, query, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,

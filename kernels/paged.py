@@ -89,17 +89,22 @@ def attend_tiles(
 
 
 @triton.jit
+def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
+    """Of the tiles first..last-1, where those begin and end that every row of `live` reads whole: they need no mask."""
+    shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
+    shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
+    full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
+    return full, tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+
+
+@triton.jit
 def attend_tiles_masking_edges(
     acc, total, peak, q, row_lo, row_hi, live, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`attend_tiles` with masks only where a tile holds keys that some row of `live` does not read."""
-    # Tiles of [full, full_stop) are read whole by every row; the rest lies left and right of them.
-    shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
-    shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
-    full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
-    full_stop = tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+    full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
     if first < full:
         acc, total, peak = attend_tiles(
             acc, total, peak, q, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,

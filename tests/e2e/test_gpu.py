@@ -106,8 +106,8 @@ def test_no_token_of_a_step_that_gave_up_is_kept(tmp_path: Path) -> None:
     """What a rank computes after it has given its peer up must be no result, as decode.resume would keep it."""
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert start(whole, tokens=100).wait().code == 0
-    # Long runs of steps: rank 1 stops inside of one, where rank 0 waits in a kernel, and seldom between two, where it
-    # waits for rank 1 to take its decision.
+    # Where rank 0 waits is chance: in a kernel (as in tests/dist/test_captured.py:check_recovery) or, where rank 1 had
+    # launched all of a run, for it to take the next decision.
     ended = end_without_rank_1(start(cut, "comm.timeout_s=1", "decode.run_steps=100", tokens=100), cut, signal.SIGSTOP)
     causes = ("(comm.timeout_s) for rank 1 in a collective", "rank 1 gave no sign of life")
     named = [cause for cause in causes if cause in ended.output]
