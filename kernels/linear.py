@@ -91,7 +91,12 @@ def _linear_kernel(
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    exact: bool = False,
 ) -> torch.Tensor:
     """y = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
 
@@ -100,23 +105,28 @@ def linear(
         weight: [R, K] in x's dtype, contiguous; gated: [2 R, K], the gate's rows before the others.
         bias: one value for each row of the weight, or None.
         gated: the result is the gate's.
+        exact: the result, without bias or gate, is fp32 where x's dtype is shorter.
 
     Returns:
-        [N, R] in x's dtype.
+        [N, R] in x's dtype, unless exact.
     """
     N, K = x.shape
     R = len(weight) // 2 if gated else len(weight)
+    dtype = torch.promote_types(x.dtype, torch.float32) if exact else x.dtype
+    assert not exact or (not gated and bias is None)
     if not routing.on_gpu(x):
-        return reference(x, weight, bias, gated)
+        return reference(x, weight, bias, gated, dtype)
     if x.is_cuda and linear_sm90.fits(x, weight):
-        out = torch.empty(N, R, dtype=x.dtype, device=x.device)
+        out = torch.empty(N, R, dtype=dtype, device=x.device)
         linear_sm90.launch(x, weight, bias, out, gated)
         return out
     if not 0 < N <= MAX_ROWS or R == 0 or K == 0:
-        y = F.linear(x, weight, bias)
+        if dtype != x.dtype and x.is_cuda:
+            return torch.mm(x, weight.mT, out_dtype=dtype)
+        y = F.linear(x.to(dtype), weight.to(dtype), bias)
         return silu_mul(y) if gated else y
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
-    out = torch.empty(N, R, dtype=x.dtype, device=x.device)
+    out = torch.empty(N, R, dtype=dtype, device=x.device)
     tile = _tile(N, R, K, gated)
     _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
         x, weight, bias, out, None, None, x.stride(0), N, R, K, 0,

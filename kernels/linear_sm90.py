@@ -273,7 +273,7 @@ def _linear_sm90_kernel(
             q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE,
         )  # fmt: skip
     else:
-        gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(dtype), mask=live)
+        gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(out.dtype.element_ty), mask=live)
 
 
 @cache

@@ -38,9 +38,9 @@ class RowShards:
                 weights.read(self.bias[begin:end], f"{p.name}.bias", (p.total,), p.share)
             begin = end
 
-    def __call__(self, x: Tensor, *, gated: bool = False) -> Tensor:
-        """x [N, H] -> [N, rows], or silu of the first half of them times the second."""
-        return linear(x, self.weight, self.bias, gated=gated)
+    def __call__(self, x: Tensor, *, gated: bool = False, exact: bool = False) -> Tensor:
+        """x [N, H] -> [N, rows], or silu of the first half of them times the second; `exact` as in `linear`."""
+        return linear(x, self.weight, self.bias, gated=gated, exact=exact)
 
 
 class ColumnShard:

@@ -41,6 +41,7 @@ class MoESpec:
         scoring: this and what follows up to `group_score` as in `kernels.route.route`.
         choice_bias: scores get a learned bias while experts are chosen, and not as weights.
         router_bias: the router's logits have a bias.
+        exact_router: those logits are not rounded to the model's dtype.
         expert_bias: each expert's matrices have one.
         limit: of the clamped SwiGLU, None for the plain one.
         block: the name of the layer's FFN.
@@ -62,6 +63,7 @@ class MoESpec:
     group_score: int = 1
     choice_bias: bool = False
     router_bias: bool = False
+    exact_router: bool = False
     expert_bias: bool = False
     limit: float | None = None
     block: str = "mlp"
@@ -162,7 +164,7 @@ class MoE:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         spec = self.spec
         ids, scores = route(
-            self.router(x),
+            self.router(x, exact=spec.exact_router),
             spec.top_k,
             scoring=spec.scoring,
             bias=self.choice_bias,

@@ -30,7 +30,23 @@ CASES = [
 def test_linear(N: int, R: int, K: int, biased: bool, gated: bool, op: Any, dtype: torch.dtype, device: Any) -> None:
     generator = torch.Generator().manual_seed(K)
     x, weight, bias, wanted = _case(generator, N, R, K, biased, gated, dtype, device)
-    _assert_close(op(x, weight, bias, gated=gated), wanted, gated, dtype)
+    y = linear(x, weight, bias, gated=gated) if op is linear else reference(x, weight, bias, gated, dtype)
+    _assert_close(y, wanted, gated, dtype)
+
+
+@pytest.mark.parametrize("op, dtype", CASES)
+@pytest.mark.parametrize("N, R, K", [(1, 40, 64), (4, 7, 511), (17, 8, 32), (5, 33, 528)])
+def test_exact_results_are_not_rounded(
+    N: int, R: int, K: int, op: Any, dtype: torch.dtype, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if op is reference:
+        monkeypatch.setattr("kernels.routing.on_gpu", lambda x: False)
+    x, weight, _, wanted = _case(torch.Generator().manual_seed(K), N, R, K, False, False, dtype, device)
+    y = linear(x, weight, exact=True)
+    # Products of 16-bit numbers are exact in fp32, and sums of up to 528 such terms of size 1/sqrt(K) are off by 2e-5
+    # at most; a rounding to 16 bits would be off by 2^-11 of values up to 4.
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), wanted, atol=2e-5, rtol=0)
 
 
 def _case(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from comm.loopback import LoopbackWorld
 from helix.layers.moe import MoE, MoESpec
@@ -206,3 +208,30 @@ def test_random_routers_agree_and_spread_tokens() -> None:
     assert load.min() > 8 and load.max() < 256
     assert not torch.equal(layers[0].gate_up[0], layers[0].gate_up[1])
     assert not torch.equal(layers[0].gate_up, layers[1].gate_up) and not torch.equal(layers[0].down, layers[2].down)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_router_that_is_not_rounded_chooses_as_transformers_does_in_bf16(exact: bool) -> None:
+    """DeepSeek's logits are fp32 products of bf16 numbers; rounded to bf16 (planted), some tokens go elsewhere."""
+    spec = MoESpec(
+        experts=64, top_k=6, width=2, scoring="sigmoid", normalise=True, scale=2.5, groups=8, top_groups=4,
+        group_score=2, choice_bias=True, exact_router=exact,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    config = DeepseekV3Config(hidden_size=HIDDEN, n_routed_experts=64, num_experts_per_tok=6, n_group=8, topk_group=4)
+    router = DeepseekV3TopkRouter(config).bfloat16()
+    router.weight.data = torch.randn(64, HIDDEN, generator=generator).bfloat16()
+    router.e_score_correction_bias = torch.randn(64, generator=generator) * 0.1
+    comm = LoopbackWorld(1).communicator(0, (0,))
+    weights = Weights(torch.bfloat16, torch.device("cpu"))
+    built = MoE(weights, comm, HelixLayout.create(), HIDDEN, spec, "mlp")
+    for parameter in weights.parameters:
+        parameter.zero_()
+    built.router.weight.copy_(router.weight.data)
+    assert built.choice_bias is not None
+    built.choice_bias.copy_(router.e_score_correction_bias)
+    x = torch.randn(2000, HIDDEN, generator=generator).bfloat16()
+    with torch.no_grad():
+        _, _, wanted = router(x)
+    same = (built(x).ids.sort(1).values == wanted.sort(1).values).all(1)
+    assert same.all() if exact else not same.all()
