@@ -287,7 +287,7 @@ class Engine:
         if length > spec.max_positions:
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
-                f"context of {spec.max_positions}"
+                f"{spec.context}"
             )
         if self.max_length < length <= self.token_budget:  # beyond that the scheduler says why
             return (

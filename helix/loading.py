@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from helix.layers.weights import MXFP4_BLOCK, Slice, Weights
+from helix.models import DecoderSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LISTED = 8  # names shown of each kind of problem
 
-# Left over in some checkpoints: a buffer that is computed, and a head that tied models do not use.
-IGNORED = ("rotary_emb.inv_freq",)
+IGNORED = ("rotary_emb.inv_freq",)  # a buffer that is computed, left over in some checkpoints
+HEAD = "lm_head.weight"
+NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of types that are numbers as they stand
+PACKED = ("U8",)  # those of mxfp4
 
 # The values of 4-bit floats (sign, two bits of exponent, one of mantissa).
 FP4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
@@ -77,11 +81,13 @@ class Checkpoint:
             raise ValueError(f"{INDEX} in {path} names files that are missing: {', '.join(missing)}")
         self.files: dict[str, str] = {}  # tensor name -> file
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         for name in files:
             with self._open(name) as shard:
                 for tensor in shard.keys():  # noqa: SIM118 - not a mapping
                     self.files[tensor] = name
-                    self.shapes[tensor] = tuple(shard.get_slice(tensor).get_shape())
+                    stored = shard.get_slice(tensor)
+                    self.shapes[tensor], self.dtypes[tensor] = tuple(stored.get_shape()), stored.get_dtype()
         lost = sorted(set(listed or ()) - set(self.files))
         if lost:
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
@@ -92,31 +98,40 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.path / name} is truncated or no safetensors file ({error})") from error
 
-    def check(self, slices: list[Slice], tied: bool, unused: tuple[str, ...] = ()) -> None:
+    def with_head(self, spec: DecoderSpec) -> DecoderSpec:
+        """A spec whose head is the checkpoint's own where it has one, whatever its config says of ties.
+
+        Fine-tuned heads differ from the embedding; transformers compares the two and ties only equal ones.
+        """
+        return replace(spec, tied=spec.tied and HEAD not in self.files)
+
+    def check(self, slices: list[Slice], unused: tuple[str, ...] = ()) -> None:
         """Compares the checkpoint with what a model wants of it.
 
         Args:
             unused: prefixes of tensors that may be there besides.
 
         Raises:
-            ValueError: naming every missing, unexpected and misshaped tensor.
+            ValueError: naming every missing, unexpected and misshaped tensor, and those whose type is no number's.
         """
         wanted = {name: shape for s in slices for name, shape in s.stored.items()}
-        ignored = (*IGNORED, "lm_head.weight") if tied else IGNORED
+        packed = {name for s in slices if s.mxfp4 for name in s.stored}
         missing = sorted(set(wanted) - set(self.shapes))
         unexpected = sorted(
-            n for n in set(self.shapes) - set(wanted) if not n.endswith(ignored) and not n.startswith(unused)
+            n for n in set(self.shapes) - set(wanted) if not n.endswith(IGNORED) and not n.startswith(unused)
         )
         misshaped = [
             f"{name} {list(self.shapes[name])}, expected {list(shape)}"
             for name, shape in sorted(wanted.items())
             if name in self.shapes and self.shapes[name] != shape
         ]
-        problems = [
-            f"{len(names)} {kind}: {_some(names)}"
-            for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped))
-            if names
+        mistyped = [
+            f"{name} {self.dtypes[name]}, expected {' or '.join(types)}"
+            for name in sorted(set(wanted) & set(self.dtypes))
+            if self.dtypes[name] not in (types := PACKED if name in packed else NUMBERS)
         ]
+        kinds = {"missing": missing, "unexpected": unexpected, "misshaped": misshaped, "of another type": mistyped}
+        problems = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
         if problems:
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
 

@@ -29,8 +29,10 @@ def main() -> None:
     dist.init_process_group("gloo")  # on GPUs: "nccl", and each rank its torch.device("cuda", local rank)
     layout = HelixLayout.create(kvp=dist.get_world_size())
     comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(minutes=5))
-    model = Decoder(spec_from_config(read_config(PATH)), layout, comm, DenseAttention(), torch.float32, comm.device)
-    Checkpoint(PATH).load(model.weights)
+    checkpoint = Checkpoint(PATH)
+    spec = checkpoint.with_head(spec_from_config(read_config(PATH)))
+    model = Decoder(spec, layout, comm, DenseAttention(), torch.float32, comm.device)
+    checkpoint.load(model.weights)
     config = Config(model=ModelConfig(path=str(PATH)))
     tokenizer = load_tokenizer(config)
     assert tokenizer is not None  # the directory has one

@@ -128,9 +128,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
     """
     config, spec, model = load_model(given["model"])
     if given["length"] > spec.max_positions:
-        raise ValueError(
-            f"length={given['length']} exceeds the context of {given['model']}, {spec.max_positions} tokens"
-        )
+        raise ValueError(f"length={given['length']} exceeds {given['model']}'s {spec.context}")
     backend = given.get("backend", "auto")
     question = Question(
         spec,

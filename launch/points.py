@@ -69,7 +69,7 @@ def engine_at(
     reserved = length + steps * (1 + max(gammas(config)))
     if reserved > model.spec.max_positions:
         raise AlikeError(
-            f"{length} tokens and {reserved - length} steps exceed the model's context of {model.spec.max_positions}: "
+            f"{length} tokens and {reserved - length} steps exceed the model's {model.spec.context}: "
             "set model.config.max_position_embeddings, or bench.points of fewer"
         )
     sized = replace(

@@ -81,15 +81,22 @@ def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.d
     return Decoder(spec, layout, comm, DenseAttention(), dtype, torch.device("meta")).weights
 
 
-def make_checkpoint(config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int) -> Checkpoint | None:
-    """The weights of a model, None for random ones; raises ValueError where they do not fit its config."""
+def make_checkpoint(
+    config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int
+) -> tuple[Checkpoint | None, DecoderSpec]:
+    """The weights of a model, None for random ones, and its spec with their head.
+
+    Raises:
+        ValueError: they do not fit its config.
+    """
     if config.load != "checkpoint":
-        return None
+        return None, spec
     if config.path is None:
         raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
     checkpoint = Checkpoint(Path(config.path))
-    checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.tied, spec.unused)
-    return checkpoint
+    spec = checkpoint.with_head(spec)
+    checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
+    return checkpoint, spec
 
 
 def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:
@@ -117,7 +124,8 @@ def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) 
         check_layout(layout, spec)
         if has_tokenizer(config.model) and has_tokenizer(speculation.model):
             check_tokenizers(Path(str(config.model.path)), Path(str(speculation.model.path)))
-        return DraftPlan(layout, spec, make_checkpoint(speculation.model, spec, layout, rank))
+        checkpoint, spec = make_checkpoint(speculation.model, spec, layout, rank)
+        return DraftPlan(layout, spec, checkpoint)
     except ValueError as error:
         raise ValueError(f"the draft model (speculation.model and speculation.layout): {error}") from error
 
@@ -181,7 +189,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
             "speculation.drafter=replay keeps drafts whatever the model says, so that its output is not the model's: "
             "time it with bench=decode or model.load=random, or use speculation.drafter=ngram"
         )
-    checkpoint = make_checkpoint(config.model, spec, layout, rank)
+    checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, spec, rank, world_size) if config.speculation.drafter == "model" else None
     written = [Path(p).resolve() for p in (config.decode.output, config.record) if p is not None]
     read = [Path(config.decode.prompts).resolve()] if config.decode.prompts is not None else []

@@ -32,26 +32,41 @@ class RopeSpec:
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RopeSpec:
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-        parameters.pop("type", None)
+    def from_config(cls, config: Any, head_dim: int) -> RopeSpec:
+        """What a transformers config object says in `rope_parameters`, where it has gathered all spellings.
+
+        Raises:
+            ValueError: a kind or a parameter is not supported, missing or out of range.
+        """
+        parameters = dict(config.rope_parameters)
+        if nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
+            raise ValueError(
+                f"config.json: rope_parameters differ by layer type ({', '.join(nested)}), which is not supported"
+            )
+        theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
         if kind not in ROPE_TYPES:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        if float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        if parameters.get("partial_rotary_factor") not in (None, 1):
             raise ValueError("partial rotary embedding (partial_rotary_factor below 1) is not supported")
         trained = "original_max_position_embeddings"
-        parameters.setdefault(trained, config.get("max_position_embeddings"))
+        if kind == "yarn" and parameters.get("factor") is None and parameters.get(trained):
+            parameters["factor"] = config.max_position_embeddings / parameters[trained]
         needed = {
             "linear": ["factor"],
             "llama3": ["factor", "low_freq_factor", "high_freq_factor", trained],
             "yarn": ["factor", trained],
-        }
-        missing = [name for name in needed.get(kind, []) if not parameters.get(name)]
-        if missing:
+        }.get(kind, [])
+        if missing := [name for name in needed if parameters.get(name) is None]:
             raise ValueError(f"RoPE scaling {kind!r} in config.json lacks {', '.join(missing)}")
+        optional = [n for n in ("beta_fast", "beta_slow", "attention_factor") if parameters.get(n)]
+        numbers = {"rope_theta": theta} | {name: parameters[name] for name in [*needed, *optional]}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"config.json: RoPE's {name}={value!r} must be a positive number")
+        if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+            raise ValueError("config.json: RoPE's low_freq_factor must be below high_freq_factor")
+        if kind == "yarn" and theta <= 1:
+            raise ValueError(f"config.json: RoPE's rope_theta={theta!r} must be above 1")
         return cls(kind, float(theta), head_dim, parameters)
 
     def frequencies(self) -> tuple[Tensor, float]:

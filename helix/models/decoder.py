@@ -34,7 +34,7 @@ class DecoderSpec:
         moe_layers: which layers those are.
         sinks: attention has a learned sink for each query head.
         tied: the head uses the embedding's rows.
-        max_positions: the context that the model was made for, in tokens.
+        max_positions: the context that the model was made for, in tokens; `limited_by`: the key that says so.
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
         mla: attention over one latent a token, whose shape replaces heads of K and V (`kv_heads` is 1).
@@ -59,6 +59,7 @@ class DecoderSpec:
     moe_layers: tuple[bool, ...]
     tied: bool
     max_positions: int
+    limited_by: str
     dtype: str
     eos: tuple[int, ...]
     mla: MLASpec | None = None
@@ -67,6 +68,11 @@ class DecoderSpec:
     @property
     def layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def context(self) -> str:
+        """What sentences say of `max_positions`."""
+        return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
     def entries(self, layout: HelixLayout, rank: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of what a token stores in one layer's cache on the rank that it lives on."""

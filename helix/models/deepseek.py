@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from helix.layers.mla import MLASpec
 from helix.layers.moe import MoESpec
 from helix.models.decoder import DecoderSpec
-from helix.models.hf import check_sizes, decoder_spec
+from helix.models.hf import check_only, check_sizes, decoder_spec
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says: so the models were released
 
 
-def spec_v2(config: Mapping[str, Any]) -> DecoderSpec:
+def spec_v2(config: Any) -> DecoderSpec:
     """Experts by their softmax scores, out of all (`greedy`) or of the groups that hold the best ones."""
-    _check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
-    _check_only(config, norm_topk_prob=(False,))
-    grouped = config.get("topk_method") == "group_limited_greedy"
-    return _spec(config, _experts(config, grouped), interleaved=True)
+    check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
+    check_only(config, norm_topk_prob=(False,))
+    return _spec(config, _experts(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True)
 
 
-def spec_v3(config: Mapping[str, Any]) -> DecoderSpec:
+def spec_v3(config: Any) -> DecoderSpec:
     """Experts by their sigmoid scores and a correction bias, of the groups whose two best add up to the most."""
-    _check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
+    check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
     moe = replace(
         _experts(config, grouped=True),
         scoring="sigmoid",
         group_score=2,
         choice_bias=True,
-        normalise=bool(config.get("norm_topk_prob", True)),
+        normalise=bool(config.norm_topk_prob),
     )
     if moe.experts < 2 * moe.groups:
         raise ValueError(f"n_group={moe.groups} leaves a group fewer than two of n_routed_experts={moe.experts}")
-    return _spec(config, moe, interleaved=bool(config.get("rope_interleave", True)))
+    return _spec(config, moe, interleaved=bool(config.rope_interleave))
 
 
-def _spec(config: Mapping[str, Any], moe: MoESpec, interleaved: bool) -> DecoderSpec:
+def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    check_sizes(config, *sizes, *(["q_lora_rank"] if config.get("q_lora_rank") is not None else []))
-    _check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
-    latent, rope, nope, value = (config[key] for key in sizes)
-    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
+    check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))
+    check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
+    latent, rope, nope, value = (getattr(config, key) for key in sizes)
+    layers, dense = config.num_hidden_layers, config.first_k_dense_replace or 0
     spec = decoder_spec(
-        {**config, "num_key_value_heads": 1, "head_dim": rope},  # one latent, of which the rope part is rotated
+        config,
+        kv_heads=1,  # one latent, of which the rope part is rotated
+        head_dim=rope,
         moe=moe if dense < layers else None,
         moe_layers=tuple(i >= dense for i in range(layers)),
     )
@@ -55,7 +55,7 @@ def _spec(config: Mapping[str, Any], moe: MoESpec, interleaved: bool) -> Decoder
     mla = MLASpec(
         hidden=spec.hidden,
         q_heads=spec.q_heads,
-        q_rank=config.get("q_lora_rank"),
+        q_rank=config.q_lora_rank,
         latent=latent,
         rope=rope,
         nope=nope,
@@ -68,13 +68,11 @@ def _spec(config: Mapping[str, Any], moe: MoESpec, interleaved: bool) -> Decoder
     return replace(spec, mla=mla, unused=(f"model.layers.{layers}.",))
 
 
-def _experts(config: Mapping[str, Any], grouped: bool) -> MoESpec:
+def _experts(config: Any, grouped: bool) -> MoESpec:
     check_sizes(config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-    experts, top_k, width = (
-        config[key] for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
-    )
-    groups, top_groups = ((config.get(key) or 1) if grouped else 1 for key in ("n_group", "topk_group"))
-    if experts % groups or not top_k <= experts // groups * top_groups <= experts:
+    experts, top_k, width = config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size
+    groups, top_groups = (config.n_group or 1, config.topk_group or 1) if grouped else (1, 1)
+    if min(groups, top_groups) < 1 or experts % groups or not top_k <= experts // groups * top_groups <= experts:
         raise ValueError(
             f"num_experts_per_tok={top_k} of n_routed_experts={experts} cannot come from topk_group={top_groups} "
             f"of n_group={groups} equal groups"
@@ -83,16 +81,9 @@ def _experts(config: Mapping[str, Any], grouped: bool) -> MoESpec:
         experts,
         top_k,
         width,
-        shared_width=(config.get("n_shared_experts") or 0) * width,
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        shared_width=(config.n_shared_experts or 0) * width,
+        scale=float(config.routed_scaling_factor),
         groups=groups,
         top_groups=top_groups,
+        exact_router=True,
     )
-
-
-def _check_only(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
-    """Raises ValueError where a key that is there has another value than those supported."""
-    for key, values in supported.items():
-        if config.get(key) is not None and config[key] not in values:
-            allowed = ", ".join(map(str, values))
-            raise ValueError(f"{key}={config[key]!r} is not supported in DeepSeek models; supported: {allowed}")

@@ -1,7 +1,13 @@
-"""What the families share in reading a Hugging Face `config.json`."""
+"""What the families share in reading a Hugging Face `config.json`.
+
+transformers' own config classes read the file, so that defaults, old spellings and types are theirs. What their
+object says is then taken into a `DecoderSpec`, or refused by name.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,37 +18,68 @@ from helix.models.decoder import DecoderSpec
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_shape(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming them, where keys are missing that no family can do without."""
-    check_sizes(config, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
+    """The transformers config object of a family, from the content of a `config.json`.
+
+    Raises:
+        ValueError: transformers cannot read it; the message names the key.
+    """
+    from transformers import CONFIG_MAPPING  # seconds
+
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what matters of its remarks is refused below, and every rank reads the file
+    try:
+        read = CONFIG_MAPPING[model_type](**copy.deepcopy(dict(config)))
+        read.standardize_rope_params()  # before each use, as in transformers: keys outside win over those within
+        return read
+    except Exception as error:  # of any kind: AttributeError, KeyError, TypeError and more, from wherever they stand
+        cause = error.__cause__ or error
+        field = getattr(error, "args", ("",))[0]
+        where = str(field).split("\n")[0].removeprefix("Validation error for ").rstrip(":")
+        what = f"{where}: {cause}" if error.__cause__ is not None else f"{type(error).__name__}: {error}"
+        raise ValueError(f"config.json cannot be read as {model_type}: {' '.join(what.split())}") from error
+    finally:
+        log.setLevel(level)
 
 
-def check_sizes(config: Mapping[str, Any], *needed: str) -> None:
-    """Raises ValueError, naming them, unless all these keys have positive integers."""
-    missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)} (or they are no positive integers)")
+def check_sizes(config: Any, *needed: str) -> None:
+    """Raises ValueError, naming them, unless all these attributes are positive integers."""
+    wrong = [f"{key}={getattr(config, key, None)!r}" for key in needed if not _is_size(getattr(config, key, None))]
+    if wrong:
+        raise ValueError(f"config.json: {', '.join(wrong)} must be positive integers")
 
 
-def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
+def check_only(config: Any, **supported: tuple[Any, ...]) -> None:
+    """Raises ValueError where an attribute that is set has another value than those supported."""
+    for key, values in supported.items():
+        value = getattr(config, key, None)
+        if value is not None and value not in values:
+            allowed = ", ".join(map(str, values))
+            raise ValueError(
+                f"config.json: {key}={value!r} is not supported in {config.model_type} models; supported: {allowed}"
+            )
+
+
+def experts_of(config: Any) -> tuple[int, int]:
     """Routed experts of a layer, and how many of them a token takes.
 
     Raises:
-        ValueError: one is missing, or a token would take more than there are.
+        ValueError: a token would take more than there are.
     """
-    # Newer versions of transformers write the second name where checkpoints had the first.
-    key = "num_experts" if "num_experts" in config else "num_local_experts"
-    check_sizes(config, key, "num_experts_per_tok")
-    experts, top_k = config[key], config["num_experts_per_tok"]
+    check_sizes(config, "num_experts", "num_experts_per_tok")
+    experts, top_k = config.num_experts, config.num_experts_per_tok
     if top_k > experts:
-        raise ValueError(f"num_experts_per_tok={top_k} is more than {key}={experts}")
+        raise ValueError(f"config.json: num_experts_per_tok={top_k} is more than num_experts={experts}")
     return experts, top_k
 
 
 def decoder_spec(
-    config: Mapping[str, Any],
+    config: Any,
     *,
     windows: tuple[int | None, ...] | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
@@ -52,14 +89,17 @@ def decoder_spec(
     moe_layers: tuple[bool, ...] | None = None,
     quantised: bool = False,
 ) -> DecoderSpec:
-    """The spec of a Llama-like config that has its shape; the keyword arguments say in what a family differs.
+    """The spec of a Llama-like config; the keyword arguments say in what a family differs.
 
     Args:
+        config: what `read_as` gave.
+        windows: each layer's sliding window; None: full attention in all.
+        kv_heads, head_dim: where they are not what `num_key_value_heads` and `head_dim` say.
         moe_layers: all layers if None and there are experts.
         quantised: the family reads how this checkpoint is quantised.
 
     Raises:
-        ValueError: a feature is not supported.
+        ValueError: a feature is not supported, or a size is not positive.
     """
     method = quantisation(config)
     if method is not None and not quantised:
@@ -67,25 +107,38 @@ def decoder_spec(
             f"the checkpoint is quantised ({method}), which is not supported here; supported: weights in "
             f"{', '.join(DTYPES)}, and mxfp4 of gpt-oss"
         )
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act={activation!r} is not supported; supported: silu")
-    hidden, q_heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
-    head_dim = config.get("head_dim") or hidden // q_heads
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if config.is_heterogeneous:
+        raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
+    check_only(config, hidden_act=("silu", "swish"), is_causal=(True,), is_encoder_decoder=(False,))
+    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
+    check_sizes(config, *sizes, "max_position_embeddings")
+    hidden, q_heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    if head_dim is None:
+        head_dim = getattr(config, "head_dim", None) or hidden // q_heads
+    if kv_heads is None:
+        check_sizes(config, "num_key_value_heads")
+        kv_heads = config.num_key_value_heads
+    if not _is_size(head_dim) or head_dim % 2:
+        raise ValueError(f"config.json: head_dim={head_dim!r} must be a positive even integer")
+    if bad := [w for w in windows or () if w is not None and not _is_size(w)]:
+        raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")
+    if not config.rms_norm_eps >= 0:
+        raise ValueError(f"config.json: rms_norm_eps={config.rms_norm_eps!r} must not be negative")
+    dtype = str(config.dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"checkpoint dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    eos = config.get("eos_token_id")
+        raise ValueError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    eos = config.eos_token_id
+    positions, limited_by = _context(config)
     return DecoderSpec(
-        vocab=config["vocab_size"],
+        vocab=config.vocab_size,
         hidden=hidden,
-        ffn=config["intermediate_size"],
+        ffn=config.intermediate_size,
         q_heads=q_heads,
-        kv_heads=config.get("num_key_value_heads") or q_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         windows=windows or (None,) * layers,
         rope=RopeSpec.from_config(config, head_dim),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.rms_norm_eps),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
@@ -93,29 +146,59 @@ def decoder_spec(
         sinks=sinks,
         moe=moe,
         moe_layers=moe_layers or (moe is not None,) * layers,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=int(config.get("max_position_embeddings") or 2048),
+        tied=bool(config.tie_word_embeddings),
+        max_positions=positions,
+        limited_by=limited_by,
         dtype=dtype,
-        eos=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
+        eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     )
 
 
-def quantisation(config: Mapping[str, Any]) -> str | None:
+def quantisation(config: Any) -> str | None:
     """The method that a checkpoint's weights are quantised with, None where they are not."""
-    found = config.get("quantization_config")
-    return str(found.get("quant_method", "unknown")) if found else None
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    return str(found.get("quant_method", "unknown")) if isinstance(found, Mapping) else repr(found)
 
 
-def layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's window from `layer_types`, or where absent from `use_sliding_window` and `max_window_layers`."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    if not config.get("use_sliding_window") or window is None:
-        return (None,) * layers
-    kinds = config.get("layer_types")
-    if kinds is None:
-        full = config.get("max_window_layers", 28)
-        kinds = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != layers:
-        raise ValueError(f"layer_types of {len(kinds)} entries for {layers} layers, unknown kinds: {unknown or 'none'}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window, from `layer_types` and `sliding_window`.
+
+    Raises:
+        ValueError: a layer is of another type, or there is no window for those that slide.
+    """
+    kinds = set(config.layer_types)
+    if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"config.json: layer_types has {', '.join(unknown)}; supported: full_attention, sliding_attention"
+        )
+    if "sliding_attention" in kinds and config.sliding_window is None:
+        raise ValueError(
+            "config.json: layer_types has sliding_attention, but there is no sliding_window (or use_sliding_window is "
+            "false)"
+        )
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _context(config: Any) -> tuple[int, str]:
+    """Positions that the model is computed for as it was made, and the key that says so.
+
+    Dual chunk attention (Qwen2.5-1M, https://arxiv.org/abs/2501.15383) is plain attention within its first chunk.
+    """
+    limits = {"max_position_embeddings": config.max_position_embeddings}
+    chunked = getattr(config, "dual_chunk_attention_config", None)
+    if chunked:
+        if not isinstance(chunked, Mapping):
+            raise ValueError(f"config.json: dual_chunk_attention_config={chunked!r} must be an object")
+        for key in ("chunk_size", "original_max_position_embeddings"):
+            value = chunked.get(key, limits["max_position_embeddings"])
+            if not _is_size(value):
+                raise ValueError(f"config.json: dual_chunk_attention_config.{key}={value!r} must be a positive integer")
+            limits[f"dual_chunk_attention_config.{key}"] = value
+    name = min(limits, key=limits.__getitem__)
+    return limits[name], name
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 63

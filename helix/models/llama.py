@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from helix.models.decoder import DecoderSpec
 from helix.models.hf import decoder_spec
 
 
-def spec(config: Mapping[str, Any]) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
-    return decoder_spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))
+def spec(config: Any) -> DecoderSpec:
+    bias = config.attention_bias
+    return decoder_spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from helix.layers.moe import MoESpec
@@ -10,12 +9,12 @@ from helix.models.decoder import DecoderSpec
 from helix.models.hf import decoder_spec, experts_of
 
 
-def spec(config: Mapping[str, Any]) -> DecoderSpec:
+def spec(config: Any) -> DecoderSpec:
     moe = MoESpec(
         *experts_of(config),
-        config["intermediate_size"],
+        config.intermediate_size,
         normalise=True,
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
     )
-    return decoder_spec(config, windows=(config.get("sliding_window"),) * config["num_hidden_layers"], moe=moe)
+    return decoder_spec(config, windows=(config.sliding_window,) * config.num_hidden_layers, moe=moe)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from helix.models.decoder import DecoderSpec
 from helix.models.hf import decoder_spec, layer_windows
 
 
-def spec(config: Mapping[str, Any]) -> DecoderSpec:
+def spec(config: Any) -> DecoderSpec:
     return decoder_spec(config, windows=layer_windows(config), qkv_bias=True)

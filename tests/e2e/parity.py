@@ -45,9 +45,10 @@ class Result:
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
     """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
-    spec = replace(spec_from_config(read_config(path)), eos=())
+    checkpoint = Checkpoint(path)
+    spec = replace(checkpoint.with_head(spec_from_config(read_config(path))), eos=())
     model = Decoder(spec, layout, comm, DenseAttention(), dtype, comm.device)
-    Checkpoint(path).load(model.weights)
+    checkpoint.load(model.weights)
     return model
 
 

@@ -88,7 +88,10 @@ def test_unset_under_an_automatic_layout() -> None:
         (["speculation.model.path=/nowhere"], ["draft model", "/nowhere is not a directory"]),
         (["+speculation.model.config.vocab_size=300"], ["300 token ids", "the target 257"]),
         (["+speculation.model.config.architectures=[GPT2LMHeadModel]"], ["draft model", "GPT2LMHeadModel", "Qwen3"]),
-        (["+speculation.model.config.num_hidden_layers=3"], ["draft model", "missing: model.layers.2"]),
+        (
+            ["+speculation.model.config.num_hidden_layers=3"],
+            ["draft model", "num_hidden_layers", "(3)", "(2)"],
+        ),
         (["speculation.gamma=32"], ["speculation.gamma=32", "from 1 to 31"]),
         (["speculation.model.dtype=int8"], ["speculation.model.dtype='int8'"]),
         (["bench=hopb"], ["bench.kind=hopb", "speculation.drafter=model"]),

@@ -118,6 +118,9 @@ def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) 
                 def get_shape(self) -> Any:
                     return part.get_shape()
 
+                def get_dtype(self) -> Any:
+                    return part.get_dtype()
+
                 def __getitem__(self, index: Any) -> Any:
                     tensor = part[index]
                     read.append((name, tensor.numel()))
@@ -158,7 +161,7 @@ def test_experts_are_read_by_the_ranks_that_hold_them(family: str, mode: str, kv
     for rank in range(layout.world_size):
         model = decoder(layout, rank, read_config(checkpoint(family)))
         opened = Checkpoint(checkpoint(family))
-        opened.check(model.weights.slices, model.spec.tied)
+        opened.check(model.weights.slices)
         for parameter in model.weights.parameters:
             parameter.fill_(torch.nan)
         opened.load(model.weights)
@@ -184,7 +187,7 @@ def test_a_packed_checkpoint_lacks_what_it_lacks(tmp_path: Path) -> None:
 def problem(directory: Path, config: dict[str, Any] = CONFIG) -> str:
     model = decoder(HelixLayout.create(), 0, config)
     with pytest.raises(ValueError) as caught:
-        Checkpoint(directory).check(model.weights.slices, model.spec.tied)
+        Checkpoint(directory).check(model.weights.slices)
     return str(caught.value)
 
 
@@ -208,11 +211,25 @@ def test_leftovers_are_no_problem(directory: Path) -> None:
     whole = tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     save_file(whole, directory / "model.safetensors")
     model = decoder(HelixLayout.create(), 0)
-    Checkpoint(directory).check(model.weights.slices, tied=False)
-    tied = CONFIG | {"tie_word_embeddings": True}
-    model = decoder(HelixLayout.create(), 0, tied)
-    assert model.head.weight is model.embedding.weight
-    Checkpoint(directory).check(model.weights.slices, tied=True)  # its lm_head.weight is of no use
+    Checkpoint(directory).check(model.weights.slices)
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_config_says(directory: Path) -> None:
+    tied = spec_from_config(CONFIG | {"tie_word_embeddings": True})
+    assert tied.tied and not Checkpoint(directory).with_head(tied).tied
+    whole = tensors()
+    del whole["lm_head.weight"]
+    save_file(whole, directory / "model.safetensors")
+    assert Checkpoint(directory).with_head(tied).tied
+    assert not Checkpoint(directory).with_head(spec_from_config(CONFIG)).tied
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.int16, "I16"), (torch.uint16, "U16"), (torch.int8, "I8")])
+def test_weights_that_are_no_numbers_as_they_stand_are_refused(directory: Path, dtype: Any, name: str) -> None:
+    whole = tensors()
+    whole["model.norm.weight"] = whole["model.norm.weight"].to(dtype)
+    save_file(whole, directory / "model.safetensors")
+    assert f"1 of another type: model.norm.weight {name}, expected BF16 or F16 or F32 or F64" in problem(directory)
 
 
 def test_truncated_shard(directory: Path) -> None:
@@ -264,7 +281,7 @@ def test_generation_config_has_the_last_word_on_eos(directory: Path) -> None:
 def test_what_other_ranks_hold_is_not_unexpected(directory: Path) -> None:
     layout = HelixLayout.create("helix", 4)
     for rank in range(4):  # the first alone has the bias of the output projection
-        Checkpoint(directory).check(decoder(layout, rank).weights.slices, tied=False)
+        Checkpoint(directory).check(decoder(layout, rank).weights.slices)
 
 
 def test_inline_keys_override_the_file(directory: Path) -> None:
@@ -298,4 +315,4 @@ def test_the_demo_checkpoint_is_complete(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "assets" / "demo-model"
     copy = shutil.copytree(demo, tmp_path / "demo")
     model = decoder(HelixLayout.create("helix", 4), 2, read_config(copy))
-    Checkpoint(copy).check(model.weights.slices, model.spec.tied)
+    Checkpoint(copy).check(model.weights.slices)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from helix.layers.rotary import ROPE_TYPES, RopeSpec, Rotary
+from helix.models import spec_from_config
 from kernels.reference.kv_append import rotate
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def rope(config: dict[str, Any]) -> RopeSpec:
+    return spec_from_config({"architectures": ["LlamaForCausalLM"], "head_dim": 64, **config}).rope
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [8, 64, 128])
 def test_same_rotation_as_transformers(kind: str, dim: int) -> None:
@@ -45,10 +50,10 @@ def test_same_rotation_as_transformers(kind: str, dim: int) -> None:
     theirs = LlamaRotaryEmbedding(config)
     cos, sin = theirs(q, positions[None])
     expected, _ = apply_rotary_pos_emb(q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos, sin)
-    ours = Rotary(RopeSpec.from_config(config.to_dict(), dim), torch.float32, torch.device("cpu"))
+    ours = Rotary(RopeSpec.from_config(config, dim), torch.float32, torch.device("cpu"))
     # Angles up to 5000 in fp32 differ by a unit in the last place, 5000 x 2^-24 = 3e-4, times values up to 4.
     torch.testing.assert_close(rotate(q, *ours.angles(positions)), expected[0].transpose(0, 1), atol=1.5e-3, rtol=0)
-    inv_freq, factor = RopeSpec.from_config(config.to_dict(), dim).frequencies()
+    inv_freq, factor = RopeSpec.from_config(config, dim).frequencies()
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
@@ -58,25 +63,48 @@ def test_both_spellings_of_a_config_mean_the_same() -> None:
     new = {"rope_parameters": scaling | {"rope_theta": 5e5}, "max_position_embeddings": 1024}
     old = {"rope_scaling": scaling, "rope_theta": 5e5, "max_position_embeddings": 1024}
     older = {"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in scaling.items()}, "rope_theta": 5e5}
-    specs = [RopeSpec.from_config(c, 64) for c in (new, old, older)]
+    specs = [rope(c) for c in (new, old, older | {"max_position_embeddings": 1024})]
     assert all(s.kind == "llama3" and s.theta == 5e5 for s in specs)
     assert torch.equal(specs[0].frequencies()[0], specs[1].frequencies()[0])
     assert torch.equal(specs[0].frequencies()[0], specs[2].frequencies()[0])
-    assert RopeSpec.from_config({}, 64).theta == 10_000.0
+    assert rope({}).theta == 10_000.0
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}, "rope_scaling": scaling}
+    assert rope(both).kind == "llama3"  # the older key, which model cards tell users to add, is not overlooked
+    # Outside of the parameters it wins over the one within, as in transformers.
+    outside = rope(new | {"original_max_position_embeddings": 512})
+    assert outside.scaling["original_max_position_embeddings"] == 512
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "mystery"])
 def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
+    parameters = {"rope_type": kind, "factor": 2.0, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     with pytest.raises(ValueError, match=kind) as caught:
-        RopeSpec.from_config({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, 64)
+        rope({"rope_parameters": parameters})
     assert all(known in str(caught.value) for known in ROPE_TYPES)
 
 
 def test_missing_parameters_and_partial_rotation_are_refused() -> None:
-    with pytest.raises(ValueError, match="lacks low_freq_factor, high_freq_factor"):
-        RopeSpec.from_config({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 64)
+    with pytest.raises(ValueError, match="factor"):
+        rope({"rope_scaling": {"rope_type": "linear"}})
     with pytest.raises(ValueError, match="partial rotary"):
-        RopeSpec.from_config({"partial_rotary_factor": 0.5}, 64)
+        rope({"partial_rotary_factor": 0.5})
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"factor": -8.0}, "factor=-8.0 must be a positive number"),
+        ({"factor": "8"}, "factor='8'"),
+        ({"original_max_position_embeddings": -256}, "original_max_position_embeddings=-256"),
+        ({"beta_fast": float("nan")}, "beta_fast=nan"),
+        ({"rope_theta": 0}, "rope_theta=0 must be"),
+        ({"rope_theta": 1.0}, "rope_theta=1.0 must be above 1"),
+        ({"full_attention": {"rope_type": "default"}}, "differ by layer type"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rope({"rope_parameters": KINDS["yarn"] | {"rope_theta": 5e4} | changed})
 
 
 def test_a_million_tokens_out() -> None:
