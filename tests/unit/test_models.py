@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -151,9 +152,72 @@ def test_an_unknown_architecture_is_told_the_known_ones() -> None:
         ({"dtype": "bfloat17"}, "AttributeError.*bfloat17"),
         ({"hidden_size": None}, "hidden_size.*expected int, got NoneType"),
         ({"num_attention_heads": "8"}, "num_attention_heads.*expected int, got str"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings=-5 must be"),
+        ({"vocab_size": 1 << 70}, "vocab_size=.* must be"),
+        ({"head_dim": 7}, "head_dim=7 must be"),
+        ({"model_type": "mistral"}, "whose model_type is 'llama', not 'mistral'"),
+        ({"is_causal": False}, "is_causal=False is not supported in llama"),
+        ({"quantization_config": [1]}, "quantised"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         spec(LlamaConfig(), "LlamaForCausalLM", **more)
+
+
+@pytest.mark.parametrize("window", [0, -4])
+@pytest.mark.parametrize(
+    "config, architecture",
+    [
+        (MistralConfig(), "MistralForCausalLM"),
+        (Qwen2Config(use_sliding_window=True, max_window_layers=0), "Qwen2ForCausalLM"),
+        (GptOssConfig(), "GptOssForCausalLM"),
+        (MixtralConfig(), "MixtralForCausalLM"),
+    ],
+)
+def test_windows_without_tokens_are_refused(window: int, config: Any, architecture: str) -> None:
+    with pytest.raises(ValueError, match=f"sliding_window={window} must be a positive integer or null"):
+        spec(config, architecture, sliding_window=window)
+
+
+def test_layer_types_that_are_not_computed_are_refused() -> None:
+    kinds = ["chunked_attention"] * 32
+    with pytest.raises(ValueError, match="chunked_attention"):
+        spec(Qwen2Config(layer_types=kinds), "Qwen2ForCausalLM")
+    with pytest.raises(ValueError, match="there is no sliding_window"):
+        spec(Qwen2Config(layer_types=["sliding_attention"] * 32), "Qwen2ForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_absent_keys_mean_what_they_mean_in_the_family(architecture: str) -> None:
+    theirs = CONFIG_MAPPING[FAMILIES[architecture][0]]()
+    needed = {"num_experts_per_tok": 2} if architecture == "DeepseekV2ForCausalLM" else {}
+    s = spec_from_config({"architectures": [architecture], **needed})
+    assert (s.norm_eps, s.max_positions, s.layers) == (
+        theirs.rms_norm_eps, theirs.max_position_embeddings, theirs.num_hidden_layers,
+    )  # fmt: skip
+    assert s.eos == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert s.rope.theta == theirs.rope_parameters["rope_theta"] and s.rope.kind == theirs.rope_parameters["rope_type"]
+    if s.moe is not None and s.mla is not None:
+        assert s.moe.scale == theirs.routed_scaling_factor
+
+
+def test_null_scaling_is_yarn_in_gpt_oss() -> None:
+    for absent in ({}, {"rope_scaling": None}, {"rope_parameters": None}):
+        rope = spec_from_config({"architectures": ["GptOssForCausalLM"], **absent}).rope
+        assert (rope.kind, rope.theta, rope.scaling["factor"]) == ("yarn", 150_000.0, 32.0)
+    assert spec_from_config({"architectures": ["GptOssForCausalLM"]}).windows[:2] == (128, None)
+
+
+@pytest.mark.parametrize("names", [{"architectures": ["LlamaForCausalLM"]}, {"model_type": "llama"}])
+def test_either_name_of_a_family_will_do(names: dict[str, Any]) -> None:
+    assert spec_from_config(names).vocab == 32000
+
+
+def test_contexts_beyond_the_first_chunk_of_dual_chunk_attention_are_not_the_models() -> None:
+    chunked = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 300000}
+    s = spec(Qwen2Config(max_position_embeddings=1010000), "Qwen2ForCausalLM", dual_chunk_attention_config=chunked)
+    assert s.max_positions == 262144 and "dual_chunk_attention_config.chunk_size" in s.context
+    with pytest.raises(ValueError, match=r"dual_chunk_attention_config\.chunk_size=-1"):
+        spec(Qwen2Config(), "Qwen2ForCausalLM", dual_chunk_attention_config=chunked | {"chunk_size": -1})

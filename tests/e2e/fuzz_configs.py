@@ -1,0 +1,277 @@
+"""Random legal configs of small models of every family, and random ways to write them down."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from helix.models import FAMILIES
+
+Json = dict[str, Any]
+ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()}
+
+
+def config_of(model_type: str, rng: random.Random) -> Json:
+    """All keys of a legal config of a small model."""
+    return {**_common(rng), **MAKERS[model_type](rng)}
+
+
+def _common(rng: random.Random) -> Json:
+    kv_heads = rng.choice((1, 2, 3, 4, 6))
+    return {
+        "vocab_size": rng.randint(40, 300),
+        "intermediate_size": rng.randint(3, 90),
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * rng.choice((1, 2, 3, 4)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 3e-2)),
+        "max_position_embeddings": rng.choice((512, 2048, 4096, 32768, 131072)),
+        "hidden_act": rng.choice(("silu", "silu", "silu", "swish")),
+        "tie_word_embeddings": rng.random() < 0.3,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.15,
+    }
+
+
+def _heads(rng: random.Random, config: Json) -> Json:
+    """Hidden size and head dim; the one divides the other half of the time."""
+    dim = rng.choice((4, 8, 16))
+    plain = rng.random() < 0.5
+    hidden = config["num_attention_heads"] * (dim if plain else rng.choice((4, 8)))
+    return {"hidden_size": hidden, "head_dim": dim}
+
+
+def _llama(rng: random.Random) -> Json:
+    config = _common(rng)
+    return config | _heads(rng, config) | {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
+
+
+def _mistral(rng: random.Random) -> Json:
+    config = _common(rng)
+    return config | _heads(rng, config) | {"sliding_window": rng.choice((None, 5, 19, 64, 4096))}
+
+
+def _qwen2(rng: random.Random) -> Json:
+    config = _common(rng)
+    dim = rng.choice((4, 8, 16))
+    return config | {"hidden_size": config["num_attention_heads"] * dim} | _layer_windows(rng, config)
+
+
+def _qwen3(rng: random.Random) -> Json:
+    config = _common(rng)
+    more = {"head_dim": rng.choice((8, 16, 128)), "hidden_size": rng.choice((24, 32, 50))}
+    return config | more | {"attention_bias": rng.random() < 0.3} | _layer_windows(rng, config)
+
+
+def _layer_windows(rng: random.Random, config: Json) -> Json:
+    layers, use = config["num_hidden_layers"], rng.random() < 0.5
+    full = rng.choice((0, 1, 28))
+    window = rng.choice((7, 24, 4096)) if use else None
+    kinds = ["sliding_attention" if use and i >= full else "full_attention" for i in range(layers)]
+    return {"use_sliding_window": use, "sliding_window": window, "max_window_layers": full, "layer_types": kinds}
+
+
+def _qwen3_moe(rng: random.Random) -> Json:
+    experts, use, layers = rng.randint(2, 11), rng.random() < 0.3, rng.randint(1, 3)
+    dense = rng.choice(([], [], [0], list(range(layers))))
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": rng.choice((24, 33)),
+        "head_dim": rng.choice((8, 16)),
+        "attention_bias": rng.random() < 0.3,
+        "num_experts": experts,
+        "num_experts_per_tok": rng.randint(1, experts),
+        "moe_intermediate_size": rng.randint(3, 50),
+        "norm_topk_prob": rng.random() < 0.5,
+        "decoder_sparse_step": rng.choice((1, 1, 2)),
+        "mlp_only_layers": dense,
+        "use_sliding_window": use,
+        "sliding_window": rng.choice((7, 24, 4096)) if use else None,
+    }
+
+
+def _mixtral(rng: random.Random) -> Json:
+    experts = rng.choice((2, 5, 8, 8))
+    config = _common(rng)
+    return (
+        config
+        | _heads(rng, config)
+        | {
+            "num_local_experts": experts,
+            "num_experts_per_tok": rng.choice((2, rng.randint(1, experts))),
+            "sliding_window": rng.choice((None, None, 19)),
+        }
+    )
+
+
+def _gpt_oss(rng: random.Random) -> Json:
+    experts, layers = rng.randint(4, 10), rng.randint(1, 3)
+    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": rng.choice((24, 32)),
+        "intermediate_size": rng.choice((10, 32)),
+        "head_dim": rng.choice((8, 64)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.choice((4, rng.randint(1, experts))),
+        "sliding_window": rng.choice((6, 24, 128)),
+        "layer_types": rng.choice((alternate, alternate, ["full_attention"] * layers)),
+        "attention_bias": rng.random() < 0.8,
+    }
+
+
+def _deepseek(rng: random.Random) -> Json:
+    groups = rng.choice((1, 2, 4, 8))
+    experts, top_groups = groups * rng.randint(2, 3), rng.randint(1, groups)
+    layers = rng.randint(1, 3)
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": 4 * rng.randint(8, 14),
+        "num_attention_heads": rng.choice((2, 4)),
+        "kv_lora_rank": rng.choice((16, 20)),
+        "q_lora_rank": rng.choice((None, 12)),
+        "qk_rope_head_dim": rng.choice((4, 8)),
+        "qk_nope_head_dim": rng.choice((6, 8)),
+        "v_head_dim": rng.choice((6, 10)),
+        "n_routed_experts": experts,
+        "n_shared_experts": rng.choice((1, 2)),
+        "num_experts_per_tok": rng.randint(1, experts // groups * top_groups),
+        "moe_intermediate_size": rng.randint(3, 20),
+        "first_k_dense_replace": rng.choice((0, 1, layers)),
+        "routed_scaling_factor": rng.choice((1.0, 2.5, 1.7)),
+        "n_group": groups,
+        "topk_group": top_groups,
+        "num_key_value_heads": None,
+    }
+
+
+def _deepseek_v2(rng: random.Random) -> Json:
+    config = _deepseek(rng) | {"topk_method": "group_limited_greedy"}
+    if rng.random() < 0.5:
+        config |= {"topk_method": "greedy", "n_group": None, "topk_group": None, "num_experts_per_tok": 2}
+    return config
+
+
+def _deepseek_v3(rng: random.Random) -> Json:
+    flags = {"norm_topk_prob": rng.random() < 0.7, "rope_interleave": rng.random() < 0.7}
+    return _deepseek(rng) | flags | {"num_nextn_predict_layers": rng.choice((0, 1))}
+
+
+MAKERS: dict[str, Callable[[random.Random], Json]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+def rope_of(model_type: str, rng: random.Random, context: int) -> Json:
+    """Parameters of a kind of RoPE; a few of them are kinds that we do not compute."""
+    theta = {"rope_theta": rng.choice((10_000.0, 1_000_000.0, 500.0))}
+    kind = rng.choice(("default", "default", "linear", "llama3", "yarn", "yarn", "yarn"))
+    if rng.random() < 0.03:
+        return theta | {"rope_type": "dynamic", "factor": 2.0}
+    if kind == "default":
+        return theta | {"rope_type": "default"}
+    scaled = theta | {"rope_type": kind, "factor": rng.choice((2.0, 8.0, 4, 32.0))}
+    if kind == "linear":
+        return scaled
+    trained = {"original_max_position_embeddings": rng.choice((32, 64, context))}
+    if kind == "llama3":
+        return scaled | trained | {"low_freq_factor": 1.0, "high_freq_factor": rng.choice((4.0, 2))}
+    optional: Json = {
+        "beta_fast": rng.choice((32.0, 20)),
+        "beta_slow": 1.0,
+        "truncate": rng.random() < 0.5,
+        "attention_factor": 1.2,
+        "mscale": rng.choice((1.0, 0.707)),
+        "mscale_all_dim": rng.choice((1.0, 0.8)),
+    }
+    chosen = {key: value for key, value in optional.items() if rng.random() < 0.4}
+    return scaled | trained | chosen
+
+
+def written(model_type: str, config: Json, rope: Json, plain: bool, rng: random.Random) -> Json:
+    """The content of a config.json; `plain` as transformers would write it."""
+    content = {**config, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]], "dtype": "float32"}
+    if plain:
+        return content | {"rope_parameters": dict(rope), "transformers_version": "5.17.0"}
+    content |= _written_rope(rope, config["max_position_embeddings"], rng)
+    defaults = CONFIG_MAPPING[model_type]()
+    for key in list(content):
+        default = getattr(defaults, key, "none")
+        if key not in ("architectures", "model_type") and content[key] == default and rng.random() < 0.6:
+            del content[key]  # the family's default says the same
+    if rng.random() < 0.2:
+        del content[rng.choice(("architectures", "model_type"))]
+    if "dtype" in content and rng.random() < 0.6:
+        content["torch_dtype"] = content.pop("dtype")
+    derived = {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
+    derived |= {"num_key_value_heads": config["num_attention_heads"]}
+    nullable = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
+    if rope["rope_type"] == "default":  # of the others transformers finds no dimensions
+        nullable["mixtral"] = ("head_dim",)
+    for key in nullable.get(model_type, ()):
+        if content.get(key) == derived[key] and rng.random() < 0.7:
+            content[key] = None
+            if rng.random() < 0.5:
+                del content[key]
+    if "layer_types" in content and rng.random() < 0.5 and _derivable_layer_types(model_type, config):
+        content["layer_types"] = None
+        if rng.random() < 0.5:
+            del content["layer_types"]
+    if config.get("mlp_only_layers") == [] and rng.random() < 0.5:
+        content["mlp_only_layers"] = None
+    aliases = {"mixtral": ("num_local_experts", "num_experts"), "gpt_oss": ("num_local_experts", "num_experts")}
+    aliases |= {"deepseek_v3": ("n_routed_experts", "num_local_experts")}
+    if model_type in aliases and rng.random() < 0.3:
+        name, alias = aliases[model_type]
+        if name in content:
+            content[alias] = content.pop(name)
+    extras: Json = {"use_cache": True, "pretraining_tp": 1, "transformers_version": "4.31.0", "comment": {"a": [1]}}
+    extras |= {"auto_map": {"AutoConfig": "configuration.X"}, "attention_dropout": 0.0, "torchscript": False}
+    return content | {key: value for key, value in extras.items() if rng.random() < 0.3}
+
+
+def _derivable_layer_types(model_type: str, config: Json) -> bool:
+    layers = config["num_hidden_layers"]
+    if model_type == "gpt_oss":
+        return bool(
+            config["layer_types"] == ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+        )
+    return True
+
+
+def _written_rope(rope: Json, context: int, rng: random.Random) -> Json:
+    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+    theta, kind = rope["rope_theta"], rope["rope_type"]
+    named = {rng.choice(("rope_type", "type")): kind}
+    if rest.get("original_max_position_embeddings") == context and rng.random() < 0.5:
+        del rest["original_max_position_embeddings"]  # the context says the same
+    outside: Json = {}
+    if "original_max_position_embeddings" in rest and rng.random() < 0.2:
+        outside["original_max_position_embeddings"] = rest.pop("original_max_position_embeddings")
+    scaling: Json | None = {**named, **rest}
+    if kind == "default" and rng.random() < 0.7:
+        scaling = None
+    way = rng.choice(("old", "old", "new", "beside", "theta outside"))
+    if way == "old":
+        return outside | {"rope_theta": theta, "rope_scaling": scaling}
+    if way == "beside":  # as model cards have it
+        return outside | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+        }
+    if way == "theta outside":
+        return outside | {"rope_theta": theta, "rope_parameters": scaling or dict(named)}
+    return outside | {"rope_parameters": {"rope_theta": theta, **(scaling or {})}}
