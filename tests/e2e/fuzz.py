@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from helix.loading import read_config
 from helix.models import DecoderSpec, spec_from_config
 from helix.request import Request
 from helix.speculation import Drafter, NgramDrafter
+from launch.report import provenance
 from tests.e2e.fuzz_configs import ARCHITECTURES, MAKERS, Json, config_of, rope_of, written
 from tests.e2e.parity import build_drafter, build_engine
 
@@ -289,7 +290,7 @@ def main(arguments: list[str]) -> int:
         for line in tally.otherwise:
             console.print(f"[red]{family}[/] {line}", soft_wrap=True)
         if "record" in given:
-            line = {**asdict(tally), "first_seed": begin, "versions": {"transformers": transformers.__version__}}
+            line = {**vars(tally), "first_seed": begin, **provenance(torch.device("cpu"))}
             with Path(given["record"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
     console.print(table)
