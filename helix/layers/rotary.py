@@ -39,10 +39,6 @@ class RopeSpec:
             ValueError: a kind or a parameter is not supported, missing or out of range.
         """
         parameters = dict(config.rope_parameters)
-        if nested := [key for key, value in parameters.items() if isinstance(value, Mapping)]:
-            raise ValueError(
-                f"config.json: rope_parameters differ by layer type ({', '.join(nested)}), which is not supported"
-            )
         theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
         if kind not in ROPE_TYPES:
             raise ValueError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from helix.layers.moe import MoESpec
 from helix.layers.rotary import RopeSpec
 from helix.models.decoder import DecoderSpec
@@ -26,6 +28,7 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING  # seconds
 
+    _check_before(config)
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what matters of its remarks is refused below, and every rank reads the file
@@ -34,11 +37,9 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
         read.standardize_rope_params()  # before each use, as in transformers: keys outside win over those within
         return read
     except Exception as error:  # of any kind: AttributeError, KeyError, TypeError and more, from wherever they stand
-        cause = error.__cause__ or error
-        field = getattr(error, "args", ("",))[0]
-        where = str(field).split("\n")[0].removeprefix("Validation error for ").rstrip(":")
-        what = f"{where}: {cause}" if error.__cause__ is not None else f"{type(error).__name__}: {error}"
-        raise ValueError(f"config.json cannot be read as {model_type}: {' '.join(what.split())}") from error
+        why = str(error.__cause__) if error.__cause__ is not None else f"{type(error).__name__}: {error}"
+        why = " ".join(why.split()).partition(" Errors: ")[0]
+        raise ValueError(f"config.json cannot be read as {model_type}: {why}") from error
     finally:
         log.setLevel(level)
 
@@ -47,7 +48,7 @@ def check_sizes(config: Any, *needed: str) -> None:
     """Raises ValueError, naming them, unless all these attributes are positive integers."""
     wrong = [f"{key}={getattr(config, key, None)!r}" for key in needed if not _is_size(getattr(config, key, None))]
     if wrong:
-        raise ValueError(f"config.json: {', '.join(wrong)} must be positive integers")
+        raise ValueError(f"config.json has {', '.join(wrong)}: positive integers are expected")
 
 
 def check_only(config: Any, **supported: tuple[Any, ...]) -> None:
@@ -198,6 +199,24 @@ def _context(config: Any) -> tuple[int, str]:
             limits[f"dual_chunk_attention_config.{key}"] = value
     name = min(limits, key=limits.__getitem__)
     return limits[name], name
+
+
+def _check_before(config: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the key, for values on which transformers' own reading stumbles without a name."""
+    for key in ("dtype", "torch_dtype"):
+        name = config.get(key)
+        if isinstance(name, str) and not hasattr(torch, name):
+            raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    rope = [config[key] for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), Mapping)]
+    for part in rope:
+        if nested := [key for key, value in part.items() if isinstance(value, Mapping)]:
+            raise ValueError(
+                f"config.json: RoPE's parameters differ by layer type ({', '.join(nested)}), which is not supported"
+            )
+    for part in (config, *rope):
+        for key in ("num_attention_heads", "original_max_position_embeddings"):
+            if isinstance(part.get(key), int) and not _is_size(part[key]):
+                raise ValueError(f"config.json has {key}={part[key]}: positive integers are expected")
 
 
 def _is_size(value: Any) -> bool:

@@ -95,7 +95,7 @@ def test_missing_parameters_and_partial_rotation_are_refused() -> None:
     [
         ({"factor": -8.0}, "factor=-8.0 must be a positive number"),
         ({"factor": "8"}, "factor='8'"),
-        ({"original_max_position_embeddings": -256}, "original_max_position_embeddings=-256"),
+        ({"original_max_position_embeddings": -256}, "original_max_position_embeddings=-256: positive"),
         ({"beta_fast": float("nan")}, "beta_fast=nan"),
         ({"rope_theta": 0}, "rope_theta=0 must be"),
         ({"rope_theta": 1.0}, "rope_theta=1.0 must be above 1"),
