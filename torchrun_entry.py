@@ -12,6 +12,8 @@ from pathlib import Path
 
 # Control-C ends a start at once and without a trace, also a wait for other ranks; launch.run takes over once they met.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+# A terminal that cannot show a character gets its number; a run does not end for that.
+sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 import comm  # noqa: E402
 import kernels  # noqa: E402

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from helix.files import check_file, read_json
 from helix.layers.weights import MXFP4_BLOCK, Slice, Weights
 from helix.models import DecoderSpec
 
@@ -29,18 +30,6 @@ PACKED = ("U8",)  # those of mxfp4
 FP4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a JSON object")
-    return content
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint directory, with the EOS ids of `generation_config.json` where it has some.
 
@@ -49,10 +38,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise ValueError(f"model.path={path} is not a directory; it must hold a Hugging Face checkpoint (config.json)")
-    if not (path / "config.json").is_file():
+    if not os.path.lexists(path / "config.json"):
         raise ValueError(f"model.path={path} is no checkpoint: it has no config.json")
     config = read_json(path / "config.json")
-    if (path / "generation_config.json").is_file():
+    if os.path.lexists(path / "generation_config.json"):
         eos = read_json(path / "generation_config.json").get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
     return config
@@ -62,21 +51,26 @@ class Checkpoint:
     """The safetensors files of a directory, and which tensor is in which.
 
     Raises:
-        ValueError: no weights, or a shard that is missing, truncated or not what the index says.
+        ValueError: no weights, or a shard that is missing, unreadable, damaged, elsewhere, or not what the index says.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if (path / INDEX).is_file():
+        if os.path.lexists(path / INDEX):
             listed = read_json(path / INDEX).get("weight_map")
             if not isinstance(listed, dict) or not listed:
                 raise ValueError(f"{path / INDEX} has no weight_map")
+            for tensor, file in listed.items():
+                if not _is_within(file):
+                    raise ValueError(
+                        f"{path / INDEX} has {tensor} in {file!r:.80}: a shard is named by a relative path below it"
+                    )
             files = sorted(set(listed.values()))
-        elif (path / SINGLE).is_file():
+        elif os.path.lexists(path / SINGLE):
             listed, files = None, [SINGLE]
         else:
             raise ValueError(f"model.path={path} has no weights: neither {SINGLE} nor {INDEX}")
-        missing = [name for name in files if not (path / name).is_file()]
+        missing = [name for name in files if not os.path.lexists(path / name)]
         if missing:
             raise ValueError(f"{INDEX} in {path} names files that are missing: {', '.join(missing)}")
         self.files: dict[str, str] = {}  # tensor name -> file
@@ -93,10 +87,17 @@ class Checkpoint:
             raise ValueError(f"{INDEX} in {path} names tensors that its files do not hold: {_some(lost)}")
 
     def _open(self, name: str, device: str = "cpu") -> Any:
+        file = self.path / name
         try:
-            return safe_open(str(self.path / name), framework="pt", device=device)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.path / name} is truncated or no safetensors file ({error})") from error
+            check_file(file)
+            return safe_open(str(file), framework="pt", device=device)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        except SafetensorError as error:
+            with file.open("rb") as opened:
+                begins = opened.read(9)[8:]  # eight bytes are the header's length, and then it is JSON
+            what = "truncated or damaged" if begins in (b"", b"{") else "no safetensors file"
+            raise ValueError(f"{file} is {what} ({error})") from error
 
     def with_head(self, spec: DecoderSpec) -> DecoderSpec:
         """A spec whose head is the checkpoint's own where it has one, whatever its config says of ties.
@@ -156,6 +157,11 @@ class Checkpoint:
                     part, *scales = (stored(name) for name in s.stored)
                     s.target.copy_(_mxfp4_part(part, scales[0], s) if s.mxfp4 else _part(part, s.ranges))
                 progress(done)
+
+
+def _is_within(name: Any) -> bool:
+    """Whether an index may name a file so; the file itself may be a link to wherever its owner keeps it."""
+    return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
 
 
 def _part(stored: Any, ranges: Sequence[range]) -> Tensor:

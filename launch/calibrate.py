@@ -42,9 +42,9 @@ from kernels.linear import linear
 from kernels.linear_sm90 import MAX_ROWS, MIN_ROWS
 from launch import bench_comm, bench_kernels, bench_mla
 from launch.bench_kernels import ROTATED, K, seconds
+from launch.files import write_atomically
 from launch.hardware import hardware_of, load_hardware, read_hardware
 from launch.jobs import JobError
-from launch.prompts import write_atomically
 from launch.recorded import RECORDED, Cell, halves, measured, read_cells
 from launch.report import provenance
 

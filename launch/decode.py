@@ -25,13 +25,17 @@ def decode(
     model: Decoder,
     draft: DraftModel | None,
     tokenizer: Any | None,
+    results: ResultFile | None,
     console: Console,
 ) -> tuple[dict[str, Any], int]:
-    """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused."""
+    """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused.
+
+    Args:
+        results: where they go; on rank 0 alone.
+    """
     config = plan.config
-    results, requests, refusals = None, [], []
-    if comm.rank == 0:
-        results = ResultFile(config, plan.prompts)
+    requests, refusals = [], []
+    if results is not None:
         read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
         requests = [r for r in read if isinstance(r, Request)]
         refusals = [r for r in read if isinstance(r, Output)]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from comm.base import Communicator
 
 BEAT_S = 1.0  # between two signs of life of a rank
+SAID_S = 3 * BEAT_S  # for the others to hear that one rank has said what is wrong
 SILENCE_S = 15.0  # without one: the rank is taken for dead
 LEAVING_S = 40.0  # for all ranks to leave a job that is done
 MEETING_S = 120.0  # for all ranks to have checked what the user set
@@ -29,6 +30,10 @@ MEETING_S = 120.0  # for all ranks to have checked what the user set
 
 class AlikeError(ValueError):
     """Something is wrong on every rank alike: one line says what, and all of them end."""
+
+
+class RankError(RuntimeError):
+    """Something is wrong on one rank alone: one line says what, and all of them end."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,13 @@ class Job:
         os._exit(1)  # at once, as below
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends this rank with its traceback, and tells the others why."""
+        """Ends this rank with its traceback, or with the line of a RankError, and tells the others why."""
+        if isinstance(error, RankError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            self._watchdog.stop()  # not to end by it: the first rank that exits takes the others down, with tracebacks
+            self._watchdog.tell("")
+            time.sleep(SAID_S)
+            os._exit(1)
         trace = "".join(traceback.format_exception(error))
         print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
         cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
@@ -282,19 +293,20 @@ class _Watchdog:
                 store.add(f"alive/{rank}", 1)
                 beats = {r: store.add(f"alive/{r}", 0) for r in others}
                 left = {r for r in others if store.check([f"left/{r}"])}
-                failure = store.get("failed").decode() if store.check(["failed"]) else ""
+                failure = store.get("failed").decode() if store.check(["failed"]) else None
             except dist.DistError as error:
                 self._end(f"lost the rendezvous store, so the launcher or the first host is gone ({error})")
                 return
             now = time.monotonic()
             seen = {r: seen[r] if seen[r][0] == beats[r] else (beats[r], now) for r in others}
             silent = [r for r in others if r not in left and now - seen[r][1] > SILENCE_S]
-            if failure:
+            if failure is not None:
                 self._end(failure)
             elif silent:
                 self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
 
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():
-            print(f"rank {self._place.rank} ends: {why}", file=sys.stderr, flush=True)
+            if why:  # or one rank has said it for all
+                print(f"rank {self._place.rank} ends: {why}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -43,9 +43,9 @@ from helix.models import DecoderSpec
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from launch.auto import planned
+from launch.files import check_writable, write_atomically
 from launch.hardware import hardware_of, load_hardware
 from launch.preflight import make_spec
-from launch.prompts import check_writable, write_atomically
 from launch.recorded import Cell, compare, read_cells
 from launch.run import ROOT, as_config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from comm import stand_in
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig, check
+from helix.files import read_json, read_text
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_spec_config, read_json
+from helix.loading import Checkpoint, load_spec_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.speculation import check_draft
 from launch.auto import choose
-from launch.prompts import Prompt, check_defaults, check_record, check_writable, kept_results, read_prompts
+from launch.files import check_record, check_writable
+from launch.prompts import Prompt, check_defaults, kept_results, read_prompts
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) 
 def check_tokenizers(target: Path, draft: Path) -> None:
     """Raises ValueError where a token id is one text to the target and another to the draft model."""
     files = [path / "tokenizer.json" for path in (target, draft)]
-    if files[0].read_bytes() == files[1].read_bytes():
+    if read_text(files[0]) == read_text(files[1]):
         return
     ours, theirs = (_token_ids(file) for file in files)
     differing = sorted(text for text in {*ours, *theirs} if ours.get(text) != theirs.get(text))
@@ -147,9 +150,12 @@ def check_tokenizers(target: Path, draft: Path) -> None:
 
 def _token_ids(file: Path) -> dict[str, int]:
     content = read_json(file)
-    vocab = content.get("model", {}).get("vocab", {})
-    ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
-    return ids | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    try:
+        vocab = content["model"]["vocab"]
+        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
+        return ids | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{file} has no vocabulary of the tokenizers library") from error
 
 
 def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> RunPlan:
@@ -191,9 +197,8 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         )
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, spec, rank, world_size) if config.speculation.drafter == "model" else None
-    written = [Path(p).resolve() for p in (config.decode.output, config.record) if p is not None]
-    read = [Path(config.decode.prompts).resolve()] if config.decode.prompts is not None else []
-    if len({*written, *read}) < len(written) + len(read):
+    named = [os.path.realpath(p) for p in (config.decode.prompts, config.decode.output, config.record) if p is not None]
+    if len(set(named)) < len(named):
         raise ValueError(
             f"decode.prompts={config.decode.prompts}, decode.output={config.decode.output} and record={config.record} "
             "must be different files"
@@ -237,7 +242,7 @@ def _prompts(config: Config) -> list[Prompt]:
 
 
 def has_tokenizer(config: ModelConfig) -> bool:
-    return config.path is not None and (Path(config.path) / "tokenizer.json").is_file()
+    return config.path is not None and os.path.lexists(Path(config.path) / "tokenizer.json")
 
 
 def load_tokenizer(config: Config) -> Any | None:
@@ -250,7 +255,11 @@ def load_tokenizer(config: Config) -> Any | None:
         return None
     from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
 
+    path = Path(str(config.model.path))
     try:
-        return AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"the tokenizer in {config.model.path} cannot be read: {error}") from error
+        for file in sorted(path.glob("*token*.json")):  # the library passes over what is no regular file
+            read_text(file)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the library's own, whatever it met in the files
+        what = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error

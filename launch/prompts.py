@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from helix.config import Config, DecodeConfig
+from helix.files import parse_json, read_text
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
+from launch.distributed import RankError
+from launch.files import claim, replace
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+REAL = ("temperature", "top_p", "min_p")  # the other numbers are integers
 OPTIONS = ("max_new_tokens", *SAMPLING, "stop")
 KEYS = ("id", "prompt", "prompt_ids", *OPTIONS)
 
@@ -41,9 +44,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: with file and line, where a line is no prompt or an id occurs twice; or the file is unreadable.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line ends may stand inside of JSON's texts
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"decode.prompts={path} cannot be read: {error}") from error
+        lines = read_text(path).split("\n")  # other line ends may stand inside of JSON's texts
+    except ValueError as error:
+        raise ValueError(f"decode.prompts={error}") from error
     prompts: list[Prompt] = []
     seen: dict[str | int, int] = {}
     for number, line in enumerate(lines, 1):
@@ -62,10 +65,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _parse(line: str, index: int) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
+    entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
     unknown = sorted(set(entry) - set(KEYS))
@@ -73,20 +73,28 @@ def _parse(line: str, index: int) -> Prompt:
         raise ValueError(f"unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
     name = entry.get("id", index)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise ValueError(f"id {name!r} must be text or an integer")
+        raise ValueError(f"id {name!r:.60} must be text or an integer")
     text, ids = entry.get("prompt"), entry.get("prompt_ids")
     if (text is None) == (ids is None):
         raise ValueError('needs "prompt" (text) or "prompt_ids" (token ids), one of the two')
     if text is not None and not isinstance(text, str):
         raise ValueError(f'"prompt" must be text, not {text!r:.60}')
-    if text is not None and (broken := [i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"]):
-        raise ValueError(f'"prompt" has half a character at {broken[0]} (a surrogate without the other): no valid text')
     if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):
         raise ValueError(f'"prompt_ids" must be a list of integers, not {ids!r:.60}')
     stop = entry.get("stop", [])
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
         raise ValueError(f'"stop" must be a text or a list of texts, not {stop!r:.60}')
+    stops = [("stop", said) for said in ([stop] if isinstance(stop, str) else stop)]
+    for key, said in (("id", name), ("prompt", text), *stops):
+        if isinstance(said, str) and (half := re.search("[\ud800-\udfff]", said)):
+            raise ValueError(
+                f'"{key}" has half a character at {half.start()} (a surrogate without the other): no valid text'
+            )
     options = {key: entry[key] for key in OPTIONS if entry.get(key) is not None}
+    for key in options.keys() - {"stop"}:
+        kinds, what = ((int, float), "a number") if key in REAL else ((int,), "an integer")
+        if isinstance(value := options[key], bool) or not isinstance(value, kinds):
+            raise ValueError(f'"{key}" must be {what}, not {value!r:.60}')
     return Prompt(name, text, None if ids is None else tuple(ids), options)
 
 
@@ -105,8 +113,8 @@ def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) ->
     stop = options["stop"]
     try:
         sampling = SamplingParams(**{key: options[key] for key in SAMPLING})
-        if type(options["max_new_tokens"]) is not int or options["max_new_tokens"] < 1:
-            raise ValueError(f"max_new_tokens={options['max_new_tokens']!r} must be an integer of at least 1")
+        if options["max_new_tokens"] < 1:
+            raise ValueError(f"max_new_tokens={options['max_new_tokens']} must be at least 1")
     except ValueError as error:
         return Output(prompt.id, len(ids), (), "", "", "error", str(error))
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -117,31 +125,6 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
     assert tokenizer is not None, "preflight lets no text in without a tokenizer"
     ids: Sequence[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-def check_writable(key: str, path: Path) -> None:
-    """Raises ValueError where `path`, given as `key`, cannot be written; leaves no file behind."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):  # results are replaced in one go: the directory has to allow it
-            pass
-        if path.exists():
-            path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
-
-
-def check_record(path: Path) -> None:
-    """Raises ValueError where a record would overwrite anything else than one."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "versions" not in found:
-        raise ValueError(f"record={path} exists and is no record: move it away")
 
 
 def digest(prompt: Prompt, config: Config) -> str:
@@ -168,15 +151,15 @@ def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, d
         raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
     asked = {prompt.id: digest(prompt, config) for prompt in prompts}
     kept = {}
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text.decode())
             found, reason = (line["id"], line["request"]), line["finish_reason"]
             known = found[0] in asked
         except (ValueError, TypeError, KeyError):
-            if number == len(lines) or text == "":
-                continue  # the end, or torn by the interruption
+            if text == b"" or (number == len(lines) and _is_torn(text, asked)):
+                continue
             raise ValueError(f"{name}, line {number}, is no result: move the file away") from None
         if not known:
             raise ValueError(f"{name} holds a result {found[0]!r}, which decode.prompts has not: move the file away")
@@ -190,32 +173,51 @@ def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, d
     return kept
 
 
+def _is_torn(text: bytes, asked: Iterable[str | int]) -> bool:
+    """Whether a line may be the beginning of a result, behind which the run that wrote it was interrupted."""
+    heads = [f'{{"id": {json.dumps(name, ensure_ascii=False)}, "prompt_tokens": '.encode() for name in asked]
+    return any(text.startswith(head) or head.startswith(text) for head in heads)
+
+
+def _line(result: dict[str, Any]) -> str:
+    return json.dumps(result, ensure_ascii=False) + "\n"
+
+
 class ResultFile:
     """Result lines, written as requests finish and put into the prompts' order at the end.
+
+    Until then, or until this process ends, no other run writes the file.
 
     Args:
         config: says where; `output=None` keeps nothing.
         prompts: all prompts of the run, in order.
 
     Raises:
-        ValueError: as `kept_results`.
+        ValueError: as `kept_results`, or the file cannot be written.
     """
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         self._path = None if config.decode.output is None else Path(config.decode.output)
         self._prompts = prompts
         self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
-        self.lines = kept_results(config, prompts)
         self._file: TextIO | None = None
-        if self._path is not None:
+        try:
+            self._file = None if self._path is None else claim(self._path)
+            self.lines = kept_results(config, prompts)
             self._rewrite()  # drops what is not kept: errors, a torn last line
-            self._file = self._path.open("a", encoding="utf-8")
+        except (OSError, ValueError) as error:
+            if self._file:
+                self._file.close()
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"decode.output={self._path} cannot be written: {error.strerror}") from error
 
     @property
     def remaining(self) -> list[Prompt]:
         return [p for p in self._prompts if p.id not in self.lines]
 
     def add(self, output: Output) -> None:
+        """Writes a result; raises RankError where it cannot be."""
         line = {
             "id": output.id,
             "prompt_tokens": output.prompt_tokens,
@@ -226,25 +228,33 @@ class ResultFile:
         }
         if output.reason is not None:
             line["reason"] = output.reason
+        try:
+            if self._file:
+                self._file.write(_line(line))
+                self._file.flush()
+        except OSError as error:
+            raise self._stopped(error) from error
         self.lines[output.id] = line
-        if self._file:
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            self._file.flush()
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
+        """Puts the results in order; raises RankError where they have to stay as they are."""
+        try:
             self._rewrite()
+            if self._file:
+                self._file.close()
+        except OSError as error:
+            raise self._stopped(error) from error
 
     def _rewrite(self) -> None:
-        assert self._path is not None
-        ordered = [self.lines[p.id] for p in self._prompts if p.id in self.lines]
-        write_atomically(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered))
+        if self._path is not None and self._file is not None:
+            ordered = [self.lines[p.id] for p in self._prompts if p.id in self.lines]
+            new = replace(self._path, "".join(map(_line, ordered)))
+            self._file.close()
+            self._file = new
 
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file in one go: readers see the old text or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    def _stopped(self, error: OSError) -> RankError:
+        safe = sum(line["finish_reason"] != "error" for line in self.lines.values())
+        return RankError(
+            f"decode.output={self._path} cannot be written: {error.strerror}; {safe} of {len(self._prompts)} results "
+            "are safe in it, and decode.resume=true runs the rest"
+        )

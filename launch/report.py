@@ -24,9 +24,9 @@ from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Output
 from helix.timings import Timings
-from launch.distributed import Job
+from launch.distributed import Job, RankError
+from launch.files import write_atomically
 from launch.preflight import RunPlan
-from launch.prompts import write_atomically
 
 FILE_WIDTH = 120  # characters of a line that no terminal cuts
 
@@ -220,7 +220,7 @@ def percentile_us(seconds: list[float], percent: float) -> float | None:
 
 
 def write_record(path: Path, plan: RunPlan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
-    """One JSON object: what was asked for, where it ran, and what was measured."""
+    """One JSON object: what was asked for, where it ran, and what was measured; raises RankError where it cannot be."""
     record = {
         "config": asdict(plan.config),
         "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
@@ -230,7 +230,12 @@ def write_record(path: Path, plan: RunPlan, job: Job, phases: Phases, measured: 
         "phases": phases.seconds,
         **measured,
     }
-    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    try:
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        output = plan.config.decode.output
+        kept = "" if output is None or not plan.prompts else f"; decode.output={output} has all results"
+        raise RankError(f"record={path} cannot be written: {error.strerror}{kept}") from error
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

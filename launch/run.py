@@ -155,12 +155,14 @@ def run(config: Config, overrides: Sequence[str]) -> int:
 
 def _run_rank(job: Job, config: Config) -> int:
     phases = Phases()
-    plan, tokenizer, problem = None, None, None
+    plan, tokenizer, results, problem = None, None, None, None
     try:
         device = gpu_name(job.place) if config.comm.backend != "gloo" else None
         plan = preflight(config, job.place.rank, job.place.world_size, device)
-        tokenizer = load_tokenizer(config) if job.leads else None
-    except ValueError as error:
+        if job.leads:
+            tokenizer = load_tokenizer(config)
+            results = ResultFile(config, plan.prompts) if plan.prompts else None  # there are none in a benchmark
+    except (ValueError, OSError) as error:
         problem = str(error)
     found = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
     facts = job.agree(problem, gpu_facts(job.place) | found)
@@ -168,8 +170,8 @@ def _run_rank(job: Job, config: Config) -> int:
     if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
         raise AlikeError(f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout")
     if facts[0]["finished"]:  # a resumed run that has nothing left needs no model
-        if job.leads:
-            ResultFile(config, plan.prompts).close()
+        if results is not None:
+            results.close()
             record = f"; record={config.record} is not written" if config.record is not None else ""
             count = len(plan.prompts)
             print(f"decode.output={config.decode.output} holds the results of all {count} prompts already{record}")
@@ -206,7 +208,7 @@ def _run_rank(job: Job, config: Config) -> int:
         elif config.bench.kind == "prefill":
             measured = time_prompts(plan, comm, model, console)
         else:
-            measured, refused = decode.decode(plan, comm, model, draft, tokenizer, console)
+            measured, refused = decode.decode(plan, comm, model, draft, tokenizer, results, console)
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()
     if job.leads and config.record is not None:

@@ -16,6 +16,7 @@ import pytest
 
 from helix.layout import HelixLayout
 from launch.demo import verdict
+from launch.files import claim
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job, torchrun
 
@@ -116,6 +117,8 @@ def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many
     out = tmp_path / "out.jsonl"
     job = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log")
     job.wait_for(out, "r1")
+    with pytest.raises(BlockingIOError, match="another run writes it"):
+        claim(out)
     job.kill()
     job.wait()
     done = {line["id"] for line in jsonl(out)}
@@ -170,6 +173,27 @@ def test_an_earlier_run_s_results_are_not_overwritten(tmp_path: Path, many: Path
     assert out.read_text() == '{"id": "r0"}\n'
 
 
+def test_two_runs_do_not_write_one_output(tmp_path: Path, many: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with claim(out):
+        ended = run(tmp_path, *common(many), f"decode.output={out}", "decode.resume=true")
+    assert ended.code == 1 and ended.output.count("cannot be written: another run writes it") == 1, ended.output
+    assert "Traceback" not in ended.output and "weight slices" not in ended.output
+
+
+def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
+    """Files of 4,000 bytes at most stand in for it."""
+    out = tmp_path / "out.jsonl"
+    given = [*common(many), f"decode.output={out}", "decode.stream=false"]
+    ended = run(tmp_path, *given, command=["prlimit", "--fsize=4000", *ENTRY])
+    done = out.read_bytes().count(b"\n")
+    assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 4000, ended.output
+    said = f"error: decode.output={out} cannot be written: File too large; {done} of 8 results are safe in it"
+    assert ended.output.count(said) == 1, ended.output
+    assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "out.jsonl"]
+
+
 def test_a_draft_model_over_the_same_ranks(tmp_path: Path) -> None:
     """The target drafts for itself: all is kept, and the tokens are transformers'."""
     wanted = oracle(FAMILY, (7, 40), 24)[1:]
@@ -193,7 +217,7 @@ def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) 
     for file in checkpoint(FAMILY).iterdir():
         (truncated / file.name).write_bytes(file.read_bytes()[: 5000 if file.suffix == ".safetensors" else None])
     ended = run(tmp_path, *common(many), f"model.path={truncated}")
-    assert ended.code == 1 and ended.output.count("truncated or no safetensors file") == 1, ended.output
+    assert ended.code == 1 and ended.output.count("is truncated or damaged") == 1, ended.output
     ended = run(tmp_path, *common(many), f"decode.output={tmp_path}")
     assert ended.code == 1 and "cannot be written" in ended.output, ended.output
     ended = run(tmp_path, *common(many), "comm.backend=nccl")

@@ -26,7 +26,7 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 
 # Inside helix, a module imports only from ranks before its own (or from its own package).
 HELIX_ORDER = [
-    {"layout", "config", "graphs"},
+    {"layout", "config", "graphs", "files"},
     {"kv_cache", "sampling"},
     {"request", "step"},
     {"attention", "text", "scheduler"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, from_mxfp4, load_spec_config, randomize, read_config
 from helix.models import Decoder, spec_from_config
 from tests.e2e.checkpoints import checkpoint
+from tests.unit.test_files import as_nobody
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"], vocab_size=37, hidden_size=24, intermediate_size=29, num_hidden_layers=2,
@@ -232,10 +234,32 @@ def test_weights_that_are_no_numbers_as_they_stand_are_refused(directory: Path, 
     assert f"1 of another type: model.norm.weight {name}, expected BF16 or F16 or F32 or F64" in problem(directory)
 
 
-def test_truncated_shard(directory: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 5, 8, 100, -100])
+def test_truncated_shard(directory: Path, kept: int) -> None:
     file = directory / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors is truncated" in problem(directory)
+    file.write_bytes(file.read_bytes()[:kept])
+    assert "model.safetensors is truncated or damaged" in problem(directory)
+
+
+def test_what_else_a_shard_can_be(directory: Path, tmp_path: Path) -> None:
+    file = directory / "model.safetensors"
+    whole = file.read_bytes()
+    for content in (b"version https://git-lfs.github.com/spec/v1\n" * 3, bytes(1000), b"PK\x03\x04" + bytes(100)):
+        file.write_bytes(content)
+        assert "model.safetensors is no safetensors file" in problem(directory)
+    file.write_bytes(whole)
+    file.chmod(0)
+    with as_nobody(directory):
+        assert "model.safetensors cannot be read: Permission denied" in problem(directory)
+    file.unlink()
+    os.mkfifo(file)
+    assert "model.safetensors cannot be read: it is a FIFO" in problem(directory)
+    file.unlink()
+    file.symlink_to(file)
+    assert "model.safetensors cannot be read: Too many levels of symbolic links" in problem(directory)
+    file.unlink()
+    file.mkdir()
+    assert "model.safetensors cannot be read: it is a directory" in problem(directory)
 
 
 def test_missing_shard_and_torn_index(directory: Path) -> None:
@@ -243,7 +267,10 @@ def test_missing_shard_and_torn_index(directory: Path) -> None:
     (directory / "model-1.safetensors").unlink()
     assert "model-1.safetensors" in problem(directory) and "missing" in problem(directory)
     (directory / "model.safetensors.index.json").write_text("{")
-    assert "not valid JSON" in problem(directory)
+    assert "model.safetensors.index.json: not JSON" in problem(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    os.mkfifo(directory / "model.safetensors.index.json")
+    assert "model.safetensors.index.json cannot be read: it is a FIFO" in problem(directory)
 
 
 def test_index_that_promises_too_much(directory: Path) -> None:
@@ -253,6 +280,32 @@ def test_index_that_promises_too_much(directory: Path) -> None:
     content["weight_map"]["model.ghost"] = "model-0.safetensors"
     index.write_text(json.dumps(content))
     assert "model.ghost" in problem(directory)
+
+
+@pytest.mark.parametrize("name", ["../x/s", "/x/s", "a/../s", "..", "", "a\0", None, 3, ["s"], {}])
+def test_an_index_names_shards_of_its_own_directory(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(
+        ValueError, match=r"index\.json has model\.norm\.weight in .*: a shard is named by a relative path"
+    ):
+        Checkpoint(tmp_path)
+
+
+def test_shards_may_be_links_and_lie_in_folders(directory: Path) -> None:
+    """Hugging Face's cache keeps a snapshot as links to blobs above it."""
+    shard(directory, 2)
+    blobs, snapshot = directory / "blobs", directory / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for file in list(directory.glob("model*")):
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    model = decoder(HelixLayout.create(), 0)
+    Checkpoint(snapshot).check(model.weights.slices, model.spec.tied)
+    (snapshot / "deep").symlink_to(blobs)
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-', '"deep/model-'))
+    assert set(Checkpoint(snapshot).files.values()) == {"deep/model-0.safetensors", "deep/model-1.safetensors"}
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

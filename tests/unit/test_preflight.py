@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helix.config import Config
-from launch.preflight import load_tokenizer, preflight
+from launch.preflight import check_tokenizers, load_tokenizer, preflight
 from launch.run import main
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.unit.test_config import composed
@@ -77,7 +78,7 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("model.path=null",), 2, ["no model", "model.path=DIR"]),
         (("decode.temperature=-1",), 2, ["decode: ", "temperature = -1", ">= 0"]),
         (("decode.top_p=nan",), 2, ["decode: ", "top_p = nan", "(0, 1]"]),
-        (("decode.prompts=/nowhere.jsonl",), 2, ["/nowhere.jsonl cannot be read"]),
+        (("decode.prompts=/nowhere.jsonl",), 2, ["decode.prompts=/nowhere.jsonl cannot be read: No such file"]),
         (("model.path=/nowhere",), 2, ["model.path=/nowhere is not a directory"]),
     ],
 )
@@ -143,11 +144,49 @@ def test_results_never_replace_prompts(model: Path, prompts: Path) -> None:
     assert "must be different files" in problem(model, prompts, "decode.output=x.json", "record=./x.json")
 
 
-def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_link_names_the_file_that_it_leads_to(model: Path, prompts: Path, tmp_path: Path) -> None:
+    link, loop = tmp_path / "link", tmp_path / "loop"
+    link.symlink_to(prompts)
+    loop.symlink_to(loop)
+    assert "must be different files" in problem(model, prompts, f"decode.output={link}")
+    config = composed(f"model.path={model}", f"decode.prompts={prompts}", f"decode.output={loop}")
+    with pytest.raises(ValueError, match=r"decode\.output=.*loop cannot be written: Too many levels of symbolic links"):
+        preflight(config, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "file, content, said",
+    [
+        ("tokenizer.json", "{}", "tokenizer.json|Exception|KeyError"),
+        ("tokenizer.json", "[]", "Error: "),
+        ("tokenizer.json", "[" * 100_000, "RecursionError: "),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not UTF-8"),
+        ("tokenizer_config.json", "[]", "Error: "),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', "Error: "),
+        ("tokenizer_config.json", None, "tokenizer_config.json cannot be read: it is a FIFO"),
+        ("tokenizer.json", None, "tokenizer.json cannot be read: it is a FIFO"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(tmp_path: Path, file: str, content: str | bytes | None, said: str) -> None:
     demo = shutil.copytree(DEMO, tmp_path / "demo")
-    (demo / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"tokenizer in {demo} cannot be read"):
+    (demo / file).unlink()
+    if content is None:
+        os.mkfifo(demo / file)
+    else:
+        (demo / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"the tokenizer in {demo} cannot be read: .*({said})") as caught:
         load_tokenizer(composed(f"model.path={demo}"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model": []}', '{"model": {"vocab": [3]}}', '{"model": {"vocab": {}}, "added_tokens": 5}']
+)
+def test_a_draft_s_tokenizer_of_another_shape_is_named(tmp_path: Path, content: str) -> None:
+    draft = shutil.copytree(DEMO, tmp_path / "draft")
+    (draft / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"draft/tokenizer\.json has no vocabulary"):
+        check_tokenizers(DEMO, draft)
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from helix.config import Config, DecodeConfig, ModelConfig
 from helix.request import Output, Request
-from launch.prompts import (
-    Prompt,
-    ResultFile,
-    check_record,
-    check_writable,
-    digest,
-    kept_results,
-    read_prompts,
-    to_request,
-)
+from launch.distributed import RankError
+from launch.prompts import Prompt, ResultFile, digest, kept_results, read_prompts, to_request
+from tests.unit.test_files import largest_file
 
 
 def write(tmp_path: Path, *lines: Any) -> Path:
@@ -53,6 +47,19 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ({"prompt": "a", "id": "first"}, "was used on line 1"),
         ({"prompt": "a", "stop": 3}, '"stop"'),
         ({"prompt": "a", "temprature": 1}, "unknown keys temprature; known: id, prompt"),
+        ("[" * 100_000, "line 2: nested too deep"),
+        ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: Exceeds the limit (4300 digits)"),
+        ("\0\0", "line 2: not JSON"),
+        ("\ufeff{}", "line 2: not JSON"),
+        ({"prompt": "a\ud83d"}, 'line 2: "prompt" has half a character at 1'),
+        ({"prompt": "a", "id": "ab\udc00"}, 'line 2: "id" has half a character at 2'),
+        ({"prompt": "a", "stop": ["x", "\ud83d"]}, 'line 2: "stop" has half a character at 0'),
+        ({"prompt": "a", "stop": "\ud83d"}, 'line 2: "stop" has half a character at 0'),
+        ({"prompt": "a", "temperature": "hot"}, "line 2: \"temperature\" must be a number, not 'hot'"),
+        ({"prompt": "a", "top_p": True}, 'line 2: "top_p" must be a number, not True'),
+        ({"prompt": "a", "top_k": 1.5}, 'line 2: "top_k" must be an integer, not 1.5'),
+        ({"prompt": "a", "seed": [1]}, 'line 2: "seed" must be an integer, not [1]'),
+        ({"prompt": "a", "max_new_tokens": "many"}, "line 2: \"max_new_tokens\" must be an integer, not 'many'"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
@@ -86,15 +93,15 @@ def test_a_request_takes_the_line_before_the_config() -> None:
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p = 0"),
         ({"top_k": -1}, "top_k = -1"),
-        ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p = 2"),
         ({"seed": -1}, "seed = -1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": "many"}, "max_new_tokens='many'"),
+        ({"seed": 2**70}, "seed = 1180591620717411303424"),
     ],
 )
-def test_parameters_out_of_range_refuse_the_request(options: dict[str, Any], word: str) -> None:
-    refused = to_request(Prompt("a", None, (1, 2, 3), options), DecodeConfig(), None)
+def test_parameters_out_of_range_refuse_the_request(tmp_path: Path, options: dict[str, Any], word: str) -> None:
+    (prompt,) = read_prompts(write(tmp_path, {"prompt_ids": [1, 2, 3], **options}))
+    refused = to_request(prompt, DecodeConfig(), None)
     assert isinstance(refused, Output)
     assert refused.finish_reason == "error" and refused.prompt_tokens == 3
     assert refused.reason is not None and word in refused.reason
@@ -134,6 +141,7 @@ def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> Non
     first = ResultFile(asked, prompts(0, 1, 2, 3))
     first.add(output(2))
     first.add(output(0, "error"))
+    del first  # it was killed
     with path.open("a") as file:
         file.write('{"id": 1, "prompt_tok')  # torn by the interruption
     again = replace(asked, decode=replace(asked.decode, resume=True))
@@ -171,9 +179,6 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             ResultFile(config, wanted)
         assert path.read_text() == held
-    path.write_text("# Something else\n\nof two lines\n")
-    with pytest.raises(ValueError, match="line 1, is no result"):
-        kept_results(again, prompts("a"))
     path.write_text("")
     assert kept_results(asked, prompts("a")) == {}
 
@@ -196,23 +201,108 @@ def test_text_of_any_editor_is_read(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n{"prompt": "c"}\n')
     assert [p.text for p in read_prompts(path)] == ["a\u2028b", "c"]
-    path.write_text('{"prompt": "a\\ud83d"}')
-    with pytest.raises(ValueError, match=r"line 1: .*half a character at 1"):
+    path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"prompts\.jsonl is not UTF-8 text: byte 13 "):
         read_prompts(path)
 
 
-def test_unwritable_places_are_named_and_nothing_is_left(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing" / "out.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written"):
-            check_writable("decode.output", path)
-    check_writable("decode.output", tmp_path / "new.jsonl")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    "held",
+    [
+        b"notes",
+        b"# Something else\n\nof two lines\n",
+        b"[1]",
+        b"\xff\xfe\0",
+        b'{"id": "a"}',
+        b'{"id": "a", "prompt": "hel',  # a prompt file
+        b'{"id": "z", "prompt_tok',  # of a request that there is not
+        b'{"id": "a", "prompt_tok\n',  # torn, and yet not the last
+        b'{"id": ["a"], "request": "x", "finish_reason": "stop"}',
+        b"[" * 100_000,
+    ],
+)
+def test_only_a_torn_result_is_dropped(tmp_path: Path, held: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(held)
+    config = Config(decode=DecodeConfig(output=str(path), resume=True))
+    for refused in (kept_results, ResultFile):
+        with pytest.raises(ValueError, match=r"out\.jsonl, line 1, is no result"):
+            refused(config, prompts("a"))
+    assert path.read_bytes() == held
 
 
-@pytest.mark.parametrize("text, fine", [("", True), ('{"versions": {}}', True), ("notes", False), ("[1]", False)])
-def test_a_record_overwrites_records_alone(tmp_path: Path, text: str, fine: bool) -> None:
-    path = tmp_path / "record.json"
-    check_record(path)
-    path.write_text(text)
-    with nullcontext() if fine else pytest.raises(ValueError, match=r"record\.json exists and is no record"):
-        check_record(path)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_torn_anywhere_is_resumed(tmp_path: Path, data: st.DataObject) -> None:
+    """Whole lines are kept, the line behind them runs again, wherever the write ended."""
+    path = tmp_path / "out.jsonl"
+    path.unlink(missing_ok=True)
+    config = Config(decode=DecodeConfig(output=str(path)))
+    names = ["a: 0", 'é"\n', 7]
+    first = ResultFile(config, prompts(*names))
+    for name in names:
+        first.add(output(name, text="\U0001f600"))
+    first.close()
+    whole = path.read_bytes()
+    end = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:end])
+    second = ResultFile(replace(config, decode=replace(config.decode, resume=True)), prompts(*names))
+    lines = whole.splitlines(keepends=True)
+    ends = [sum(map(len, lines[: i + 1])) - 1 for i in range(3)]  # without the end of the line it is whole
+    assert list(second.lines) == [name for name, at in zip(names, ends, strict=True) if end >= at]
+    for prompt in second.remaining:
+        second.add(output(prompt.id, text="\U0001f600"))
+    second.close()
+    assert path.read_bytes() == whole
+
+
+def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    path, link = tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    config = Config(decode=DecodeConfig(output=str(path), resume=True))
+    by_link = replace(config, decode=replace(config.decode, output=str(link)))
+    first = ResultFile(config, prompts("a", "b"))
+    for moment in range(2):
+        for other in (config, by_link):
+            with pytest.raises(ValueError, match=r"decode\.output=.* cannot be written: another run writes it"):
+                ResultFile(other, prompts("a", "b"))
+        first.add(output("ab"[moment]))
+    first.close()
+    second = ResultFile(by_link, prompts("a", "b"))
+    assert second.remaining == [] and link.is_symlink()
+    del second  # a run that is killed leaves nothing that stops the next
+    ResultFile(config, prompts("a", "b")).close()
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_a_full_disk_says_how_many_results_are_safe(tmp_path: Path) -> None:
+    path, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
+    config = Config(decode=DecodeConfig(output=str(path)))
+    results = ResultFile(config, prompts("a", "b", "c", "d"))
+    results.add(output("c"))
+    results.add(output("a", "error"))
+    results.add(output("b"))
+    held = path.read_bytes()
+    said = r"out\.jsonl cannot be written: File too large; 2 of 4 results are safe in it, and decode\.resume=true runs"
+    with largest_file(len(held) + 9), pytest.raises(RankError, match=said):
+        results.add(output("d"))
+    torn = path.read_bytes()
+    assert len(torn) == len(held) + 9 and torn.startswith(held)
+    with largest_file(9), pytest.raises(RankError, match=said):
+        results.close()
+    assert path.read_bytes() == torn and list(tmp_path.iterdir()) == [path]
+    copy.write_bytes(torn)  # the first one is this process's
+    again = Config(decode=DecodeConfig(output=str(copy), resume=True))
+    with largest_file(9), pytest.raises(ValueError, match=r"copy\.jsonl cannot be written: File too large"):
+        ResultFile(again, prompts("a", "b", "c", "d"))
+    assert copy.read_bytes() == torn
+    resumed = ResultFile(again, prompts("a", "b", "c", "d"))
+    assert [p.id for p in resumed.remaining] == ["a", "d"] and ids(copy) == ["b", "c"]
+
+
+def test_half_a_character_of_a_model_is_kept_as_json_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    results = ResultFile(Config(decode=DecodeConfig(output=str(path))), prompts("a"))
+    results.add(replace(output("a"), text="é\ud83d"))
+    results.close()
+    assert json.loads(path.read_text())["text"] == "é\ud83d" and "é" in path.read_text()

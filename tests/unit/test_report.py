@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from helix.layout import HelixLayout
 from helix.request import Output
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.timings import Timings
+from launch.distributed import Job, RankError
+from launch.files import check_record
 from launch.needles import ANSWER_TOKENS, make, score
-from launch.report import Phases, _OneAtATime, percentile_us, summary
+from launch.preflight import preflight
+from launch.report import Phases, _OneAtATime, percentile_us, summary, write_record
+from tests.unit.test_config import composed
+from tests.unit.test_files import largest_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +80,22 @@ def test_what_became_of_drafts() -> None:
         "sequence_steps_by_kept": {0: 3, 1: 1, 2: 1},
         "acceptance_by_place": [pytest.approx(2 / 3), 1.0],
     }
+
+
+def test_a_record_is_known_for_one_and_a_full_disk_is_a_line(tmp_path: Path) -> None:
+    path, output = tmp_path / "record.json", tmp_path / "out.jsonl"
+    config = composed("decode.prompts=assets/prompts.jsonl", f"decode.output={output}", f"record={path}")
+    plan = preflight(config, 0, 1)
+    job = cast(Job, SimpleNamespace(backend="gloo", device=torch.device("cpu")))
+    for _ in range(2):  # over nothing, and over a record
+        check_record(path)
+        write_record(path, plan, job, Phases(), {"measured": 1})
+    held = path.read_text()
+    assert json.loads(held)["measured"] == 1
+    said = rf"record={path} cannot be written: File too large; decode\.output={output} has all results"
+    with largest_file(100), pytest.raises(RankError, match=said):
+        write_record(path, plan, job, Phases(), {"measured": 2})
+    assert path.read_text() == held and list(tmp_path.iterdir()) == [path]
 
 
 def test_phases_follow_each_other() -> None:

@@ -1,0 +1,102 @@
+"""Files that a run writes: which may be replaced, in one go, and by one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from helix.files import check_file, parse_json
+
+RECORD_KEYS = {"config", "layout", "backend", "versions", "phases"}  # by which a run's record is known
+
+
+def check_writable(key: str, path: Path) -> None:
+    """Raises ValueError where `path`, given as `key`, cannot be written; leaves no file behind."""
+    target = os.path.realpath(path)
+    try:
+        with suppress(FileNotFoundError):
+            check_file(path)
+        with tempfile.TemporaryFile(dir=os.path.dirname(target)):  # the directory has to allow that files are replaced
+            pass
+        if os.path.exists(target):
+            claim(path).close()
+    except OSError as error:
+        raise ValueError(f"{key}={path} cannot be written: {error.strerror}") from error
+
+
+def check_record(path: Path) -> None:
+    """Raises ValueError where a record would overwrite anything else than one."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= RECORD_KEYS:
+        raise ValueError(f"record={path} exists and is no record: move it away")
+
+
+def claim(path: Path) -> TextIO:
+    """The file, made where there is none, for this process alone until it is closed or the process ends.
+
+    Raises:
+        OSError: it cannot be opened, or another process has it.
+    """
+    while True:
+        file = path.open("a", encoding="utf-8")
+        _lock(file)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # who had it has replaced it
+
+
+def _lock(file: TextIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise BlockingIOError(error.errno, "another run writes it; wait for that one, or write another file") from None
+    except OSError:
+        pass  # a file system without locks: nobody can tell
+
+
+def replace(path: Path, text: str) -> TextIO:
+    """Replaces a file, or what a link leads to, in one go: readers see the old text or the new one.
+
+    Returns:
+        The new file, for more text, claimed.
+
+    Raises:
+        OSError: the old file is as it was, and no other was left.
+    """
+    target = Path(os.path.realpath(path))
+    new = target.with_name(f".helix-{uuid.uuid4().hex}")
+    file = new.open("x", encoding="utf-8", errors="backslashreplace")  # half a character becomes JSON's escape of it
+    try:
+        _lock(file)
+        file.write(text)
+        file.flush()
+        with suppress(FileNotFoundError):
+            old = target.stat()
+            with suppress(PermissionError):
+                os.chown(new, old.st_uid, old.st_gid)
+            new.chmod(stat.S_IMODE(old.st_mode))
+        os.replace(new, target)
+    except BaseException:
+        with suppress(OSError):
+            file.close()
+        new.unlink()
+        raise
+    return file
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """As `replace`, and nothing more is to be written."""
+    replace(path, text).close()
