@@ -49,7 +49,7 @@ def parse_json(text: str, constant: Callable[[str], float] = float) -> Any:
         line = f"line {error.lineno}, " if "\n" in text else ""
         raise ValueError(f"not JSON: {error.msg} at {line}character {error.colno}") from error
     except ValueError as error:  # an integer of thousands of digits, with advice to programmers behind a semicolon
-        raise ValueError(str(error).partition(";")[0]) from error
+        raise ValueError(f"a number cannot be read: {str(error).partition(';')[0]}") from error
     except RecursionError:
         raise ValueError("nested too deep to be read") from None
 
@@ -68,5 +68,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _no_nan(name: str) -> float:
     if name == "NaN":
-        raise ValueError("it has NaN, which is no number")
+        raise ValueError("it is NaN")
     return float(name)

@@ -62,9 +62,7 @@ class Checkpoint:
                 raise ValueError(f"{path / INDEX} has no weight_map")
             for tensor, file in listed.items():
                 if not _is_within(file):
-                    raise ValueError(
-                        f"{path / INDEX} has {tensor} in {file!r:.80}: a shard is named by a relative path below it"
-                    )
+                    raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is no path within {path}")
             files = sorted(set(listed.values()))
         elif os.path.lexists(path / SINGLE):
             listed, files = None, [SINGLE]

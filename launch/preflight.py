@@ -256,9 +256,9 @@ def load_tokenizer(config: Config) -> Any | None:
     from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
 
     path = Path(str(config.model.path))
+    for file in sorted(path.glob("*token*.json")):  # the library passes over what is no regular file
+        read_json(file)
     try:
-        for file in sorted(path.glob("*token*.json")):  # the library passes over what is no regular file
-            read_text(file)
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the library's own, whatever it met in the files
         what = " ".join(str(error).split())

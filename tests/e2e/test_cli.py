@@ -46,7 +46,10 @@ def decode(tmp_path: Path, *overrides: str, command: list[str] = ENTRY) -> tuple
 
 
 def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
-    """One job of the demo model with all that a prompt line can hold; refused requests end it with code 3."""
+    """One job of the demo model with all that a prompt line can hold; refused requests end it with code 3.
+
+    Its terminal shows no umlauts.
+    """
     code = 'def read_json(path):\n    """Read a JSON file'
     prompts = write(
         tmp_path / "p.jsonl",
@@ -55,21 +58,21 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
         {"id": "empty", "prompt": ""},
         {"id": "outside", "prompt_ids": [1, 4096]},
         {"id": "sampled", "prompt": code, "temperature": 0.9, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 5},
-        {"id": "cold", "prompt": code, "temperature": -1},
+        {"id": "kühl", "prompt": code, "temperature": -1},
         {"id": "long", "prompt": code, "max_new_tokens": 300},
         {"id": "longer", "prompt": code, "max_new_tokens": 40_000},
     )
     record = tmp_path / "record.json"
     ended, lines = decode(
         tmp_path, f"decode.prompts={prompts}", "layout.kvp=2", "decode.max_new_tokens=12", "kv.tokens=200",
-        "speculation=ngram", f"record={record}",
+        "speculation=ngram", f"record={record}", command=["env", "PYTHONIOENCODING=ascii", *ENTRY],
     )  # fmt: skip
     assert ended.code == 3, ended.output
-    assert [line["id"] for line in lines] == ["plain", 1, "empty", "outside", "sampled", "cold", "long", "longer"]
+    assert [line["id"] for line in lines] == ["plain", 1, "empty", "outside", "sampled", "kühl", "long", "longer"]
     by_id = {line["id"]: line for line in lines}
     reasons = {line["id"]: line["reason"] for line in lines if line["finish_reason"] == "error"}
-    assert set(reasons) == {"empty", "outside", "cold", "long", "longer"}
-    assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature = -1" in reasons["cold"]
+    assert set(reasons) == {"empty", "outside", "kühl", "long", "longer"}
+    assert "empty" in reasons["empty"] and "4096" in reasons["outside"] and "temperature = -1" in reasons["kühl"]
     assert (
         "4 drafts need 320 tokens of KV" in reasons["long"]
         and "200" in reasons["long"]
@@ -84,7 +87,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
     assert by_id[1]["finish_reason"] == "stop" and "Parameters" not in by_id[1]["text"]
     assert by_id[1]["text"].startswith(by_id["plain"]["text"][:20])
     assert by_id["plain"]["text"] in ended.output, "text is streamed to the terminal"
-    assert "3 served, 5 refused" in ended.output
+    assert "3 served, 5 refused" in ended.output and "[k\\xfchl] refused: " in ended.output
 
     found = json.loads(record.read_text())
     assert found["config"]["layout"]["kvp"] == 2 and found["config"]["decode"]["max_new_tokens"] == 12

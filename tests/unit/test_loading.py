@@ -285,9 +285,7 @@ def test_index_that_promises_too_much(directory: Path) -> None:
 @pytest.mark.parametrize("name", ["../x/s", "/x/s", "a/../s", "..", "", "a\0", None, 3, ["s"], {}])
 def test_an_index_names_shards_of_its_own_directory(tmp_path: Path, name: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(
-        ValueError, match=r"index\.json has model\.norm\.weight in .*: a shard is named by a relative path"
-    ):
+    with pytest.raises(ValueError, match=r"index\.json has model\.norm\.weight in .*, which is no path within "):
         Checkpoint(tmp_path)
 
 

@@ -157,14 +157,14 @@ def test_a_link_names_the_file_that_it_leads_to(model: Path, prompts: Path, tmp_
 @pytest.mark.parametrize(
     "file, content, said",
     [
-        ("tokenizer.json", "{}", "tokenizer.json|Exception|KeyError"),
-        ("tokenizer.json", "[]", "Error: "),
-        ("tokenizer.json", "[" * 100_000, "RecursionError: "),
+        ("tokenizer.json", "{}", "the tokenizer in .*demo cannot be read: "),
+        ("tokenizer.json", "[]", "tokenizer.json holds a list"),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json: nested too deep"),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not UTF-8"),
-        ("tokenizer_config.json", "[]", "Error: "),
-        ("tokenizer_config.json", '{"tokenizer_class": 5}', "Error: "),
-        ("tokenizer_config.json", None, "tokenizer_config.json cannot be read: it is a FIFO"),
         ("tokenizer.json", None, "tokenizer.json cannot be read: it is a FIFO"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds a list"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', "the tokenizer in .*demo cannot be read: AttributeError: "),
+        ("tokenizer_config.json", None, "tokenizer_config.json cannot be read: it is a FIFO"),
     ],
 )
 def test_a_broken_tokenizer_is_named(tmp_path: Path, file: str, content: str | bytes | None, said: str) -> None:
@@ -174,7 +174,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, file: str, content: str | b
         os.mkfifo(demo / file)
     else:
         (demo / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=f"the tokenizer in {demo} cannot be read: .*({said})") as caught:
+    with pytest.raises(ValueError, match=said) as caught:
         load_tokenizer(composed(f"model.path={demo}"))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 

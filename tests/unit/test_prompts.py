@@ -48,7 +48,7 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ({"prompt": "a", "stop": 3}, '"stop"'),
         ({"prompt": "a", "temprature": 1}, "unknown keys temprature; known: id, prompt"),
         ("[" * 100_000, "line 2: nested too deep"),
-        ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: Exceeds the limit (4300 digits)"),
+        ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: a number cannot be read: Exceeds the limit (4300 digits)"),
         ("\0\0", "line 2: not JSON"),
         ("\ufeff{}", "line 2: not JSON"),
         ({"prompt": "a\ud83d"}, 'line 2: "prompt" has half a character at 1'),
