@@ -71,7 +71,8 @@ class Communicator(ABC):
     """One rank's end of all communication.
 
     Tensor collectives run on the current stream of `device`, allocate what they return, and must be called by all
-    ranks of their group in the same order. The control plane (objects, barrier) runs on the CPU.
+    ranks of their group in the same order. The control plane (objects, barrier) runs on the CPU, and waits for as long
+    as rank 0's host may be busy with something else, not only for as long as a collective may take.
 
     Args:
         rank: this rank in the world.
@@ -176,6 +177,10 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Returns once every rank's host has arrived; does not wait for work queued on a GPU."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Gives the control plane up, as this rank cannot go on: waits of other ranks in it end with RuntimeError."""
 
     @abstractmethod
     def close(self) -> None:

@@ -172,6 +172,9 @@ class LoopbackCommunicator(Communicator):
     def barrier(self) -> None:
         self._shared.meet(self._world, self.rank, "barrier", None)
 
+    def abort(self, error: BaseException) -> None:
+        self._shared.abort(self.rank, error)
+
     def close(self) -> None:
         pass
 

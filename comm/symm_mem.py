@@ -192,7 +192,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return self._starts[key]
 
     def close(self) -> None:
-        if self._groups:  # peers may still be reading what this rank gives back
+        if self._gloo is not None:  # peers may still be reading what this rank gives back
             torch.cuda.synchronize(self.device)
             self.barrier()
         super().close()

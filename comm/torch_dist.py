@@ -15,6 +15,10 @@ from comm.base import Communicator, T, sum_in_rank_order
 # torch 2.13 deprecates the old name, torch 2.11 does not have the new one.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Rank 0's host may tokenize for minutes, or its caller pause, while the others wait for its next word. A rank that dies
+# closes its connections, which ends the waits for it at once; a job's watchdog finds one that is stopped.
+CONTROL_TIMEOUT = timedelta(days=1)
+
 
 class TorchDistCommunicator(Communicator):
     """Collectives of the initialised default process group, which has to outlive this object.
@@ -26,7 +30,8 @@ class TorchDistCommunicator(Communicator):
     Args:
         kvp_groups: a partition of the world into kvp groups, each in ascending order; the same on every rank.
         device: this rank's device; its tensors' home.
-        timeout: deadline of the collectives on the groups created here.
+        timeout: deadline of tensor collectives on the kvp groups created here, and for all ranks to come together here.
+            The control plane waits for CONTROL_TIMEOUT.
 
     Raises:
         ValueError: `kvp_groups` is no such partition.
@@ -43,10 +48,9 @@ class TorchDistCommunicator(Communicator):
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._kvp = self._connect(kvp_groups)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
-        self._groups.append(self._control)
+        self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
         # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
-        self.barrier()
+        self._meet(timeout)
 
     def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
         """This rank, and how many there are."""
@@ -100,9 +104,27 @@ class TorchDistCommunicator(Communicator):
         return gathered
 
     def barrier(self) -> None:
+        self._meet(CONTROL_TIMEOUT)
+
+    def _meet(self, timeout: timedelta) -> None:
         # The monitored one names the ranks that did not come.
-        dist.monitored_barrier(self._control, timeout=self._timeout, wait_all_ranks=True)
+        dist.monitored_barrier(self._control, timeout=timeout, wait_all_ranks=True)
+
+    @property
+    def _control(self) -> dist.ProcessGroup:
+        if self._gloo is None:
+            raise RuntimeError(f"rank {self.rank} has given up or closed its control plane")
+        return self._gloo
+
+    def abort(self, error: BaseException) -> None:
+        self._drop_control()
 
     def close(self) -> None:
+        self._drop_control()
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
+
+    def _drop_control(self) -> None:
+        if self._gloo is not None:
+            dist.destroy_process_group(self._gloo)
+            self._gloo = None  # with the last reference its connections close, which the others notice

@@ -185,6 +185,29 @@ def test_objects_and_barrier(transport: str, world_size: int, kvp: int) -> None:
         assert left >= max(arrived for _, _, arrived, _ in results)
 
 
+def check_patience(comm: Communicator) -> None:
+    def pause() -> None:
+        if comm.rank == 0:
+            time.sleep(1.3)
+
+    pause()
+    assert comm.broadcast_object(comm.rank) == 0
+    pause()
+    comm.barrier()
+    pause()
+    assert comm.all_gather_object(comm.rank) == [0, 1]
+
+
+def impatient(rank: int, world_size: int) -> None:
+    comm = TorchDistCommunicator(kvp_groups(world_size, 2), "cpu", timedelta(seconds=1))
+    check_patience(comm)
+    comm.close()
+
+
+def test_the_control_plane_waits_for_longer_than_a_collective() -> None:
+    pool(2).run(impatient)
+
+
 def check_close(comm: Communicator) -> None:
     comm.barrier()
     comm.close()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from comm import torch_dist
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from tests.dist.ranks import (
@@ -160,9 +161,31 @@ def check_barrier_timeout(comm: Communicator) -> None:
     if comm.rank == 1:
         time.sleep(0.8)
         return
-    comm._timeout = timedelta(seconds=0.3)  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match=r"Ranks 1 failed"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=r"Ranks 1 failed"):
+        patch.setattr(torch_dist, "CONTROL_TIMEOUT", timedelta(seconds=0.3))
         comm.barrier()
+
+
+def check_abort(comm: Communicator, culprit: int) -> float:
+    begin = time.monotonic()
+    if comm.rank == culprit:
+        time.sleep(0.2)
+        comm.abort(ValueError("planted"))
+        with pytest.raises(RuntimeError):
+            comm.barrier()
+        time.sleep(0.5)  # what ends the others' waits is not the end of this process
+    else:
+        with pytest.raises(RuntimeError):
+            comm.broadcast_object(None) if comm.rank else comm.barrier()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_who_gives_the_control_plane_up_keeps_nobody_waiting(culprit: int) -> None:
+    waited = on_ranks("gloo", 2, 2, check_abort, culprit)
+    assert waited[1 - culprit] < 0.6
+    with pytest.raises(ValueError, match="planted"):
+        on_ranks("loopback", 2, 2, check_abort, culprit)
 
 
 def test_gloo_barrier_has_a_deadline_and_names_who_is_missing() -> None:
