@@ -182,9 +182,11 @@ class Scheduler:
         if decoding:
             # Alternate while prompts come in; else run at most until the first sequence must end, which frees its slot.
             first = {segment.slot for segment in prefill}  # their first token is drawn by the prefill
-            left = min(s.left - (s.slot in first) for s in decoding)
+            left = [s.left - (s.slot in first) for s in decoding]
             most = 1 if len(decoding) < len(self.running) else self._run_steps
-            steps = min(math.ceil(left / pace.tokens), most, pace.steps or most)
+            steps = min(math.ceil(min(left) / pace.tokens), most, pace.steps or most)
+            # Some may end with the prefill: they take no further token, and the others do not wait for them.
+            steps = max(steps, int(max(left) > 0))
         sampling = [s.request.sampling for s in self.running.values()]
         self._number += 1
         return Decision(

@@ -168,12 +168,15 @@ class Ranks:
         assert decision.stochastic == any(p is not GREEDY for p in sampling)
         assert decision.filtered == (FILTERED in sampling)
         most = 1 if len(active) < len(self.rows) else w.run_steps  # prompts that come in alternate with decode steps
-        until = min((w.requests[row.which][1] - row.drawn for row in active.values()), default=0)
-        assert decision.decode_steps == min(until, most)
+        left = {slot: w.requests[row.which][1] - row.drawn for slot, row in active.items()}
+        starved = [slot for slot in left if left[slot] > 0 and decision.decode_steps == 0]
+        assert not starved, "each decision brings each sequence on that decodes"
+        assert decision.decode_steps == (max(min(*left.values(), most), 1) if any(left.values()) else 0)
         for _ in range(decision.decode_steps):
             for slot, row in active.items():
                 assert row.length < self.reserved(row.which), "a step past the pages"
-                self.draw(slot, row)
+                if row.drawn < w.requests[row.which][1]:  # the device draws no token past a row's limit
+                    self.draw(slot, row)
 
     def draw(self, slot: int, row: Row) -> None:
         """The ranks draw for a row until it is retired; its request takes tokens until it ends."""
@@ -216,6 +219,7 @@ PLAIN = Workload([(20, 9, 20, GREEDY)] * 5, 2, 16, 16, [9, 9], 200, 3, 30, 8, 0)
     "tampered, words",
     [
         (lambda d: replace(d, decode_steps=d.decode_steps + 1), "decode_steps"),
+        (lambda d: replace(d, decode_steps=0), "each decision brings each sequence on"),
         (lambda d: replace(d, number=d.number + 1), "number"),
         (lambda d: replace(d, rows=1), "every row takes part"),
         (lambda d: replace(d, retire=()), "freed at once"),
@@ -257,6 +261,19 @@ def test_a_run_of_steps_goes_at_its_pace() -> None:
         assert scheduler.submit(request(name, 5, new)) is None
     steps = [(d.decode_steps, d.drafts, d.draft_limits) for _ in paces if (d := scheduler.decide()) is not None]
     assert steps == [(6, 4, ()), (2, 4, (4, 1)), (8, 0, ())] and asked == [2, 2, 2]
+
+
+def test_requests_of_one_token_starve_nobody() -> None:
+    """A hundred of them go by one slot; the sequence in the other one gets a step of each decision."""
+    ranks = Ranks(Workload([(5, 60, 60, GREEDY), *[(5, 1, 1, GREEDY)] * 100], 1, 16, 16, [9], 144, 2, 64, 8, 0))
+    for which in range(101):
+        ranks.submit(which)
+    drawn = []
+    while (decision := ranks.scheduler.decide()) is not None:
+        ranks.execute(decision)
+        drawn += [row.drawn for row in ranks.rows.values() if row.which == 0]
+    assert drawn[:59] == list(range(2, 61)), "the first one's second token comes with its prefill's decision"
+    assert ranks.order[-1] == 100
 
 
 def test_nothing_to_do() -> None:
