@@ -179,7 +179,7 @@ class Communicator(ABC):
         """Returns once every rank's host has arrived; does not wait for work queued on a GPU."""
 
     @abstractmethod
-    def abort(self, error: BaseException) -> None:
+    def abort(self, why: str) -> None:
         """Gives the control plane up, as this rank cannot go on: waits of other ranks in it end with RuntimeError."""
 
     @abstractmethod

@@ -172,8 +172,8 @@ class LoopbackCommunicator(Communicator):
     def barrier(self) -> None:
         self._shared.meet(self._world, self.rank, "barrier", None)
 
-    def abort(self, error: BaseException) -> None:
-        self._shared.abort(self.rank, error)
+    def abort(self, why: str) -> None:
+        self._shared.abort(self.rank, RuntimeError(why))
 
     def close(self) -> None:
         pass

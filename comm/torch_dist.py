@@ -116,7 +116,7 @@ class TorchDistCommunicator(Communicator):
             raise RuntimeError(f"rank {self.rank} has given up or closed its control plane")
         return self._gloo
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, why: str) -> None:
         self._drop_control()
 
     def close(self) -> None:

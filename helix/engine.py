@@ -1,20 +1,23 @@
 """Requests in, tokens out.
 
 One control plane: rank 0 schedules, and broadcasts each decision on the CPU before any rank launches what it says. A
-decision covers a run of decode steps; within it, ranks launch back to back and only rank 0 reads tokens, one step
-behind the device. Tokens are drawn on every rank from the same gathered values, so they are the same everywhere.
+decision covers a run of decode steps, which ranks launch back to back; only rank 0 reads tokens, and it has launched
+all of a decision before it hands one out: no rank waits in a step for what a caller does with a token. Tokens are drawn
+on every rank from the same gathered values, so they are the same everywhere.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +32,7 @@ from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
 from helix.speculation import Draft, Drafter, accepted_tokens
 from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
 from helix.step import PAST, DecodeState
-from helix.text import TextStream
+from helix.text import OutputStream
 from helix.timings import Timings
 
 CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
@@ -107,6 +110,8 @@ class Engine:
         self.admitted: dict[int, Admission] = {}
         self._pages: dict[int, list[int]] = {}
         self._drafting = True  # whether the last steps had drafts
+        self._broken: str | None = None  # by what
+        self._serving = False
         self._slots = torch.arange(max_batch, device=self.device)
         self._graphs = StepGraphs(self._decode) if comm.capturable else None
         self.chosen: dict[int, int] = {}
@@ -117,6 +122,10 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Serves requests; a collective call.
 
+        What rank 0 raises between steps ends the call on all ranks and frees all slots: an error of `requests`, of the
+        tokenizer, of `on_prefill` or of a stop by the caller. What any rank raises in a step, as `observer` may, breaks
+        the engine on all of them, since others are waiting in that step: it needs new communicators and a new engine.
+
         Args:
             requests: rank 0's are served, the other ranks' argument is ignored.
 
@@ -125,15 +134,23 @@ class Engine:
             other ranks nothing, but they have to iterate as well.
 
         Raises:
-            RuntimeError: the model gave NaN, or a rank failed.
+            RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
         """
-        if self.comm.rank == 0:
-            yield from self._lead(requests)
-        else:
-            decision: Decision | None = None
-            while (decision := self.comm.broadcast_object(decision)) is not None:
-                for _ in self._execute(decision):
-                    pass
+        if self._broken is not None:
+            self.comm.abort(self._broken)  # others may be waiting for this rank
+            raise RuntimeError(
+                f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
+            )
+        if self._serving:
+            raise RuntimeError("a call of generate is under way on this engine: iterate it to its end, or close() it")
+        self._serving = True
+        try:
+            if self.comm.rank == 0:
+                yield from self._lead(requests)
+            else:
+                self._follow()
+        finally:
+            self._serving = False
 
     @torch.inference_mode()
     def warm_up(self, variants: Iterable[tuple[bool, bool]]) -> None:
@@ -231,6 +248,19 @@ class Engine:
     # ---- rank 0
 
     def _lead(self, requests: Iterable[Request]) -> Iterator[Output]:
+        try:
+            yield from self._serve(requests)
+            self._release_all()
+        except BaseException as error:
+            try:
+                self._release_all()
+            except Exception as failed:
+                if isinstance(error, GeneratorExit):  # which nobody would see
+                    raise
+                error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
+            raise
+
+    def _serve(self, requests: Iterable[Request]) -> Iterator[Output]:
         self.timings = Timings(kv_tokens=[0] * self.layout.kvp, acceptance=Acceptance(self.drafts))
         policy = DraftPolicy(self.draft_sizes, self.seconds)
         scheduler = Scheduler(
@@ -243,44 +273,41 @@ class Engine:
             self.drafts,
             policy.pace,
         )
-        streams: dict[int, _Stream] = {}
-        steps: Iterator[list[tuple[int, int]]] = iter(())
+        streams: dict[int, OutputStream] = {}
         prompt_tokens = 0
-        try:
-            for request in requests:
-                reason = self.refusal(request) or scheduler.submit(request)
-                if reason:
-                    yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
-            while (decision := scheduler.decide()) is not None:
-                prompt_tokens += sum(len(a.prompt) for a in decision.admit)
-                streams |= {a.slot: _Stream(scheduler.running[a.slot].request, self) for a in decision.admit}
+        for request in requests:
+            reason = self.refusal(request) or scheduler.submit(request)
+            if reason:
+                yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
+        while (decision := scheduler.decide()) is not None:
+            prompt_tokens += sum(len(a.prompt) for a in decision.admit)
+            for a in decision.admit:
+                streams[a.slot] = OutputStream(scheduler.running[a.slot].request, self.model.spec.eos, self.tokenizer)
+            with self._together():
                 self.comm.broadcast_object(decision)
-                steps = self._execute(decision)
-                for step_tokens in self._timed(steps, decision, prompt_tokens, scheduler, policy):
-                    for slot, token in step_tokens:
-                        if scheduler.running[slot].finished:
-                            continue  # computed past its stop, thrown away
-                        output = streams[slot].push(token)
-                        scheduler.took(slot, output.finish_reason is not None)
-                        if output.finish_reason is not None:
-                            policy.forget(slot)
-                        yield output
-                self._note_kv(scheduler.running.values())
-        except GeneratorExit:  # the caller has left: the other ranks are in this run of steps, finish it with them
-            for _ in steps:
-                pass
-            self._release_all()
-            raise
-        self._release_all()
+                begin = time.perf_counter()
+                drawn = self._execute(decision)
+            for step_tokens in self._timed(drawn, begin, decision, prompt_tokens, scheduler, policy):
+                for slot, token in step_tokens:
+                    if scheduler.running[slot].finished:
+                        continue  # computed past its stop, thrown away
+                    output = streams[slot].push(token)
+                    scheduler.took(slot, output.finish_reason is not None)
+                    if output.finish_reason is not None:
+                        policy.forget(slot)
+                    yield output
+            self._check()
+            self._note_kv(scheduler.running.values())
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be served by this engine, whatever else it serves; None where it can."""
         spec = self.model.spec
         if len(request.prompt) == 0:
             return "the prompt is empty"
-        bad = next((t for t in request.prompt if not 0 <= t < spec.vocab), None)
-        if bad is not None:
-            return f"prompt token id {bad} is outside the vocabulary [0, {spec.vocab})"
+        ids = np.asarray(request.prompt)
+        outside = ids[(ids < 0) | (ids >= spec.vocab)]
+        if len(outside):
+            return f"prompt token id {outside[0]} is outside the vocabulary [0, {spec.vocab})"
         if request.max_new_tokens < 1:
             return f"max_new_tokens={request.max_new_tokens} must be at least 1"
         length = len(request.prompt) + request.max_new_tokens
@@ -300,29 +327,30 @@ class Engine:
 
     def _timed(
         self,
-        steps: Iterator[list[tuple[int, int]]],
+        drawn: Sequence[_HostCopy],
+        begin: float,
         decision: Decision,
         prompt_tokens: int,
         scheduler: Scheduler,
         policy: DraftPolicy,
     ) -> Iterator[list[tuple[int, int]]]:
         """Passes a decision's tokens on and notes when they came, and which drafts were kept."""
-        last = time.perf_counter()
+        last, steps = begin, iter(drawn)
         if decision.prefill:
-            first_tokens = next(steps)
-            now = time.perf_counter()
-            self.timings.prefill_s += now - last
+            prefill = next(steps)
+            tokens = prefill.read()
+            self.timings.prefill_s += prefill.came - last
+            last = prefill.came
             self.timings.prefill_tokens += sum(s.end - s.begin for s in decision.prefill)
             if self.on_prefill:
                 self.on_prefill(self.timings.prefill_tokens, prompt_tokens)
-            yield first_tokens
-            last = time.perf_counter()
+            yield tokens
         seconds: list[float] = []
         outcomes: list[Outcome] = []
-        for tokens in steps:
-            now = time.perf_counter()
-            seconds.append(now - last)
-            last = now
+        for step in steps:
+            tokens = step.read()
+            seconds.append(step.came - last)
+            last = step.came
             of_step = [
                 Outcome(slot, min(decision.drafts, policy.limit(slot), scheduler.running[slot].left - 1), taken - 1)
                 for slot, taken in Counter(slot for slot, _ in tokens).items()
@@ -341,18 +369,43 @@ class Engine:
         self.timings.kv_tokens = [max(a, b) for a, b in zip(self.timings.kv_tokens, held, strict=True)]
 
     def _release_all(self) -> None:
-        """Frees every slot on every rank and ends their loops."""
-        held = tuple(self.admitted)
-        if held:
-            self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, 0, False, False))
-            for _ in self._execute(decision):
-                pass
-        self.comm.broadcast_object(None)
+        """Frees every slot on every rank and ends their loops; nothing where the engine is broken."""
+        if self._broken is not None:
+            return
+        with self._together():
+            if held := tuple(self.admitted):
+                self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, 0, False, False))
+                self._execute(decision)
+                self._check()
+            self.comm.broadcast_object(None)
 
     # ---- every rank
 
-    def _execute(self, decision: Decision) -> Iterator[list[tuple[int, int]]]:
-        """Does what a decision says; on rank 0, yields (slot, token) of the prefill and then of each decode step."""
+    def _follow(self) -> None:
+        """Does what rank 0 decides until it says that this was all."""
+        decision: Decision | None = None
+        with self._together():
+            while (decision := self.comm.broadcast_object(decision)) is not None:
+                self._execute(decision)
+                self._check()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what all ranks do alike: others wait for a rank that fails there, so that none of them can go on."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _execute(self, decision: Decision) -> list[_HostCopy]:
+        """Launches what a decision says; on rank 0, returns the tokens of the prefill, if any, and of each step."""
+        drawn: list[_HostCopy] = []
+
+        def keep(tokens: Tensor, slots: Sequence[int] | None = None) -> None:
+            if self.comm.rank == 0:
+                drawn.append(_HostCopy(tokens, slots, self._check))
+
         for slot in decision.retire:
             self.state.retire(slot)
             self.cache.give_back(self._pages.pop(slot))
@@ -362,7 +415,7 @@ class Engine:
         for admission in decision.admit:
             self.admit(admission)
         if decision.prefill:
-            yield self._prefill(decision.prefill, decision)
+            keep(*self._prefill(decision.prefill, decision))
         if self.drafter is not None and decision.decode_steps:
             if decision.drafts and not self._drafting:
                 self.drafter.catch_up(self.state)
@@ -370,16 +423,9 @@ class Engine:
         if decision.draft_limits:
             limits = torch.tensor(decision.draft_limits)
             self.state.draft_limits[: len(limits)] = limits.to(self.device)
-        pending: deque[_HostCopy] = deque()
-        ahead = 1 if self.device.type == "cuda" else 0  # a GPU works on the next step while this one is read
         for _ in range(decision.decode_steps):
-            tokens = self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered)
-            pending.append(_HostCopy(tokens, self._check, self.comm.rank == 0))
-            if len(pending) > ahead:
-                yield pending.popleft().read()
-        while pending:
-            yield pending.popleft().read()
-        self._check()
+            keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered))
+        return drawn
 
     def _check(self, wait: bool = True) -> None:
         """As `Communicator.check`, of all collectives of a step."""
@@ -397,27 +443,28 @@ class Engine:
         if self.drafter is not None:
             self.drafter.admit(admission)
 
-    def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> list[tuple[int, int]]:
-        prompts = [(s.slot, s.begin, torch.tensor(self.admitted[s.slot].prompt[s.begin : s.end])) for s in segments]
+    def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
+        """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
+        prompts = [
+            (s.slot, s.begin, torch.from_numpy(np.asarray(self.admitted[s.slot].prompt[s.begin : s.end])).long())
+            for s in segments
+        ]
         hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts))
         if self.drafter is not None:
             self.drafter.prefill(self.state, prompts)
         ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
         last = [i for i, s in enumerate(segments) if s.last]
         if not last:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()  # so that progress and time mean work done
-            return []
-        slots = torch.tensor([segments[i].slot for i in last], device=self.device)
+            return self._slots.new_full((1, 1), PAST), [segments[0].slot]
+        ending = [segments[i].slot for i in last]
+        slots = torch.tensor(ending, device=self.device)
         lengths = torch.tensor([segments[i].end for i in last], device=self.device)
         live = torch.ones_like(slots, dtype=torch.bool)
         tokens = self._draw(
             hidden[ends[last].to(self.device)], slots, lengths, live, decision.stochastic, decision.filtered
         )
         self.state.activate(slots, tokens, lengths)
-        drawn = list(zip(slots.tolist(), tokens.tolist(), strict=True))
-        self._check()
-        return _checked(drawn)
+        return tokens[:, None], ending
 
     def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
         """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
@@ -476,54 +523,35 @@ class Engine:
         return [min(free[group[k]] for group in groups) for k in range(self.layout.kvp)]
 
 
-class _Stream:
-    """The outputs of one request."""
-
-    def __init__(self, request: Request, engine: Engine) -> None:
-        self.request = request
-        self._eos = engine.model.spec.eos
-        self._ids: list[int] = []
-        self._text = TextStream(engine.tokenizer, request.stop)
-
-    def push(self, token: int) -> Output:
-        self._ids.append(token)
-        delta, stopped = self._text.push(token)
-        reason = None
-        if token in self._eos or stopped:
-            reason = "stop"
-        elif len(self._ids) == self.request.max_new_tokens:
-            reason = "length"
-        if reason and not stopped:
-            delta += self._text.finish()
-        request = self.request
-        return Output(request.id, len(request.prompt), tuple(self._ids), delta, self._text.text, reason)
-
-
 class _HostCopy:
     """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing.
 
     Args:
+        tokens: [n, m], in each row those that a sequence takes, then PAST.
+        slots: of the rows; None for 0, 1, ..
         check: called with wait=False once the step has ended; raises where its tokens are none.
+
+    Attributes:
+        came: when the tokens were there, by `time.perf_counter`; for those of a GPU, when they were read.
     """
 
-    def __init__(self, tokens: Tensor, check: Callable[[bool], None], wanted: bool) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tokens = None
+    def __init__(self, tokens: Tensor, slots: Sequence[int] | None, check: Callable[[bool], None]) -> None:
+        self._tokens = _to_host(tokens)
+        self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
-        if wanted:
-            self._tokens = _to_host(tokens)
-            if tokens.is_cuda:
-                self._event = torch.cuda.Event()
-                self._event.record()
+        self._event = torch.cuda.Event() if tokens.is_cuda else None
+        if self._event:
+            self._event.record()
+        self.came = time.perf_counter()
 
     def read(self) -> list[tuple[int, int]]:
-        if self._tokens is None:
-            return []
+        """(slot, token) of each token."""
         if self._event:
             self._event.synchronize()
+            self.came = time.perf_counter()
         self._check(False)
         taken = self._tokens != PAST
-        slots = taken.nonzero()[:, 0].tolist()
+        slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]
         return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from helix.sampling import SamplingParams
 
@@ -14,7 +17,7 @@ class Request:
 
     Attributes:
         id: names the request in what comes out.
-        prompt: token ids.
+        prompt: token ids, from any sequence of integers; kept as an array of 32 bits where they fit.
         max_new_tokens: at most so many tokens are drawn, the EOS token included.
         stop: texts that end the continuation; they are not part of the text.
     """
@@ -25,15 +28,24 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        ids: array[int] | np.ndarray
+        try:
+            ids = array("i", self.prompt)
+        except OverflowError:  # no vocabulary has such an id: the engine refuses the request
+            ids = np.array(self.prompt, dtype=object)
+        object.__setattr__(self, "prompt", ids)
+
 
 @dataclass(frozen=True)
 class Output:
-    """What one request has become.
+    """What is new of one request, and all of it where it has ended: what an output costs does not grow with the text.
 
     Attributes:
-        output_ids: all tokens drawn so far, the EOS token included.
-        delta: the text that is new since the last output of this request.
-        text: all the text so far; empty without a tokenizer.
+        new_ids: tokens drawn since the last output of this request, the EOS token included.
+        delta: the text that is new since then.
+        output_ids: all tokens, once the request has ended; empty before.
+        text: all the text, likewise; empty without a tokenizer.
         finish_reason: None while it goes on, then `stop` (EOS or a stop text), `length` or `error`.
         reason: why, where finish_reason is `error`.
     """
@@ -45,3 +57,4 @@ class Output:
     text: str
     finish_reason: str | None
     reason: str | None = None
+    new_ids: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,7 +95,9 @@ class DecodeState:
         self.limits[row] = limit
         self.active[row] = False
         if self.history.shape[1]:
-            self.history[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32).to(self.history.device)
+            self.history[row, : len(prompt)] = torch.from_numpy(np.asarray(prompt, dtype=np.int32)).to(
+                self.history.device
+            )
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Starts decoding in `rows` [n] int64, from their first tokens, after `lengths` tokens of prompt."""

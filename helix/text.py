@@ -1,10 +1,42 @@
-"""Tokens to text while they arrive, and the stop texts in it."""
+"""Tokens to text and outputs while they arrive, and the stop texts in them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+from helix.request import Output, Request
+
+
+class OutputStream:
+    """The outputs of one request, token by token.
+
+    Args:
+        eos: tokens that end it.
+        tokenizer: as of `TextStream`.
+    """
+
+    def __init__(self, request: Request, eos: Collection[int], tokenizer: Any | None) -> None:
+        self._request = request
+        self._eos = eos
+        self._ids: list[int] = []
+        self._text = TextStream(tokenizer, request.stop)
+
+    def push(self, token: int) -> Output:
+        """The output of one more token."""
+        self._ids.append(token)
+        delta, stopped = self._text.push(token)
+        reason = None
+        if token in self._eos or stopped:
+            reason = "stop"
+        elif len(self._ids) == self._request.max_new_tokens:
+            reason = "length"
+        if reason and not stopped:
+            delta += self._text.finish()
+        ids, text = (tuple(self._ids), self._text.text) if reason else ((), "")
+        return Output(self._request.id, len(self._request.prompt), ids, delta, text, reason, new_ids=(token,))
 
 
 class TextStream:
@@ -16,12 +48,17 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any | None, stop: tuple[str, ...] = ()) -> None:
-        self.text = ""
+        self._said: list[str] = []
         self._stop = stop
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._held = ""  # the beginning of what may become a stop text
+
+    @property
+    def text(self) -> str:
+        """All that was released."""
+        return "".join(self._said)
 
     def push(self, token: int) -> tuple[str, bool]:
         """The text that one more token releases, and whether a stop text is complete."""
@@ -39,7 +76,7 @@ class TextStream:
         # A torn character keeps back the text of its token, in which a stop text may be complete.
         ready, _ = self._release(whole[len(seen) :] if whole.startswith(seen) else "")
         rest, self._held = self._held, ""
-        self.text += rest
+        self._said.append(rest)
         return ready + rest
 
     def _release(self, new: str) -> tuple[str, bool]:
@@ -47,11 +84,11 @@ class TextStream:
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:
             ready, self._held = self._held[: min(found)], ""
-            self.text += ready
+            self._said.append(ready)
             return ready, True
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        self.text += ready
+        self._said.append(ready)
         return ready, False
 
 

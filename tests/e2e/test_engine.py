@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,16 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.torch_dist import TorchDistCommunicator
 from helix.engine import Engine, Output
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.speculation import NgramDrafter
+from helix.text import TextStream
+from helix.timings import Timings
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import build_engine
+from tests.pool import Pool
 
 FAMILY = "qwen3"
 PROMPT = tuple(range(1, 20))
@@ -41,7 +48,9 @@ def last(outputs: list[Output]) -> dict[Any, Output]:
     [
         (Request(0, (), 5), "prompt is empty"),
         (Request(0, (1, 257), 5), r"token id 257 is outside the vocabulary \[0, 257\)"),
-        (Request(0, (-1,), 5), "token id -1"),
+        (Request(0, (-1,), 5), "token id -1 is"),
+        (Request(0, (1, 2**31), 5), "token id 2147483648 is"),
+        (Request(0, (1, -(2**70), 2**63), 5), "token id -1180591620717411303424 is"),
         (Request(0, PROMPT, 0), "max_new_tokens=0"),
         (Request(0, PROMPT, 500), "exceed the model's context of 512"),
         (Request(0, PROMPT, 5, stop=("x",)), "need a tokenizer"),
@@ -74,6 +83,7 @@ def test_over_its_length_is_refused_though_the_cache_would_hold_it(drafter: Ngra
 def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> None:
     """A collective that gave up leaves numbers that mean nothing: they are no tokens, however well they look."""
     e = alone()
+    e.run_steps = 1
     wanted = last(list(alone().generate([Request(0, PROMPT, 8)])))[0].output_ids
     gave_up = []
     draw, steps = e._draw, itertools.count()
@@ -95,15 +105,18 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
         outputs: list[Output] = []
         with pytest.raises(RuntimeError, match="rank 3"):
             deque(map(outputs.append, e.generate([Request(0, PROMPT, 8)])))
-    assert len(outputs) == broken and all(o.output_ids == wanted[: i + 1] for i, o in enumerate(outputs))
+    # Prefill and the first step are one decision's, launched before anything comes out.
+    assert tuple(t for o in outputs for t in o.new_ids) == wanted[: broken if broken > 1 else 0]
+    with pytest.raises(RuntimeError, match=r"engine is broken.*rank 0 waited 300 s for rank 3"):
+        next(e.generate([Request(0, PROMPT, 8)]))
 
 
 def test_every_token_is_an_output_in_order() -> None:
     outputs = list(alone().generate([Request(i, PROMPT[: 5 + i], 6) for i in range(3)]))
     for i in range(3):
         mine = [o for o in outputs if o.id == i]
-        assert [len(o.output_ids) for o in mine] == [1, 2, 3, 4, 5, 6]
-        assert all(b.output_ids[:-1] == a.output_ids for a, b in itertools.pairwise(mine))
+        assert [len(o.new_ids) for o in mine] == [1] * 6 and [o.output_ids for o in mine[:-1]] == [()] * 5
+        assert mine[-1].output_ids == tuple(t for o in mine for t in o.new_ids)
         assert [o.finish_reason for o in mine] == [None] * 5 + ["length"]
 
 
@@ -161,6 +174,164 @@ def test_leaving_early_frees_everything_on_every_rank() -> None:
     (again, pages, free), (_, other_pages, other_free) = run_ranks(2, body, timeout_s=60)
     assert pages == free and other_pages == other_free
     assert len(again[-1].output_ids) == 4
+
+
+def raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
+    """A function that raises from its call number `after` on, and returns None before."""
+    calls = itertools.count()
+
+    def call(*args: Any) -> None:
+        if next(calls) >= after:
+            raise error
+
+    return call
+
+
+def fails_by_requests(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    def requests() -> Iterator[Request]:
+        yield Request(0, PROMPT, 8)
+        raise KeyError("planted")
+
+    list(e.generate(requests()))
+
+
+def fails_by_prefill(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(e, "on_prefill", raising(KeyError("planted")))
+    list(e.generate(REQUESTS))
+
+
+def fails_by_text(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TextStream, "push", raising(KeyError("planted")))
+    list(e.generate(REQUESTS))
+
+
+def fails_by_caller(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    outputs = e.generate(REQUESTS)
+    for _ in range(5):
+        next(outputs)
+    outputs.throw(KeyError("planted"))
+
+
+def fails_by_control_c(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Timings, "step", raising(KeyboardInterrupt("planted"), after=3))
+    list(e.generate(REQUESTS))
+
+
+def fails_by_nan(e: Engine, patch: pytest.MonkeyPatch) -> None:
+    outputs, weight = e.generate(REQUESTS), e.model.norm.weight
+    next(outputs)
+    before = weight.clone()
+    weight.fill_(torch.nan)
+    try:
+        list(outputs)
+    finally:
+        weight.copy_(before)
+
+
+REQUESTS = [Request(i, PROMPT, 9) for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [fails_by_requests, fails_by_prefill, fails_by_text, fails_by_caller, fails_by_control_c, fails_by_nan],
+)
+def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., None]) -> None:
+    layout = HelixLayout.create("helix", 2, 1)
+    wanted = last(list(alone().generate(REQUESTS)))[0].output_ids
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        e = engine(world, rank, layout)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                with pytest.raises((KeyError, KeyboardInterrupt, RuntimeError), match=r"planted|NaN"):
+                    fails(e, patch)
+            else:
+                list(e.generate([]))
+        assert e.cache.free_pages == e.cache.pages and not e.admitted
+        again = last(list(e.generate(REQUESTS)))
+        assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
+        assert e.cache.free_pages == e.cache.pages
+
+    run_ranks(2, body, timeout_s=60)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> None:
+    broken: dict[int, str] = {}
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        e = engine(world, rank, HelixLayout.create("helix", 2, 1))
+        if rank == culprit:
+            e.observer = raising(KeyError("planted"), after=3)
+        with pytest.raises((KeyError, RuntimeError), match="planted") as first:
+            list(e.generate(REQUESTS))
+        assert first.type is (KeyError if rank == culprit else RuntimeError)
+        with pytest.raises(RuntimeError) as caught:
+            list(e.generate(REQUESTS))
+        broken[rank] = str(caught.value)
+
+    with pytest.raises(RuntimeError, match="planted"):  # what the transport was told
+        run_ranks(2, body, timeout_s=30)
+    assert all("engine is broken" in words and "KeyError: 'planted'" in words for words in broken.values()), broken
+    assert set(broken) == {0, 1}
+
+
+def test_where_a_call_cannot_be_ended_its_first_error_is_raised_and_says_so() -> None:
+    e = alone()
+    outputs = e.generate(REQUESTS)
+    next(outputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(e.comm, "broadcast_object", raising(OSError("no way out")))
+        with pytest.raises(KeyboardInterrupt, match="planted") as caught:
+            outputs.throw(KeyboardInterrupt("planted"))
+    assert "no way out" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match=r"engine is broken.*OSError: no way out"):
+        next(e.generate(REQUESTS))
+
+
+def test_leaving_early_does_not_hide_that_it_failed() -> None:
+    e = alone()
+    outputs = e.generate(REQUESTS)
+    next(outputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(e.comm, "broadcast_object", raising(OSError("no way out")))
+        with pytest.raises(OSError, match="no way out"):
+            outputs.close()
+
+
+def test_one_call_at_a_time() -> None:
+    e = alone()
+    outer = e.generate(REQUESTS)
+    first = next(outer)
+    with pytest.raises(RuntimeError, match="a call of generate is under way"):
+        next(e.generate(REQUESTS))
+    rest = last([first, *outer])
+    assert all(len(o.output_ids) == 9 for o in rest.values()) and len(rest) == 7
+    assert len(last(list(e.generate(REQUESTS)))) == 7
+
+
+def slow_caller(rank: int, world_size: int, path: Path) -> list[tuple[int, ...]]:
+    layout = HelixLayout.create("helix", world_size)
+    comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=1))
+    e = build_engine(path, layout, comm, 16)
+
+    def requests() -> Iterator[Request]:
+        yield Request(0, PROMPT, 24)
+        time.sleep(3.0)  # so long takes the tokenizer
+        yield Request(1, PROMPT, 24)
+
+    found = {}
+    for count, output in enumerate(e.generate(requests() if rank == 0 else [])):
+        if count == 9:  # within a run of steps
+            time.sleep(3.0)
+        found[output.id] = output.output_ids
+    comm.close()
+    return list(found.values())
+
+
+def test_callers_and_tokenizers_may_take_longer_than_a_collective(gloo_pool: Callable[[int], Pool]) -> None:
+    wanted = last(list(alone().generate([Request(0, PROMPT, 24)])))[0].output_ids
+    assert gloo_pool(2).run(slow_caller, checkpoint(FAMILY))[0] == [wanted, wanted]
 
 
 def test_the_caller_is_not_left_in_inference_mode() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helix.text import TextStream
+from helix.request import Request
+from helix.text import OutputStream, TextStream
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -85,3 +88,29 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Any) -> None:
 def test_without_a_tokenizer_there_is_no_text() -> None:
     text = TextStream(None)
     assert text.push(5) == ("", False) and text.finish() == "" and text.text == ""
+
+
+def kept_bytes(tokenizer: Any, count: int) -> int:
+    """What the outputs of a request of so many tokens take, were all of them kept."""
+    (word,) = ids(tokenizer, " the")
+    outputs = OutputStream(Request(0, (1,), count, stop=("\n",)), (), tokenizer)
+    tracemalloc.start()
+    kept = [outputs.push(word) for _ in range(count)]
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept[-1].output_ids == (word,) * count and kept[-1].text == "".join(o.delta for o in kept) == " the" * count
+    assert kept[-1].finish_reason == "length" and all(o.new_ids == (word,) for o in kept)
+    return size
+
+
+def test_what_an_output_costs_does_not_grow_with_the_text(tokenizer: Any) -> None:
+    kept_bytes(tokenizer, 10)  # what is made once
+    # Ids and text of all tokens so far in each output would make it 100 times as much.
+    assert kept_bytes(tokenizer, 5000) < 12 * kept_bytes(tokenizer, 500)
+
+
+def test_a_prompt_of_a_million_tokens_travels_as_bytes() -> None:
+    request = Request(0, list(range(100)) * 10_000, 1)
+    assert list(request.prompt[5:8]) == [5, 6, 7] and len(request.prompt) == 1_000_000
+    assert len(pickle.dumps(request)) < 4_010_000
+    assert pickle.loads(pickle.dumps(request)) == request
