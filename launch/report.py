@@ -84,7 +84,7 @@ class Console:
         )
 
     def prefill(self, done: int, total: int) -> None:
-        """Prompt tokens done, of those admitted; shown until text begins to stream."""
+        """Prompt tokens done, of those admitted; shown until they are all done, or text begins to stream."""
         if self._text.started:
             return
         if self._bar is None:
@@ -94,7 +94,7 @@ class Console:
         assert self._task is not None
         self._bar.update(self._task, completed=done, total=total)
         if done == total:
-            self._end_prefill()
+            self._end_prefill(done=True)
 
     def show(self, output: Output) -> None:
         """Streams one request's text at a time; what others say meanwhile follows when it is their turn."""
@@ -134,8 +134,9 @@ class Console:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._terminal)
 
-    def _end_prefill(self) -> None:
+    def _end_prefill(self, done: bool = False) -> None:
         if self._bar is not None:
+            self._bar.live.transient = not done  # else it would stand there as if prefill had stopped
             self._bar.stop()
             self._bar = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from helix.config import Config, DecodeConfig
 from helix.layout import HelixLayout
 from helix.request import Output
 from helix.speculation.adaptive import Acceptance, Outcome
@@ -19,7 +21,7 @@ from launch.distributed import Job, RankError
 from launch.files import check_record
 from launch.needles import ANSWER_TOKENS, make, score
 from launch.preflight import preflight
-from launch.report import Phases, _OneAtATime, percentile_us, summary, write_record
+from launch.report import Console, Phases, _OneAtATime, percentile_us, summary, write_record
 from tests.unit.test_config import composed
 from tests.unit.test_files import largest_file
 
@@ -43,6 +45,43 @@ def test_one_text_at_a_time_and_none_lost() -> None:
     assert "".join(said) == "[a] one two three\n[b] uno dos\n[c] eins zwei\n[d] \n"
     # The first one is shown as it comes, not at its end.
     assert said[0] == "[a] one " and "two " in said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_no_bar_is_left_behind_that_is_not_full(
+    terminal: bool, streams: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of two prompts speaks before the second is done; a bar cannot go on among text."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    config = Config(decode=DecodeConfig(stream=streams))
+    plan = SimpleNamespace(config=config, layout=HelixLayout.create(), reason=None)
+    place = SimpleNamespace(world_size=1)
+    console = Console(plan, SimpleNamespace(leads=True, device=torch.device("cpu"), backend="gloo", place=place))
+    console.prefill(8192, 8222)
+    console.show(out("a", "one "))
+    console.prefill(8222, 8222)
+    console.show(out("b", "two"))
+    lines = screen(capsys.readouterr().out)
+    bars = [line for line in lines if line.startswith("prefill")]
+    assert [("8222/8222" in bar) for bar in bars] == ([] if streams else [True]), lines
+    assert any("[a] one" in line for line in lines) == streams
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows where cursor movements erase lines and begin them anew."""
+    lines, row = [""], 0
+    for piece in re.split(r"(\x1b\[\??\d*[A-Za-z]|\n|\r)", written):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif piece == "\x1b[1A":
+            row -= 1
+        elif piece in ("\r", "\x1b[2K"):
+            lines[row] = ""
+        elif not piece.startswith("\x1b["):
+            lines[row] += piece
+    return lines
 
 
 def test_summary_is_the_closed_formula() -> None:
