@@ -196,7 +196,7 @@ def ours(
 
         engine.observer = observe
         requests = [Request(i, prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]
-        tokens = {int(output.id): tuple(output.output_ids) for output in engine.generate(requests)}
+        tokens = {int(output.id): output.output_ids for output in engine.generate(requests)}
         return tokens, logits
 
     ranks = run_ranks(case.layout.world_size, body, timeout_s=120.0)
