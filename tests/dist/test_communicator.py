@@ -188,7 +188,7 @@ def test_objects_and_barrier(transport: str, world_size: int, kvp: int) -> None:
 def check_patience(comm: Communicator) -> None:
     def pause() -> None:
         if comm.rank == 0:
-            time.sleep(1.3)
+            time.sleep(2.5)
 
     pause()
     assert comm.broadcast_object(comm.rank) == 0
@@ -199,7 +199,8 @@ def check_patience(comm: Communicator) -> None:
 
 
 def impatient(rank: int, world_size: int) -> None:
-    comm = TorchDistCommunicator(kvp_groups(world_size, 2), "cpu", timedelta(seconds=1))
+    dist.barrier()  # under the deadline of the pool: a worker may just have been started
+    comm = TorchDistCommunicator(kvp_groups(world_size, 2), "cpu", timedelta(seconds=2))
     check_patience(comm)
     comm.close()
 

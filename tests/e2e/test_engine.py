@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
@@ -312,7 +313,8 @@ def test_one_call_at_a_time() -> None:
 
 def slow_caller(rank: int, world_size: int, path: Path) -> list[tuple[int, ...]]:
     layout = HelixLayout.create("helix", world_size)
-    comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=1))
+    dist.barrier()  # under the deadline of the pool: a worker may just have been started
+    comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=2))
     e = build_engine(path, layout, comm, 16)
 
     def requests() -> Iterator[Request]:
