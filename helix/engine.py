@@ -293,10 +293,10 @@ class Engine:
                         continue  # computed past its stop, thrown away
                     output = streams[slot].push(token)
                     scheduler.took(slot, output.finish_reason is not None)
-                    if output.finish_reason is not None:
-                        policy.forget(slot)
                     yield output
             self._check()
+            for slot in (s.slot for s in scheduler.running.values() if s.finished):
+                policy.forget(slot)  # with what it showed in this run
             self._note_kv(scheduler.running.values())
 
     def refusal(self, request: Request) -> str | None:

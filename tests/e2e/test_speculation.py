@@ -176,6 +176,38 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
     assert first == second and min(first) > 0, "those of the slowest rank, on each"
 
 
+class Refused(Drafter):
+    """Proposes what is never drawn, and notes the limits under which it does."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.limits: list[list[int]] = []
+
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        self.limits.append(state.draft_limits[:rows].tolist())
+        return Draft(torch.full((rows, drafts), 256))
+
+
+def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
+
+    def pace(policy: DraftPolicy, rows: int) -> Pace:
+        return Pace(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)))
+
+    monkeypatch.setattr(DraftPolicy, "pace", pace)
+    drafters = [Refused(4), Refused(4)]
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        comm = world.communicator(rank, (0, 1))
+        layout = HelixLayout.create("helix", 2)
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, max_batch=1, drafter=drafters[rank])
+        engine.run_steps = 12
+        list(engine.generate([Request(i, (1, 2), 25) for i in range(2)]))
+
+    run_ranks(2, body, timeout_s=120.0)
+    assert drafters[0].limits == drafters[1].limits == 2 * (12 * [[4]] + 12 * [[2]])
+
+
 class Witness(Drafter):
     """Stands for a drafter with a cache: repeats the last token, and knows which token it last read at each place."""
 
