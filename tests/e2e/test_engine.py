@@ -112,6 +112,29 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
         next(e.generate([Request(0, PROMPT, 8)]))
 
 
+def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
+    """Rank 0 looks before it takes a token; the others, which read none, look when their run of steps ends."""
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        e = engine(world, rank, HelixLayout.create("helix", 2, 1))
+        steps, decode = itertools.count(1), e.decode
+
+        def last_step(*args: Any) -> torch.Tensor:
+            if next(steps) == 7:  # the first of 8 tokens comes from the prompt
+                e.comm.check = gave_up  # type: ignore[method-assign]
+            return decode(*args)
+
+        def gave_up(wait: bool = True) -> None:
+            if rank == 1:
+                raise RuntimeError("rank 1 waited 300 s for rank 0")
+
+        e.decode = last_step  # type: ignore[method-assign]
+        list(e.generate([Request(0, PROMPT, 8)]))
+
+    with pytest.raises(RuntimeError, match="waited 300 s for rank 0"):
+        run_ranks(2, body, timeout_s=60)
+
+
 def test_every_token_is_an_output_in_order() -> None:
     outputs = list(alone().generate([Request(i, PROMPT[: 5 + i], 6) for i in range(3)]))
     for i in range(3):

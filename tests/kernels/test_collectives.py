@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder as BUILDER
 
 from comm.base import Projection, Summand
 from kernels import moe_sm90
@@ -115,6 +117,51 @@ def test_a_sum_without_a_rank_is_none(two_shot: bool, dtype: torch.dtype, device
         assert turn == 2 or all((total == W).all() for _, total in got)
     normed, total = got[0]
     assert ranks.gave_up() == [2, 0] and normed.isnan().all() and total.isnan().all()
+
+
+def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -> Tensor:
+    """What rank 0 of two gets where the other does not come; its status is that of `ranks`."""
+    size, x = SLICE_WORDS, torch.ones(1, 2, 4, device=device)
+    common = dict(rank=0, pieces=PIECES, spins=spins)
+    if collective == "exchange":
+        starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+        counts = ranks.counts[0][0], ranks.counts[0][1]
+        result = torch.zeros(1, 1, 4, device=device)
+        return exchange(x, x[..., 0], result, starts, ranks.peers, counts, ranks.status[0], lanes=1, **common)
+    if collective == "all_gather":
+        return all_gather(x, ranks.peers, ranks.counts[0][0], ranks.status[0], **common)[1]
+    peers = torch.stack((ranks.peers, ranks.peers + 8 * 4 * PIECES * size))
+    squares = torch.zeros(2, PIECES, dtype=torch.int64, device=device)
+    return all_reduce_norm(
+        x[0], None, x[0, 0], 1e-5, peers, squares, ranks.counts[0][0], ranks.status[0],
+        two_shot=collective == "two shots", **common,
+    )[1]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted by Triton's interpreter")
+@pytest.mark.parametrize("collective", ["exchange", "all_gather", "one shot", "two shots"])
+def test_a_wait_in_vain_ends_and_the_next_is_short(
+    collective: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after so many looks, as NaN and with a status; from then on a look has to do."""
+    looks = []
+    load = BUILDER.create_masked_load
+
+    def counted(*args: Any) -> Any:
+        looks.append(args[-1])  # whether it is a look at a box
+        return load(*args)
+
+    monkeypatch.setattr(BUILDER, "create_masked_load", counted)
+    found = []
+    for spins, before in ((7, 0), (0, 0), (7, 2)):
+        ranks = Ranks(2, 6 * PIECES * max(SLICE_WORDS, PIECE_WORDS), device)
+        ranks.status[0].fill_(before)
+        looks.clear()
+        missing = run_alone(collective, ranks, spins, device)
+        found.append(sum(looks))
+        assert missing.isnan().any() and ranks.gave_up()[0] != 0
+    patient, once, broken = found
+    assert patient >= once + 7 and broken == once
 
 
 def test_a_nan_lse_surfaces(device: torch.device) -> None:
