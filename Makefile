@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint clean
+.PHONY: run test test-faults lint clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m launch.demo $(ARGS)
@@ -12,6 +12,10 @@ run: $(VENV)/.installed
 # Two processes share the tests; those that need worker pools stay together.
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+# Whether the tests can fail: planted faults, of which each has to be caught.
+test-faults: $(VENV)/.installed
+	$(BIN)/python -m tests.faults $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/python -m ruff check .

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Triton reads this when a kernel is defined, so it has to be set before the first import of `kernels`.
 if not torch.cuda.is_available():
@@ -18,6 +18,7 @@ from tests.pool import Pool, close_all, pool
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 settings.register_profile("helix", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("first-failure", settings.get_profile("helix"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("helix")
 
 

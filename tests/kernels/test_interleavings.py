@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 LAUNCHES = 4  # two turns, twice
 SPINS = 1 << 30  # nobody has to give up
 
-few = settings(max_examples=4, phases=[Phase.generate])  # a smaller failure would take minutes to find
+few = settings(max_examples=4)
 generators = st.integers(0, 2**32 - 1).map(random.Random)
 
 

@@ -1,9 +1,13 @@
-"""Which backend a job gets."""
+"""Which backend a job gets, and who notices that a rank is gone."""
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch.distributed as dist
+
+from launch import distributed
 from launch.distributed import Place, choose_backend, gpu_facts
 
 ONE_HOST, TWO_HOSTS = Place(0, 4, 0, 4), Place(0, 8, 0, 4)
@@ -49,3 +53,29 @@ def test_a_gpu_alone_can_stand_in_but_not_two_apart() -> None:
 
 def test_ranks_of_two_hosts_are_no_peers() -> None:
     assert gpu_facts(TWO_HOSTS)["peers"] is False
+
+
+@pytest.mark.parametrize("fate", ["silent", "failed", "left"])
+def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes neither one that works for it, nor one that left when it was done."""
+    ended: list[str] = []
+    monkeypatch.setattr(distributed, "BEAT_S", 0.01)
+    monkeypatch.setattr(distributed, "SILENCE_S", 0.5)
+    monkeypatch.setattr(distributed._Watchdog, "_end", lambda self, why: ended.append(why))
+    store = dist.HashStore()
+    first, second = (distributed._Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
+    for watchdog in (first, second):
+        watchdog.start()
+    time.sleep(0.6)
+    assert not ended
+    if fate == "failed":
+        second.tell("rank 1 failed: RuntimeError: no")
+    if fate == "left":
+        store.set("left/1", "")
+    second.stop()
+    deadline = time.monotonic() + (0.8 if fate == "left" else 2.0)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.stop()
+    words = {"silent": "rank 1 gave no sign of life", "failed": "rank 1 failed: RuntimeError: no"}
+    assert (words[fate] in ended[0]) if fate in words else not ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helix.layout import HelixLayout, feasible_layouts, share
@@ -85,6 +85,7 @@ def test_growth_goes_round_and_stays_balanced_within_a_block() -> None:
 heads = st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.integers(1, 8))
 
 
+@settings(max_examples=300)
 @given(heads, st.sampled_from(["helix", "tp", "medha"]), widths, widths, st.integers(1, 300))
 def test_every_head_column_and_row_has_one_owner(
     kv_group: tuple[int, int], mode: str, kvp: int, tpa: int, total: int

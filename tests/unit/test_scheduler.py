@@ -247,6 +247,14 @@ def test_pages_refuse_what_tokens_would_allow() -> None:
     assert scheduler.submit(request(1, 30, 3)) is not None
 
 
+def test_drafts_have_room_behind_the_last_token() -> None:
+    scheduler = Scheduler(pages_of(1, 16, 16), [3], 48, 1, 64, 8, drafts=4)
+    assert scheduler.submit(request(0, 20, 25, GREEDY)) is not None, "48 tokens of KV are 1 too few"
+    assert scheduler.submit(request(1, 20, 24, GREEDY)) is None
+    decision = scheduler.decide()
+    assert decision is not None and decision.admit[0].reserved == 48 and decision.admit[0].limit == 43
+
+
 def test_a_run_of_steps_goes_at_its_pace() -> None:
     """Steps of three tokens: so many as the first to end needs, unless the pace says fewer."""
     asked: list[int] = []

@@ -1,0 +1,152 @@
+"""Plants one fault after another in copies of this tree, and shows which test catches it.
+
+`make test-faults`, `make test-faults ARGS=mailbox`: those whose name or file has the words. The exit code is 1 where a
+fault survives, where its place is not found exactly once, or where its tests fail without it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import cache_from_source
+from pathlib import Path
+from queue import SimpleQueue
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from tests.faults.planted import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+SHARED = "assets", "benchmarks", "docs"  # folders in which nothing is planted: links
+COPIES = 2  # that are tested at a time
+DEADLINE_S = 120.0  # of a test; a fault that lets one hang is caught by it
+OK, FAILED = 0, 1  # exit codes of pytest
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a fault.
+
+    Attributes:
+        by: the test that caught it, or why that is not known.
+    """
+
+    caught: bool
+    by: str
+    seconds: float
+
+
+def copy_tree(target: Path) -> None:
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in map(Path, listed.splitlines()):
+        if name.parts[0] not in SHARED and (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
+    for name in SHARED:
+        (target / name).symlink_to(ROOT / name)
+
+
+def misplaced(fault: Fault) -> str | None:
+    """Why a fault cannot be planted; None where it can."""
+    count = (ROOT / fault.file).read_text().count(fault.old) if (ROOT / fault.file).is_file() else 0
+    return None if count == 1 else f"{fault.name}: what it replaces is {count} times in {fault.file}, expected once"
+
+
+class Tree:
+    """A copy of this tree, and a process that runs its tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        copy_tree(folder)
+        command = [sys.executable, "-P", str(folder / "tests" / "faults" / "server.py")]
+        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, tests: Iterable[str], deadline_s: float = DEADLINE_S, *options: str) -> tuple[int, str]:
+        """pytest's exit code, and the first test that failed, or else the end of what it said."""
+        assert self.server.stdin is not None and self.server.stdout is not None
+        arguments = ["-x", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=first-failure"]
+        line = [str(self.folder), *arguments, f"--timeout={deadline_s}", *options, *tests]
+        self.server.stdin.write(json.dumps(line) + "\n")
+        self.server.stdin.flush()
+        code = int(self.server.stdout.readline())
+        said = (self.folder / "said").read_text()
+        failed = [text.split(maxsplit=1)[1] for text in said.splitlines() if text.startswith(("FAILED ", "ERROR "))]
+        return code, failed[0].split(" - ")[0] if failed else said.strip()[-2000:]
+
+    def close(self) -> None:
+        self.server.communicate()  # the end of its input is its end
+
+
+def plant(tree: Tree, fault: Fault) -> Found:
+    path = tree.folder / fault.file
+    original = path.read_text()
+    begin = time.monotonic()
+    try:
+        write(path, original.replace(fault.old, fault.new))
+        code, by = tree.run(fault.tests, fault.deadline_s or DEADLINE_S)
+    finally:
+        write(path, original)
+    seconds = time.monotonic() - begin
+    return Found(code == FAILED, by if code == FAILED else "survived" if code == OK else f"exit {code}: {by}", seconds)
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)  # it may be as long and as old as another text's
+
+
+def main(words: list[str]) -> int:
+    console = Console()
+    faults = [f for f in FAULTS if all(word in f"{f.name} {f.file}" for word in words)]
+    problems = [problem for fault in faults if (problem := misplaced(fault))]
+    if problems or not faults:
+        console.print("\n".join(problems) or f"no fault has {' '.join(words)} in its name or file", markup=False)
+        return 1
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(COPIES))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="helix-faults-"))
+        trees: SimpleQueue[Tree] = SimpleQueue()
+        for i in range(COPIES):
+            trees.put(tree := Tree(Path(directory, str(i))))
+            stack.callback(tree.close)
+
+        def with_tree(fault: Fault) -> Found:
+            tree = trees.get()
+            try:
+                return plant(tree, fault)
+            finally:
+                trees.put(tree)
+
+        tests = sorted({test for fault in faults for test in fault.tests})
+        with console.status(f"{len(tests)} tests without any fault"):
+            tree = trees.get()
+            code, by = tree.run(tests, DEADLINE_S, "-n", str(COPIES), "--dist", "loadgroup")
+            trees.put(tree)
+        if code != OK:
+            console.print(f"without any fault: {by}", markup=False)
+            return 1
+        work = threads.map(with_tree, faults)
+        found = list(track(work, f"{len(faults)} faults", len(faults), console=console, transient=True))
+    table = Table("fault", "in", "caught by", "s")
+    for fault, result in zip(faults, found, strict=True):
+        by = Text(result.by, "green" if result.caught else "bold red")
+        table.add_row(fault.name, fault.file, by, f"{result.seconds:.0f}")
+    console.print(table)
+    caught = sum(result.caught for result in found)
+    console.print(f"{caught} of {len(faults)} faults are caught")
+    return caught != len(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,518 @@
+"""Mistakes such as people make, each with the tests that have to notice it: the quickest that there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Text of a file that is replaced by other text.
+
+    Attributes:
+        old: occurs once in the file.
+        tests: pytest's names of tests, of which one fails with the fault, and none without.
+        deadline_s: of a test that would hang; None for the usual one.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    deadline_s: float | None = None
+
+
+LAYOUT = ("tests/unit/test_layout.py",)
+KV_CACHE = ("tests/unit/test_kv_cache.py",)
+SCHEDULER = ("tests/unit/test_scheduler.py",)
+ADAPTIVE = ("tests/unit/test_adaptive.py",)
+SAMPLING = ("tests/unit/test_sampling.py",)
+ROTARY = ("tests/unit/test_rotary.py",)
+LOADING = ("tests/unit/test_loading.py",)
+TEXT = ("tests/unit/test_text.py",)
+PROMPTS = ("tests/unit/test_prompts.py",)
+COST = ("tests/unit/test_simulate_cost.py",)
+EXPERT_LAYERS = ("tests/unit/test_expert_layers.py",)
+PLACEMENT = ("tests/kernels/test_step_kernels.py",)
+COMMIT = ("tests/kernels/test_commit.py",)
+KV_APPEND = ("tests/kernels/test_kv_append.py",)
+ROUTE = ("tests/kernels/test_route.py",)
+LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
+DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
+HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_bitwise_those_of_one_exchange",)
+MESSAGES = ("tests/dist/test_exchange.py::test_messages_hold_each_share_then_padding",)
+VAIN = ("tests/kernels/test_collectives.py::test_a_wait_in_vain_ends_and_the_next_is_short",)
+LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_with_their_sequence",)
+ENGINE = "tests/e2e/test_engine.py::"
+PARITY = "tests/e2e/test_parity.py::"
+AHEAD = "tests/kernels/test_interleavings.py::"
+COLLECTIVES = "tests/kernels/test_collectives.py::"
+
+FAULTS = [
+    # ---- who owns what
+    Fault(
+        "shares overlap", "helix/layout.py",
+        "return range(begin, begin + size + (index < larger))",
+        "return range(begin, begin + size + (index <= larger))", LAYOUT,
+    ),
+    Fault("ranks in the other order", "helix/layout.py", "return rank % self.kvp", "return rank // self.tpa", LAYOUT),
+    Fault(
+        "start rotation ignored", "helix/layout.py",
+        "return (token // block + start) % self.kvp", "return token // block % self.kvp", LAYOUT,
+    ),
+    Fault(
+        "blocks ignored in the local order", "helix/layout.py",
+        "return token // (block * self.kvp) * block + token % block", "return token // self.kvp", LAYOUT,
+    ),
+    Fault(
+        "start rotation the wrong way", "helix/layout.py",
+        "first = (kvp_rank - start) % self.kvp * block", "first = (kvp_rank + start) % self.kvp * block", LAYOUT,
+    ),
+    Fault(
+        "a query does not read its own key", "helix/layout.py",
+        "hi = self.local_length(position + 1, ", "hi = self.local_length(position, ", LAYOUT,
+    ),
+    Fault(
+        "window one key too wide", "helix/layout.py",
+        "before = position + 1 - window", "before = position - window", LAYOUT,
+    ),
+    Fault(
+        "uneven heads as if even", "helix/layout.py", "+ sum(shares[:k])", "+ k * shares[0]", LAYOUT,
+    ),
+    Fault(
+        "expert columns by the wrong axis", "helix/layout.py",
+        "share(width, self.tpf, index % self.tpf)", "share(width, self.tpf, index // self.ep)", LAYOUT,
+    ),
+    Fault(
+        "experts by the wrong axis", "helix/layout.py",
+        "share(experts, self.ep, index // self.tpf)", "share(experts, self.ep, index % self.ep)", LAYOUT,
+    ),
+    Fault(
+        "window one key too wide in the kernel", "kernels/placement.py",
+        "tl.maximum(position + 1 - WINDOW, 0)", "tl.maximum(position - WINDOW, 0)", PLACEMENT,
+    ),
+    Fault(
+        "start rotation ignored in the kernel", "kernels/placement.py",
+        "(position // BLOCK_TOKENS + start) % KVP == RANK", "position // BLOCK_TOKENS % KVP == RANK", PLACEMENT,
+    ),
+    # ---- pages, lengths, steps
+    Fault(
+        "append block taken for the page size", "helix/kv_cache.py",
+        "page * self.page_size + slot % self.page_size, -1)", "page * self.page_size + slot % self.append_block, -1)",
+        KV_CACHE,
+    ),
+    Fault(
+        "a part of a page is none", "helix/kv_cache.py",
+        "return -(-self.layout.local_length(length, rank, self.append_block, start) // self.page_size)",
+        "return self.layout.local_length(length, rank, self.append_block, start) // self.page_size", KV_CACHE,
+    ),
+    Fault(
+        "no page for rounding", "helix/kv_cache.py",
+        "(max_batch - 1) * (-(-append_block // page_size) + 1)", "(max_batch - 1) * (-(-append_block // page_size))",
+        KV_CACHE,
+    ),
+    Fault(
+        "a page is not given back", "helix/kv_cache.py",
+        "self._free.extend(reversed(pages))", "self._free.extend(reversed(pages[1:]))", KV_CACHE,
+    ),
+    Fault(
+        "padding reads keys", "helix/kv_cache.py",
+        "torch.where(live, hi, lo).int()", "hi.int()", KV_CACHE,
+    ),
+    Fault(
+        "missing drafts are appended", "helix/step.py", "active[owner] & (tokens >= 0)", "active[owner]", KV_CACHE,
+    ),
+    Fault(
+        "drafts past the end", "helix/step.py",
+        "self.limits[:rows] - self.lengths[:rows] - 1)", "self.limits[:rows] - self.lengths[:rows])", KV_CACHE,
+    ),
+    Fault(
+        "a verify group at one position", "helix/step.py",
+        "positions = (lengths[:, None] + offsets).flatten()", "positions = (lengths[:, None] + 0 * offsets).flatten()",
+        KV_CACHE,
+    ),
+    Fault(
+        "prompt chunks begin at zero", "helix/step.py",
+        "torch.arange(at, at + len(tokens))", "torch.arange(len(tokens))", KV_CACHE,
+    ),
+    Fault(
+        "a draft behind a rejected one is kept", "kernels/reference/commit.py",
+        ".long().cumprod(1).sum(1)", ".long().sum(1)", KV_CACHE,
+    ),
+    Fault(
+        "a step takes more than the limit", "kernels/commit.py",
+        "tl.minimum(held + 1, left)", "held + 1", COMMIT,
+    ),
+    Fault(
+        "lengths of idle rows grow", "kernels/commit.py",
+        "tl.store(lengths + b, length + count)", "tl.store(lengths + b, length + held + 1)", COMMIT,
+    ),
+    # ---- attention
+    Fault(
+        "LSE in base 2", "kernels/flash_decode.py",
+        "tl.store(lse, log2 * 0.6931471805599453, mask=live)", "tl.store(lse, log2, mask=live)", DECODE,
+    ),
+    Fault(
+        "sum without its rescale", "kernels/paged.py",
+        "total = total * rescale + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", DECODE,
+    ),
+    Fault(
+        "output without its rescale", "kernels/paged.py", "acc * rescale[:, None]", "acc", DECODE,
+    ),
+    Fault(
+        "a key of the future", "kernels/paged.py",
+        "(key[None, :] < row_hi[:, None])", "(key[None, :] <= row_hi[:, None])", DECODE,
+    ),
+    Fault(
+        "window one key too narrow", "kernels/paged.py",
+        "(key[None, :] >= row_lo[:, None])", "(key[None, :] > row_lo[:, None])",
+        ("tests/kernels/test_flash_decode.py::test_kernel[window]",),
+    ),
+    Fault(
+        "sink in base 2", "kernels/paged.py",
+        "sink = sink.to(tl.float32) * 1.4426950408889634", "sink = sink.to(tl.float32)",
+        ("tests/kernels/test_flash_decode.py::test_kernel[sinks]",),
+    ),
+    Fault(
+        "an empty shard is NaN", "kernels/flash_decode.py",
+        "acc /= tl.where(empty, 1.0, total)[:, None]", "acc /= total[:, None]",
+        ("tests/kernels/test_flash_decode.py::test_kernel[empty-shards]",),
+    ),
+    Fault(
+        "nothing anywhere is NaN", "kernels/lse_combine.py",
+        '    peak = tl.where(peak == float("-inf"), 0.0, peak)\n', "", LSE_COMBINE,
+    ),
+    Fault(
+        "what an empty source left counts", "kernels/lse_combine.py",
+        'width = tl.where(source_lse == float("-inf"), 0, D)', "width = tl.where(source_lse == 0, D, D)", LSE_COMBINE,
+    ),
+    Fault(
+        "combined in base 2", "kernels/reference/lse_combine.py",
+        "weights = (lse - peak).exp()", "weights = (lse - peak).exp2()", LSE_COMBINE,
+    ),
+    Fault(
+        "sinks on every rank", "helix/layers/attention.py",
+        "if spec.sinks and layout.kvp_rank(comm.rank) == 0:", "if spec.sinks:",
+        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-tpf2-ep1-block1]",),
+    ),
+    Fault(
+        "a chunk with its neighbour's bounds", "helix/attention/base.py",
+        "(lo[rows], hi[rows])", "(lo[: len(lo[rows])], hi[: len(hi[rows])])", HOPB,
+    ),
+    Fault(
+        "chunks of tokens instead of sequences", "helix/layers/attention.py",
+        "[slice(c.start * each, c.stop * each) for c in cuts]", "[slice(c.start, c.stop) for c in cuts]",
+        ("tests/dist/test_hopb.py",),
+    ),
+    Fault("chunks in the other order", "comm/hopb.py", "torch.cat(exchanged)", "torch.cat(exchanged[::-1])", HOPB),
+    Fault(
+        "halves of a key turned the wrong way", "kernels/kv_append.py",
+        "other = second * c + first * s", "other = second * c - first * s", KV_APPEND,
+    ),
+    Fault(
+        "interleaved rotation", "kernels/reference/kv_append.py",
+        "a, b = x.float().chunk(2, dim=-1)", "a, b = x.float()[..., 0::2], x.float()[..., 1::2]", KV_APPEND,
+    ),
+    # ---- RoPE
+    Fault(
+        "YaRN's ramp turned round", "helix/layers/rotary.py",
+        'plain / s["factor"] * ramp + plain * (1 - ramp)', 'plain / s["factor"] * (1 - ramp) + plain * ramp', ROTARY,
+    ),
+    Fault(
+        "YaRN's temperature in base 2", "helix/layers/rotary.py",
+        "0.1 * weight * math.log(stretch) + 1.0", "0.1 * weight * math.log2(stretch) + 1.0", ROTARY,
+    ),
+    Fault("Llama 3's band without ends", "helix/layers/rotary.py", "keep = keep.clamp(0, 1)", "keep = keep", ROTARY),
+    Fault(
+        "linear scaling left out", "helix/layers/rotary.py",
+        'return plain / s["factor"], 1.0', "return plain, 1.0", ROTARY,
+    ),
+    # ---- experts
+    Fault("weights not normalised", "kernels/reference/route.py", "if normalise:", "if False:", ROUTE),
+    Fault(
+        "routed scale left out", "kernels/route.py", "weight * scale, 1.0)", "weight, 1.0)", ROUTE,
+    ),
+    Fault(
+        "a group is as good as its best expert", "kernels/reference/route.py",
+        "grouped.topk(group_score).values.sum(-1)", "grouped.max(-1).values", ROUTE,
+    ),
+    Fault(
+        "the choice's bias weighs", "kernels/reference/route.py",
+        "weights = scores.gather(1, ids)", "weights = choice.gather(1, ids)", ROUTE,
+    ),
+    Fault(
+        "shared experts counted twice", "helix/layers/moe.py",
+        "if spec.shared_width and not self.always:", "if spec.shared_width:", EXPERT_LAYERS,
+    ),
+    Fault(
+        "experts' bias on every rank", "helix/layers/moe.py",
+        "if columns.start == 0:", "if columns.start >= 0:", EXPERT_LAYERS,
+    ),
+    Fault(
+        "gate and up exchanged", "helix/layers/moe.py", "for odd in (0, 1))", "for odd in (1, 0))", EXPERT_LAYERS,
+    ),
+    Fault(
+        "gpt-oss's gate without its one", "kernels/reference/moe.py", "* (up + 1))", "* up)",
+        ("tests/kernels/test_moe.py::test_moe_is_transformers",),
+    ),
+    # ---- layers
+    Fault(
+        "output bias on every rank", "helix/layers/linear.py", "if bias and comm.rank == 0:", "if bias:",
+        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-tpf2-ep1-block1]",),
+    ),
+    Fault(
+        "a tied head is read", "helix/models/decoder.py",
+        'None if spec.tied else "lm_head"', '"lm_head" if spec.tied else None',
+        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa2-block16]",),
+    ),
+    Fault(
+        "DeepSeek's temperature once", "helix/models/deepseek.py",
+        "scale *= spec.rope.mscale(temperature) ** 2", "scale *= spec.rope.mscale(temperature)",
+        ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
+    ),
+    Fault(
+        "latent rotation not interleaved", "helix/layers/mla.py",
+        "[range(begin, end, 2), range(begin + 1, end, 2)] if spec.interleaved", "[range(begin, end)] if True",
+        ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
+    ),
+    # ---- sampling
+    Fault(
+        "noise of every position alike", "helix/sampling.py",
+        "gumbel(seed[:, None, None], positions[..., None], ", "gumbel(seed[:, None, None], positions[..., None] * 0, ",
+        SAMPLING,
+    ),
+    Fault(
+        "all rows with the first one's seed", "helix/sampling.py",
+        "gumbel(seed[:, None, None], positions", "gumbel(seed[:1, None, None], positions", SAMPLING,
+    ),
+    Fault(
+        "noise by local columns", "helix/sampling.py",
+        "torch.arange(vocab_offset, vocab_offset + p.logits.shape[2], ", "torch.arange(0, p.logits.shape[2], ",
+        SAMPLING,
+    ),
+    Fault(
+        "top-p rounded down", "helix/sampling.py",
+        "(state.top_p.double() * left.double()).ceil().long().clamp(min=1)",
+        "(state.top_p.double() * left.double()).floor().long().clamp(min=1)",
+        SAMPLING,
+    ),
+    Fault(
+        "top-k of one more", "helix/sampling.py",
+        "(sums[0] < (need - before[0])[:, None])", "(sums[0] <= (need - before[0])[:, None])", SAMPLING,
+    ),
+    Fault(
+        "min-p drops the best", "kernels/reference/accept.py",
+        "keep = scaled >= self.min_p", "keep = scaled > self.min_p", SAMPLING,
+    ),
+    Fault(
+        "drafts kept whatever drew them", "kernels/accept.py", "        bound *= q\n", "        bound *= 1.0\n",
+        ("tests/kernels/test_accept.py::test_kernels_do_what_the_reference_does",),
+    ),
+    # ---- messages and mailboxes
+    Fault(
+        "padding lanes count", "comm/base.py",
+        "to_lse[k : k + n, :, h:] = -torch.inf", "to_lse[k : k + n, :, h:] = 0", MESSAGES,
+    ),
+    Fault("shares begin too early", "comm/base.py", "k, head = k + n, run.stop", "k, head = k + n, head + h", MESSAGES),
+    Fault(
+        "sums rounded after each rank", "comm/base.py",
+        "total = parts[0].to(wide, copy=True)", "total = parts[0].clone()",
+        ("tests/dist/test_communicator.py::test_rank_order_sum_rounds_once",),
+    ),
+    Fault(
+        "one box for two launches", "kernels/mailbox.py",
+        "((tag & 1) * SOURCES + source)", "source",
+        (AHEAD + "test_all_gather", AHEAD + "test_all_reduce_norm[one-shot-at-once]"),
+    ),
+    Fault(
+        "the exchange has one box for two launches", "kernels/mailbox.py",
+        "((tag & 1) * SOURCES + source)", "source", (AHEAD + "test_exchange",),
+    ),
+    Fault(
+        "words are taken without their tag", "kernels/mailbox.py",
+        "    looks = 0\n", "    missing = 0 * missing\n    looks = 0\n", (AHEAD + "test_all_gather",),
+    ),
+    Fault(
+        "turns are counted from zero", "kernels/mailbox.py",
+        "(tl.load(counter) // TURN + 1)", "(tl.load(counter) // TURN)", (AHEAD + "test_all_gather",),
+    ),
+    Fault(
+        "a program too few ends the turn", "kernels/mailbox.py",
+        "TURN - programs + 1, 1)", "TURN - programs, 1)", (AHEAD + "test_exchange",),
+    ),
+    Fault("wait without patience", "kernels/mailbox.py", "tl.where(tl.load(status) != 0, 0, spins)", "spins", VAIN),
+    Fault(
+        "wait without end", "kernels/mailbox.py",
+        "while (missing > 0) & (looks < spins):", "while missing > 0:", VAIN, 10.0,
+    ),
+    Fault(
+        "nobody hears of a wait in vain", "kernels/mailbox.py",
+        "        tl.store(status, missing)\n", "        tl.store(status, 0 * missing)\n", VAIN,
+    ),
+    Fault(
+        "what did not come passes for numbers", "kernels/mailbox.py",
+        "        got = tl.where(mask & ((got >> 32).to(tl.int32) != tag), -1, got)\n", "", VAIN,
+    ),
+    Fault(
+        "a norm does not wait for its predecessor", "kernels/all_reduce_norm.py",
+        "    if not EARLY:\n        wait_for_predecessor(PDL)\n", "", (AHEAD + "test_all_reduce_norm",),
+    ),
+    Fault(
+        "squares are added before they are there", "kernels/all_reduce_norm.py",
+        "bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)",
+        "bits = tl.load(mine + s, mask=s < SLICES, other=0).to(tl.int32)", (AHEAD + "test_all_reduce_norm",),
+    ),
+    Fault(
+        "an empty source's words count", "kernels/exchange.py",
+        'some = (logs != float("-inf"))[:, None]', "some = (logs == logs)[:, None]", (COLLECTIVES + "test_exchange",),
+    ),
+    Fault(
+        "everybody gets this rank's heads", "kernels/exchange.py",
+        "head = tl.load(starts + to) + lane", "head = tl.load(starts + rank) + lane", (COLLECTIVES + "test_exchange",),
+    ),
+    Fault(
+        "LSE sent in base 2", "kernels/merge_exchange.py",
+        "log = log2 * 0.6931471805599453", "log = log2",
+        ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other",),
+    ),
+    # ---- the control plane
+    Fault(
+        "tokens are not given back", "helix/scheduler.py",
+        "        self._free_tokens += sequence.reserved\n", "", SCHEDULER,
+    ),
+    Fault(
+        "pages are not counted", "helix/scheduler.py",
+        "[free - n for free, n in zip(self._free_pages, pages, strict=True)]", "list(self._free_pages)", SCHEDULER,
+    ),
+    Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, sequence.slot)", "pass", SCHEDULER),
+    Fault(
+        "all sequences start on rank 0", "helix/scheduler.py",
+        "start = self._admissions % len(self._free_pages)", "start = 0", SCHEDULER,
+    ),
+    Fault(
+        "every prompt has a chunk of its own", "helix/scheduler.py",
+        "s.prefilled, budget = end, budget - count", "s.prefilled, budget = end, budget", SCHEDULER,
+    ),
+    Fault(
+        "a run goes on to the last end", "helix/scheduler.py",
+        "left = min(s.left - (s.slot in first)", "left = max(s.left - (s.slot in first)", SCHEDULER,
+    ),
+    Fault(
+        "as many rows as sequences", "helix/scheduler.py",
+        "min(1 << max(self.running).bit_length(), self._max_batch)", "min(len(self.running), self._max_batch)",
+        SCHEDULER,
+    ),
+    Fault(
+        "no room for drafts", "helix/scheduler.py",
+        "len(request.prompt) + request.max_new_tokens + self._drafts", "len(request.prompt) + request.max_new_tokens",
+        SCHEDULER,
+    ),
+    Fault(
+        "a slot's next sequence inherits its limit", "helix/engine.py", "policy.forget(slot)", "pass", LIMITS,
+    ),
+    Fault("limits of drafts are not set", "helix/engine.py", "if decision.draft_limits:", "if False:", LIMITS),
+    Fault(
+        "limits of drafts are not sent", "helix/speculation/adaptive.py",
+        "drafts == 0 or len(self.sizes) == 1", "drafts >= 0 or len(self.sizes) == 1", ADAPTIVE,
+    ),
+    Fault(
+        "a sequence is never forgotten", "helix/speculation/adaptive.py",
+        "self._rows_keep.pop(slot, None)", "pass", ADAPTIVE,
+    ),
+    Fault(
+        "drafts behind a rejected one count as tried", "helix/speculation/adaptive.py",
+        "range(min(outcome.kept + 1, outcome.tried))", "range(outcome.tried)", ADAPTIVE,
+    ),
+    Fault(
+        "no look at the end of a run", "helix/engine.py",
+        "            yield pending.popleft().read()\n        self._check()\n",
+        "            yield pending.popleft().read()\n",
+        (ENGINE + "test_a_rank_that_gave_up_in_the_last_step_says_so",),
+    ),
+    Fault(
+        "tokens are taken without a look", "helix/engine.py", "        self._check(False)\n", "",
+        (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
+    ),
+    Fault(
+        "a prompt's token is taken without a look", "helix/engine.py",
+        "        self._check()\n        return _checked(drawn)\n", "        return _checked(drawn)\n",
+        (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
+    ),
+    Fault(
+        "tokens behind the end", "helix/engine.py",
+        "                            continue  # computed past its stop, thrown away\n",
+        "                            pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+    ),
+    Fault(
+        "EOS is a token like others", "helix/engine.py",
+        "if token in self._eos or stopped:", "if stopped:",
+        (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+    ),
+    Fault(
+        "the draft model begins a token late", "helix/speculation/model.py",
+        "before = (lengths - 1).clamp(min=0)", "before = lengths.clamp(min=0)",
+        ("tests/e2e/test_draft_model.py::test_all_that_is_right_is_kept[qwen3-4-False]",),
+    ),
+    # ---- checkpoints, prompts, results
+    Fault(
+        "nibbles in the other order", "helix/loading.py",
+        "torch.stack((blocks & 15, blocks >> 4), -1)", "torch.stack((blocks >> 4, blocks & 15), -1)", LOADING,
+    ),
+    Fault(
+        "columns from the beginning of their block", "helix/loading.py",
+        "begin = columns.start - covering.start * MXFP4_BLOCK", "begin = 0", LOADING,
+    ),
+    Fault(
+        "a stop text across two tokens", "helix/text.py",
+        "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)", TEXT,
+    ),
+    Fault("the last stop text counts", "helix/text.py", "self._held[: min(found)]", "self._held[: max(found)]", TEXT),
+    Fault(
+        "results of other token ids are kept", "launch/prompts.py",
+        "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,
+    ),
+    Fault(
+        "results of another stop text are kept", "launch/prompts.py",
+        "getattr(config.decode, key)) for key in OPTIONS}", "getattr(config.decode, key)) for key in OPTIONS[:-1]}",
+        PROMPTS,
+    ),
+    Fault(
+        "refusals count as results", "launch/prompts.py",
+        'if reason in ("stop", "length"):', "if reason is not None:", PROMPTS,
+    ),
+    Fault(
+        "ranks that failed are not heard", "launch/distributed.py",
+        "            if failure:\n", "            if False:\n", ("tests/unit/test_distributed.py",), 20.0,
+    ),
+    Fault(
+        "silence is not noticed", "launch/distributed.py",
+        "now - seen[r][1] > SILENCE_S]", "now - seen[r][1] > 9 * SILENCE_S]", ("tests/unit/test_distributed.py",), 20.0,
+    ),
+    # ---- predictions
+    Fault(
+        "an all-reduce goes once round", "helix/simulate/cost.py",
+        '(2 if op == "all_reduce" else 1)', "1", COST,
+    ),
+    Fault(
+        "experts of one token less", "helix/simulate/cost.py",
+        "(1 - top_k / experts) ** tokens)", "(1 - top_k / experts) ** (tokens - 1))", COST,
+    ),
+    Fault(
+        "a pipeline without its ends", "helix/simulate/cost.py",
+        "np.maximum(chunks * compute + exchange, compute + chunks * exchange)",
+        "np.maximum(chunks * compute, chunks * exchange)", COST,
+    ),
+    Fault(
+        "a part of a KV head", "helix/simulate/cost.py",
+        "batch * 2 * np.ceil(kv_heads / tpa)", "batch * 2 * (kv_heads / tpa)", COST,
+    ),
+    Fault(
+        "KV is not divided", "helix/simulate/layer.py",
+        "tokens = self.read_tokens(window) / p.kvp", "tokens = self.read_tokens(window)", COST,
+    ),
+    Fault(
+        "the token behind the drafts", "helix/simulate/cost.py",
+        "for i in range(gamma + 1))", "for i in range(gamma))", COST,
+    ),
+]  # fmt: skip

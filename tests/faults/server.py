@@ -1,0 +1,31 @@
+"""Runs pytest again and again in copies of a process that has imported what takes seconds; a process of its own.
+
+Of each line of stdin, a folder and pytest's arguments as a JSON list, it prints the exit code. Nothing of this
+repository is imported before the copy is made: it comes from that folder. What pytest says is in its file `said`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import hypothesis  # noqa: F401
+import pytest
+import torch  # noqa: F401
+import transformers  # noqa: F401
+import triton  # noqa: F401
+
+for line in sys.stdin:
+    folder, *arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        code = pytest.main(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
