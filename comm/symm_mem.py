@@ -77,7 +77,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         names = "sent", "received", "one_shot", "two_shot", "gather"
         self._counts = {name: torch.zeros(1, dtype=torch.int64, device=self.device) for name in names}
         self._squares = {
-            name: torch.zeros(2 * pieces, dtype=torch.int64, device=self.device)
+            name: torch.zeros(pieces, dtype=torch.int64, device=self.device)
             for name, pieces in (("one_shot", ONE_SHOT_PIECES), ("two_shot", TWO_SHOT_PIECES))
         }
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -154,7 +154,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         way = None if rows is None else self._way(rows)
         if rows is None or way is None:
             return super().all_reduce_norm(x, residual, weight, eps)
-        phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way]) // 2
+        phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way])
         if not isinstance(x, Tensor):
             if x.sends(two_shot):
                 boxes = self._peers[way][0], self._counts[way], self.rank, pieces, all_reduce_norm.SLICE_WORDS

@@ -91,7 +91,7 @@ def _all_reduce_norm_kernel(
         second = tl.where(inside, high(words, DTYPE), 0.0)
         square = tl.sum(first * first + second * second, 0)
         if SLICES > 1:
-            mine = squares + ((tag & 1) * PIECES + piece - piece % SLICES).to(tl.int64)
+            mine = squares + piece - piece % SLICES  # the launch before has ended: its squares have been read
             send(mine + piece % SLICES, square.to(tl.int32, bitcast=True), tag, True)
             s = tl.arange(0, BLOCK_SLICES)
             bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)
@@ -129,7 +129,7 @@ def all_reduce_norm(
         weight: [H].
         peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
             slice_words], and for two shots those of the sums, [2, pieces, slice_words].
-        squares: int64 [2, pieces], zeroed, local.
+        squares: int64 [pieces], zeroed, local.
         count: int64 [1], zeroed, of turns. Boxes, squares and count serve calls with one shot only, or with two only.
         status: [1] int32, set where a rank does not come within `spins` looks.
         rank: this rank in the world.

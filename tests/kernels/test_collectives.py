@@ -102,7 +102,7 @@ def test_a_sum_without_a_rank_is_none(two_shot: bool, dtype: torch.dtype, device
     W, size, H = 2, 64, 40
     ranks = Ranks(W, (2 * W + 2) * PIECES * size, device)
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * W * PIECES * size))
-    squares = torch.zeros(W, 2, PIECES, dtype=torch.int64, device=device)
+    squares = torch.zeros(W, PIECES, dtype=torch.int64, device=device)
     x, weight = torch.ones(2, H, dtype=dtype, device=device), torch.ones(H, dtype=dtype, device=device)
     for turn, absent in enumerate((None, None, 1)):
         for phase in (1, 2, 4):
@@ -131,7 +131,7 @@ def run_alone(collective: str, ranks: Ranks, spins: int, device: torch.device) -
     if collective == "all_gather":
         return all_gather(x, ranks.peers, ranks.counts[0][0], ranks.status[0], **common)[1]
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 4 * PIECES * size))
-    squares = torch.zeros(2, PIECES, dtype=torch.int64, device=device)
+    squares = torch.zeros(PIECES, dtype=torch.int64, device=device)
     return all_reduce_norm(
         x[0], None, x[0, 0], 1e-5, peers, squares, ranks.counts[0][0], ranks.status[0],
         two_shot=collective == "two shots", **common,
@@ -179,7 +179,7 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
     size = 64  # words of a slice; a row is one slice, so that no program of a rank waits for another
     ranks = Ranks(W, (2 * W + 2) * PIECES * size, device)
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * W * PIECES * size))  # sums lie behind the parts
-    squares = torch.zeros(W, 2, PIECES, dtype=torch.int64, device=device)
+    squares = torch.zeros(W, PIECES, dtype=torch.int64, device=device)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(H, generator=generator).to(device, dtype)
     for message in range(4):
@@ -206,7 +206,7 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
 def check_what_is_sent(summands: list[Summand], two_shot: bool, device: torch.device) -> None:
     """Boxes after each rank's `send` hold what they hold after the first phase of a sum of what `make` gives."""
     W, size, pieces = len(summands), 128, 512
-    squares = torch.zeros(2, pieces, dtype=torch.int64, device=device)
+    squares = torch.zeros(pieces, dtype=torch.int64, device=device)
     two, one = (Ranks(W, (2 * W + 2) * pieces * size, device) for _ in range(2))
     tables = torch.stack((two.peers, two.peers + 8 * 2 * W * pieces * size))
     rows = summands[0].make()

@@ -64,7 +64,7 @@ def test_all_reduce_norm(two_shot: bool, apart: bool, generator: random.Random, 
     size, H, pieces = 8, 20, 6  # three slices a row
     ranks, streams = Ranks(W, (2 * W + 2) * pieces * size, CPU), Streams(W, all_reduce_norm)
     peers = torch.stack((ranks.peers, ranks.peers + 8 * 2 * W * pieces * size))
-    squares = torch.zeros(W, 2, pieces, dtype=torch.int64)
+    squares = torch.zeros(W, pieces, dtype=torch.int64)
     weight = torch.randn(H)
     parts = [torch.randn(W, generator.randint(1, 2), H) for _ in range(LAUNCHES)]
     got: list[list[tuple[Tensor, Tensor]]] = [[] for _ in parts]

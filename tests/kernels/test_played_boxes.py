@@ -79,7 +79,7 @@ def test_sums_of_rows(ranks: tuple[int, int], world: int, two_shot: bool, device
     N, H, size = 2 * world, 40, 64  # a row is one piece: each rank owns two of them
     played = Played(ranks, world, size, two_shot, device)
     sums = [torch.zeros(2 * PIECES * size, dtype=torch.int64, device=device) for _ in range(2)]
-    squares = torch.zeros(2, 2, PIECES, dtype=torch.int64, device=device)
+    squares = torch.zeros(2, PIECES, dtype=torch.int64, device=device)
     weight = torch.ones(H, device=device)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
