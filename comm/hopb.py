@@ -26,13 +26,9 @@ class Pipeline:
 
     Args:
         device: a GPU, whose side stream the exchanges go to; None: no streams, the same calls in the same order.
-
-    Attributes:
-        chunks: into how many runs of rows the attention phases of the coming step are cut.
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self.chunks = 1
         self._side = None if device is None else torch.cuda.Stream(device, priority=-1)
 
     def run(

@@ -1,120 +1,72 @@
 """Requests in, tokens out.
 
 One control plane: rank 0 schedules, and broadcasts each decision on the CPU before any rank launches what it says. A
-decision covers a run of decode steps, which ranks launch back to back; only rank 0 reads tokens, and it has launched
-all of a decision before it hands one out: no rank waits in a step for what a caller does with a token. Tokens are drawn
-on every rank from the same gathered values, so they are the same everywhere.
+decision covers a run of decode steps. Rank 0 has launched all of a decision before it hands a token out: no rank waits
+in a step for what a caller does with a token.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from comm.base import Communicator
-from helix.graphs import StepGraphs, seconds_of_each
-from helix.kv_cache import KVCache, Placement
-from helix.layout import HelixLayout
-from helix.models import Decoder
+from helix.autotune import choose_chunks, fill, step_seconds
+from helix.model_runner import ModelRunner, StepTokens
 from helix.request import Output, Request
-from helix.sampling import sample
-from helix.scheduler import Admission, Decision, Running, Scheduler, Segment
-from helix.speculation import Draft, Drafter, accepted_tokens
+from helix.scheduler import Decision, Running, Scheduler
 from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
-from helix.step import PAST, DecodeState
 from helix.text import OutputStream
 from helix.timings import Timings
-
-CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
-GAIN = 0.01  # the least share of a step that cutting it has to save
 
 
 class Engine:
     """Serves requests on all ranks of a layout; every rank builds one and calls `generate` alike.
 
     Args:
-        model: this rank's part of the model.
-        cache: this rank's pages.
-        max_batch: slots.
-        max_length: the most tokens of one sequence, prompt and new ones.
+        runner: this rank's part of all that a decision needs.
         token_budget: the most tokens that all sequences may reserve together.
-        drafter: proposes tokens that decode steps verify; None for one token a step.
+        prefill_chunk: the most prompt tokens in one step.
+        run_steps: the most decode steps between two decisions.
         adaptive: whether rank 0 chooses how many drafts a step has, up to the drafter's limit, or all have that many.
-        hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
-            is none until `choose_chunks`.
         tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
         on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
-        observer: called on every rank before each draw with (slots [n], positions [n] that the tokens will have,
-            logits [n, V_local] fp32).
 
     Attributes:
-        admitted: what each slot in use serves.
-        chosen: chunks of a step of so many rows, where `choose_chunks` has chosen.
         draft_sizes: how many drafts a step may have.
-        seconds: of a step of so many rows with so many drafts, where `warm_up` has timed them.
+        step_seconds: of a step of so many rows with so many drafts, where `warm_up` has timed them.
+        timings: of the last call of `generate`, on rank 0.
     """
 
     def __init__(
         self,
-        model: Decoder,
-        layout: HelixLayout,
-        comm: Communicator,
-        cache: KVCache,
-        placement: Placement,
+        runner: ModelRunner,
         *,
-        max_batch: int,
-        max_length: int,
         token_budget: int,
         prefill_chunk: int = 1024,
         run_steps: int = 8,
-        drafter: Drafter | None = None,
         adaptive: bool = True,
-        hopb: str = "none",
         tokenizer: Any | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
-        observer: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
-        self.model = model
-        self.layout = layout
-        self.comm = comm
-        self.cache = cache
-        self.placement = placement
-        self.max_batch = max_batch
-        self.max_length = max_length
+        self.runner = runner
+        self.comm = runner.comm
         self.token_budget = token_budget
         self.prefill_chunk = prefill_chunk
         self.run_steps = run_steps
-        self.drafter = drafter
-        self.drafts = 0 if drafter is None else drafter.limit
-        self.draft_sizes = draft_sizes(self.drafts, adaptive)
-        self.seconds: dict[tuple[int, int], float] = {}
-        self.hopb = hopb
+        self.draft_sizes = draft_sizes(runner.drafts, adaptive)
+        self.step_seconds: dict[tuple[int, int], float] = {}
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
-        self.observer = observer
         self.timings = Timings()
-        self.device = cache.device
-        max_pages = max(placement.pages(max_length + self.drafts, start) for start in range(layout.kvp))
-        history = max_length + self.drafts + 1 if self.drafts else 0
-        self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
-        self.admitted: dict[int, Admission] = {}
-        self._pages: dict[int, list[int]] = {}
-        self._drafting = True  # whether the last steps had drafts
         self._broken: str | None = None  # by what
         self._serving = False
-        self._slots = torch.arange(max_batch, device=self.device)
-        self._graphs = StepGraphs(self._decode) if comm.capturable else None
-        self.chosen: dict[int, int] = {}
         # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
         self._kvp_free_pages = self._free_pages_by_kvp_rank()
 
@@ -161,89 +113,26 @@ class Engine:
         """
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
-        if self._graphs is None:
+        runner = self.runner
+        if runner.graphs is None:
             return
-        sizes = {min(1 << slot.bit_length(), self.max_batch) for slot in range(self.max_batch)}
+        sizes = {min(1 << slot.bit_length(), runner.max_batch) for slot in range(runner.max_batch)}
         for rows in sorted(sizes):
-            self._fill(rows)
-            self.choose_chunks(rows)
+            fill(runner, rows, max(1, min(runner.max_length, self.token_budget // rows)) - 1)
+            choose_chunks(runner, rows)
             if len(self.draft_sizes) > 1:
-                chunks = self.chunks(rows)
-                self.seconds |= {(rows, n): self.step_seconds(rows, n, chunks, kept=True) for n in self.draft_sizes}
-            self._fill(0)
+                chunks = runner.chunks(rows)
+                for drafts in self.draft_sizes:
+                    self.step_seconds[rows, drafts] = step_seconds(runner, rows, drafts, chunks, kept=True)
+            fill(runner, 0, 0)
             for (stochastic, filtered), drafts in product(sorted(set(variants)), self.draft_sizes):
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                    self.decode(rows, drafts, stochastic, filtered)
+                    runner.decode(rows, drafts, stochastic, filtered)
         torch.cuda.synchronize()
-
-    def _fill(self, rows: int) -> None:
-        """Where nothing is served yet: as many tokens as can be in the first `rows` slots, whatever they are."""
-        state = self.state
-        for tensor in (state.tokens, state.lengths, state.starts, state.limits, state.active, state.block_tables):
-            tensor.zero_()
-        if rows:
-            state.active[:rows] = True
-            state.lengths[:rows] = max(1, min(self.max_length, self.token_budget // rows)) - 1
-            state.limits[:rows] = state.lengths[:rows] + self.drafts + 1
-            tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
-            pages = torch.arange(tables.numel(), dtype=torch.int32, device=self.device) % self.cache.pages
-            tables.copy_(pages.view_as(tables))
-
-    def chunks(self, rows: int) -> int:
-        """Into how many chunks the attention of a step of `rows` rows is cut."""
-        if self.layout.kvp == 1 or self.hopb == "none":
-            return 1
-        return self.chosen.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
-
-    def choose_chunks(self, rows: int) -> None:
-        """Chooses the chunks of steps of `rows` rows where that is `auto`, by timing at the slots' present lengths.
-
-        A collective; on a CPU, which does one thing at a time, there is nothing to choose.
-        """
-        if self.hopb != "auto" or self.layout.kvp == 1 or rows < min(CHUNKS) or not self.comm.capturable:
-            return
-        best, least = 1, (1 - GAIN) * self.step_seconds(rows, self.drafts, 1)
-        for chunks in (n for n in CHUNKS if n <= rows):
-            seconds = self.step_seconds(rows, self.drafts, chunks)
-            if self.comm.broadcast_object(seconds >= least):
-                break  # more chunks cost more launches: where these do not pay, others will not
-            best, least = chunks, seconds
-        self.chosen[rows] = best
-
-    @torch.inference_mode()
-    def step_seconds(self, rows: int, drafts: int, chunks: int, steps: int = 8, kept: bool = False) -> float:
-        """Median seconds of a greedy decode step of `rows` rows, each step with its slowest rank.
-
-        A collective, to be called between runs of steps. The slots' tokens and lengths stay what they are. What is
-        captured for it stays where it is `kept`.
-        """
-        state = self.state
-        before = state.tokens.clone(), state.lengths.clone()
-
-        def restore() -> None:
-            state.tokens.copy_(before[0])
-            state.lengths.copy_(before[1])
-
-        graphs = self._graphs
-        if graphs is not None and not kept:
-            graphs = StepGraphs(self._decode)
-        run = graphs.run if graphs is not None else self._decode
-
-        def step() -> None:
-            run(rows, drafts, False, False, chunks)
-
-        seconds_of_each(step, 3, self.device, restore)  # eagerly, captured, replayed
-        self.comm.barrier()
-        seconds = seconds_of_each(step, steps, self.device, restore)
-        self.comm.check()
-        if graphs is not None and not kept:
-            graphs.close()
-        return statistics.median(max(of_ranks) for of_ranks in zip(*self.comm.all_gather_object(seconds), strict=True))
 
     def close(self) -> None:
         """Gives captured steps up; to be called before the communicator is closed."""
-        if self._graphs is not None:
-            self._graphs.close()
+        self.runner.close()
 
     # ---- rank 0
 
@@ -261,16 +150,17 @@ class Engine:
             raise
 
     def _serve(self, requests: Iterable[Request]) -> Iterator[Output]:
-        self.timings = Timings(kv_tokens=[0] * self.layout.kvp, acceptance=Acceptance(self.drafts))
-        policy = DraftPolicy(self.draft_sizes, self.seconds)
+        runner = self.runner
+        self.timings = Timings(kv_tokens=[0] * runner.layout.kvp, acceptance=Acceptance(runner.drafts))
+        policy = DraftPolicy(self.draft_sizes, self.step_seconds)
         scheduler = Scheduler(
-            self.placement.pages,
+            runner.placement.pages,
             self._kvp_free_pages,
             self.token_budget,
-            self.max_batch,
+            runner.max_batch,
             self.prefill_chunk,
             self.run_steps,
-            self.drafts,
+            runner.drafts,
             policy.pace,
         )
         streams: dict[int, OutputStream] = {}
@@ -282,11 +172,12 @@ class Engine:
         while (decision := scheduler.decide()) is not None:
             prompt_tokens += sum(len(a.prompt) for a in decision.admit)
             for a in decision.admit:
-                streams[a.slot] = OutputStream(scheduler.running[a.slot].request, self.model.spec.eos, self.tokenizer)
+                request = scheduler.running[a.slot].request
+                streams[a.slot] = OutputStream(request, runner.model.spec.eos, self.tokenizer)
             with self._together():
                 self.comm.broadcast_object(decision)
-                begin = time.perf_counter()
-                drawn = self._execute(decision)
+                begin = perf_counter()
+                drawn = runner.execute(decision)
             for step_tokens in self._timed(drawn, begin, decision, prompt_tokens, scheduler, policy):
                 for slot, token in step_tokens:
                     if scheduler.running[slot].finished:
@@ -294,14 +185,14 @@ class Engine:
                     output = streams[slot].push(token)
                     scheduler.took(slot, output.finish_reason is not None)
                     yield output
-            self._check()
+            runner.check()
             for slot in (s.slot for s in scheduler.running.values() if s.finished):
                 policy.forget(slot)  # with what it showed in this run
             self._note_kv(scheduler.running.values())
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be served by this engine, whatever else it serves; None where it can."""
-        spec = self.model.spec
+        spec = self.runner.model.spec
         if len(request.prompt) == 0:
             return "the prompt is empty"
         ids = np.asarray(request.prompt)
@@ -316,10 +207,10 @@ class Engine:
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
                 f"{spec.context}"
             )
-        if self.max_length < length <= self.token_budget:  # beyond that the scheduler says why
+        if self.runner.max_length < length <= self.token_budget:  # beyond that the scheduler says why
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed max_length="
-                f"{self.max_length}"
+                f"{self.runner.max_length}"
             )
         if request.stop and self.tokenizer is None:
             return "stop texts need a tokenizer, and the model directory has none"
@@ -327,7 +218,7 @@ class Engine:
 
     def _timed(
         self,
-        drawn: Sequence[_HostCopy],
+        drawn: Sequence[StepTokens],
         begin: float,
         decision: Decision,
         prompt_tokens: int,
@@ -362,10 +253,10 @@ class Engine:
         policy.observe(decision.rows, decision.drafts, seconds, outcomes)
 
     def _note_kv(self, running: Iterable[Running]) -> None:
-        held = [0] * self.layout.kvp
+        held = [0] * self.runner.layout.kvp
         for s in running:
-            for k in range(self.layout.kvp):
-                held[k] += self.layout.local_length(s.cached, k, self.placement.append_block, s.start)
+            for k in range(self.runner.layout.kvp):
+                held[k] += self.runner.layout.local_length(s.cached, k, self.runner.placement.append_block, s.start)
         self.timings.kv_tokens = [max(a, b) for a, b in zip(self.timings.kv_tokens, held, strict=True)]
 
     def _release_all(self) -> None:
@@ -373,10 +264,10 @@ class Engine:
         if self._broken is not None:
             return
         with self._together():
-            if held := tuple(self.admitted):
+            if held := tuple(self.runner.admitted):
                 self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, 0, False, False))
-                self._execute(decision)
-                self._check()
+                self.runner.execute(decision)
+                self.runner.check()
             self.comm.broadcast_object(None)
 
     # ---- every rank
@@ -386,8 +277,8 @@ class Engine:
         decision: Decision | None = None
         with self._together():
             while (decision := self.comm.broadcast_object(decision)) is not None:
-                self._execute(decision)
-                self._check()
+                self.runner.execute(decision)
+                self.runner.check()
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -398,176 +289,10 @@ class Engine:
             self._broken = f"{type(error).__name__}: {error}"
             raise
 
-    def _execute(self, decision: Decision) -> list[_HostCopy]:
-        """Launches what a decision says; on rank 0, returns the tokens of the prefill, if any, and of each step."""
-        drawn: list[_HostCopy] = []
-
-        def keep(tokens: Tensor, slots: Sequence[int] | None = None) -> None:
-            if self.comm.rank == 0:
-                drawn.append(_HostCopy(tokens, slots, self._check))
-
-        for slot in decision.retire:
-            self.state.retire(slot)
-            self.cache.give_back(self._pages.pop(slot))
-            del self.admitted[slot]
-            if self.drafter is not None:
-                self.drafter.retire(slot)
-        for admission in decision.admit:
-            self.admit(admission)
-        if decision.prefill:
-            keep(*self._prefill(decision.prefill, decision))
-        if self.drafter is not None and decision.decode_steps:
-            if decision.drafts and not self._drafting:
-                self.drafter.catch_up(self.state)
-            self._drafting = decision.drafts > 0
-        if decision.draft_limits:
-            limits = torch.tensor(decision.draft_limits)
-            self.state.draft_limits[: len(limits)] = limits.to(self.device)
-        for _ in range(decision.decode_steps):
-            keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered))
-        return drawn
-
-    def _check(self, wait: bool = True) -> None:
-        """As `Communicator.check`, of all collectives of a step."""
-        self.comm.check(wait)
-        if self.drafter is not None:
-            self.drafter.check(wait)
-
-    def admit(self, admission: Admission) -> None:
-        """Takes a slot and its pages; every rank alike."""
-        pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
-        self.admitted[admission.slot] = admission
-        self._pages[admission.slot] = pages
-        self.state.admit(admission.slot, admission.start, pages, admission.limit, admission.prompt)
-        self.state.sampling.set(admission.slot, admission.sampling)
-        if self.drafter is not None:
-            self.drafter.admit(admission)
-
-    def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
-        """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
-        prompts = [
-            (s.slot, s.begin, torch.from_numpy(np.asarray(self.admitted[s.slot].prompt[s.begin : s.end])).long())
-            for s in segments
-        ]
-        hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts))
-        if self.drafter is not None:
-            self.drafter.prefill(self.state, prompts)
-        ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
-        last = [i for i, s in enumerate(segments) if s.last]
-        if not last:
-            return self._slots.new_full((1, 1), PAST), [segments[0].slot]
-        ending = [segments[i].slot for i in last]
-        slots = torch.tensor(ending, device=self.device)
-        lengths = torch.tensor([segments[i].end for i in last], device=self.device)
-        live = torch.ones_like(slots, dtype=torch.bool)
-        tokens = self._draw(
-            hidden[ends[last].to(self.device)], slots, lengths, live, decision.stochastic, decision.filtered
-        )
-        self.state.activate(slots, tokens, lengths)
-        return tokens[:, None], ending
-
-    def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
-        """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
-
-        On every rank; a collective that waits for nothing.
-
-        What it returns is overwritten by a later step.
-        """
-        if self._graphs is None or self.observer is not None:
-            return self._decode(rows, drafts, stochastic, filtered, self.chunks(rows))
-        return self._graphs.run(rows, drafts, stochastic, filtered, self.chunks(rows))
-
-    def _decode(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
-        self.model.pipeline.chunks = chunks
-        draft = None
-        if drafts:
-            assert self.drafter is not None
-            draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
-            draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
-        tokens = None if draft is None else draft.tokens
-        step = self.state.decode_step(rows, tokens)
-        hidden = self.model.hidden(self.cache, step)
-        slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
-        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
-        if draft is not None and draft.outcome is not None:
-            drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
-        return self.state.commit(drawn, tokens)
-
-    def _draw(
-        self,
-        hidden: Tensor,
-        slots: Tensor | slice,
-        positions: Tensor,
-        live: Tensor,
-        stochastic: bool,
-        filtered: bool,
-        draft: Draft | None = None,
-    ) -> Tensor:
-        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
-        logits = self.model.logits(hidden)
-        if self.observer:
-            self.observer(self._slots[slots][live], positions[live], logits[live])
-        first, sampling = self.model.embedding.rows.start, self.state.sampling
-        if draft is not None and draft.sampled_from is not None:
-            of_rows = sampling.rows(slice(0, len(draft.tokens)))
-            return accepted_tokens(
-                logits, first, draft.tokens, draft.sampled_from, positions, of_rows, self.comm, filtered=filtered
-            ).flatten()
-        return sample(
-            logits, first, positions, sampling.rows(slots), self.comm, stochastic=stochastic, filtered=filtered
-        )
-
     def _free_pages_by_kvp_rank(self) -> list[int]:
-        free = self.comm.all_gather_object(self.cache.free_pages)
-        groups = self.layout.kvp_groups()
-        return [min(free[group[k]] for group in groups) for k in range(self.layout.kvp)]
-
-
-class _HostCopy:
-    """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing.
-
-    Args:
-        tokens: [n, m], in each row those that a sequence takes, then PAST.
-        slots: of the rows; None for 0, 1, ..
-        check: called with wait=False once the step has ended; raises where its tokens are none.
-
-    Attributes:
-        came: when the tokens were there, by `time.perf_counter`; for those of a GPU, when they were read.
-    """
-
-    def __init__(self, tokens: Tensor, slots: Sequence[int] | None, check: Callable[[bool], None]) -> None:
-        self._tokens = _to_host(tokens)
-        self._slots = range(len(tokens)) if slots is None else slots
-        self._check = check
-        self._event = torch.cuda.Event() if tokens.is_cuda else None
-        if self._event:
-            self._event.record()
-        self.came = time.perf_counter()
-
-    def read(self) -> list[tuple[int, int]]:
-        """(slot, token) of each token."""
-        if self._event:
-            self._event.synchronize()
-            self.came = time.perf_counter()
-        self._check(False)
-        taken = self._tokens != PAST
-        slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]
-        return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """A copy that is there once the stream has come so far; pinned, so that the host need not wait for it."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
-
-
-def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    if min((token for _, token in tokens), default=0) < 0:
-        raise RuntimeError(
-            "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
-            "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault; where another rank "
-            "says that it waited for one, that is the cause)"
-        )
-    return tokens
+        free = self.comm.all_gather_object(self.runner.cache.free_pages)
+        groups = self.runner.layout.kvp_groups()
+        return [min(free[group[k]] for group in groups) for k in range(self.runner.layout.kvp)]
 
 
 __all__ = ["Engine", "Output", "Request"]

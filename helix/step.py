@@ -34,6 +34,7 @@ class Step:
         append_slots: flat cache slots [N] int64, -1 where this rank stores nothing.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: the most tokens that one sequence has here.
+        chunks: into how many runs of sequences attention and exchange are cut (HOP-B).
     """
 
     placement: Placement
@@ -45,6 +46,7 @@ class Step:
     append_slots: Tensor
     cu_q: Tensor | None
     max_q: int
+    chunks: int = 1
     _bounds: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
@@ -116,12 +118,13 @@ class DecodeState:
         left = torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
         return torch.where(torch.arange(n, device=drafts.device) < left[:, None], drafts, -1)
 
-    def decode_step(self, rows: int, drafts: Tensor | None = None) -> Step:
+    def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1) -> Step:
         """The step that appends the last token of each of the first `rows` rows and predicts its next.
 
         Args:
             drafts: [rows, n] tokens that might follow, appended and followed as well; -1 for no token, which is
                 padding.
+            chunks: as in the step.
         """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         tokens, positions, owner = self.tokens[:rows], lengths, None
@@ -143,6 +146,7 @@ class DecodeState:
             append_slots=self.placement.cache_slots(positions, starts, active, block_tables, owner),
             cu_q=None,
             max_q=len(tokens) // rows,
+            chunks=chunks,
         )
 
     def commit(self, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:

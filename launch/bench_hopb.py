@@ -23,9 +23,10 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from helix.engine import CHUNKS, Engine
+from helix.autotune import CHUNKS, choose_chunks, step_seconds
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.layout import share
+from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from kernels.flash_decode import Partial
 from launch import jobs, local
@@ -69,16 +70,16 @@ def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, cons
 def _ttl(plan: RunPlan, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
     config, steps = plan.config, plan.config.bench.steps
     engine, reserved = engine_at(plan, comm, model, batch, length, 2, hopb="auto")
-    fill(engine, batch, length, reserved, config.seed + comm.rank)
+    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
 
     def microseconds(chunks: int) -> float:
-        return 1e6 * engine.step_seconds(batch, engine.drafts, chunks, steps)
+        return 1e6 * step_seconds(engine.runner, batch, engine.runner.drafts, chunks, steps)
 
     on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
     off = microseconds(1)
-    without = _without_exchange(engine, comm, lambda: microseconds(1))
-    engine.choose_chunks(batch)
-    auto = engine.chunks(batch)
+    without = _without_exchange(engine.runner, comm, lambda: microseconds(1))
+    choose_chunks(engine.runner, batch)
+    auto = engine.runner.chunks(batch)
     auto_us = microseconds(auto)
     engine.close()
     return [
@@ -96,17 +97,17 @@ def _hidden(off: float, on: float, without: float) -> float | None:
     return (off - on) / (off - without) if off > without else None
 
 
-def _without_exchange(engine: Engine, comm: Communicator, measure: Callable[[], float]) -> float:
+def _without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
     """What `measure` gives while each rank keeps its part of the attention of its own heads."""
 
     def keep(found: Partial, shares: list[int]) -> Tensor:
         first = sum(shares[: comm.kvp_rank])
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
-    for layer in engine.model.layers:
+    for layer in runner.model.layers:
         layer.attention.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[assignment]
     result = measure()
-    for layer in engine.model.layers:
+    for layer in runner.model.layers:
         layer.attention.comm = comm
     return result
 

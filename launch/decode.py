@@ -10,6 +10,7 @@ from helix.config import Config
 from helix.engine import Engine
 from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
+from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from helix.request import Output, Request
 from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, ReplayDrafter
@@ -58,12 +59,13 @@ def decode(
             results.add(output)
             refused += output.finish_reason == "error"
     engine.close()
-    bytes_per_token = comm.all_gather_object(engine.cache.bytes_per_token)
+    bytes_per_token = comm.all_gather_object(engine.runner.cache.bytes_per_token)
     measured: dict[str, Any] = {}
     if results is not None:
         results.close()
-        measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": engine.chosen}
-        chosen = ", ".join(f"{rows} rows in {chunks}" for rows, chunks in engine.chosen.items() if chunks > 1)
+        hopb_chunks = engine.runner.hopb_chunks
+        measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": hopb_chunks}
+        chosen = ", ".join(f"{rows} rows in {chunks}" for rows, chunks in hopb_chunks.items() if chunks > 1)
         title = f"{len(results.lines) - refused} served, {refused} refused"
         console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)
     return measured, comm.broadcast_object(refused)
@@ -151,7 +153,7 @@ def build_engine(
     max_length = min(budget, spec.max_positions)
     drafter = make_drafter(config, draft, spec.vocab, max_batch, max_length, budget)
     cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device)
-    return Engine(
+    runner = ModelRunner(
         model,
         layout,
         comm,
@@ -159,12 +161,15 @@ def build_engine(
         placement,
         max_batch=max_batch,
         max_length=max_length,
+        drafter=drafter,
+        hopb=config.hopb.chunks,
+    )
+    return Engine(
+        runner,
         token_budget=budget,
         prefill_chunk=config.decode.prefill_chunk,
         run_steps=config.decode.run_steps,
-        drafter=drafter,
         adaptive=config.speculation.adaptive,
-        hopb=config.hopb.chunks,
         tokenizer=tokenizer,
     )
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
-from helix.engine import Engine
+from helix.autotune import choose_chunks
+from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
@@ -57,8 +58,8 @@ def _time_point(
     """What is measured at a point, for each count of drafts, always over the same cache."""
     config = plan.config
     engine, reserved = engine_at(plan, comm, model, batch, length, WARM_UP + config.bench.steps + 1, draft=draft)
-    fill(engine, batch, length, reserved, config.seed + comm.rank)
-    engine.choose_chunks(batch)
+    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
+    choose_chunks(engine.runner, batch)
     tokens = [0] * plan.layout.kvp
     for slot in range(batch):
         for k in range(plan.layout.kvp):
@@ -67,19 +68,19 @@ def _time_point(
         "batch": batch,
         "length": length,
         "captured": comm.capturable,
-        "hopb_chunks": engine.chunks(batch),
+        "hopb_chunks": engine.runner.chunks(batch),
         "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
     }
     found = []
     for gamma in gammas(config):
-        rewind(engine, batch, length)
+        rewind(engine.runner, batch, length)
         drafts = f", {gamma} drafts" if gamma else ""
         with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
-            timings, traced = _time_drafts(engine, comm, batch, gamma, config.bench.steps)
+            timings, traced = _time_drafts(engine.runner, comm, batch, gamma, config.bench.steps)
             advance(config.bench.steps)
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
-        measured = summary(plan.layout, timings, comm.all_gather_object(engine.cache.bytes_per_token))
+        measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
         measured |= {"gamma": gamma, **shared, **traced}
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
@@ -89,7 +90,7 @@ def _time_point(
 
 
 def _time_drafts(
-    engine: Engine, comm: Communicator, batch: int, gamma: int, steps: int
+    runner: ModelRunner, comm: Communicator, batch: int, gamma: int, steps: int
 ) -> tuple[Timings, dict[str, Any]]:
     """Steps with `gamma` drafts, and what one of them consists of.
 
@@ -98,7 +99,7 @@ def _time_drafts(
     taken: list[Tensor] = []
 
     def step() -> None:
-        tokens = engine.decode(batch, gamma)
+        tokens = runner.decode(batch, gamma)
         if gamma:
             taken.append(tokens.clone())
 
@@ -107,7 +108,7 @@ def _time_drafts(
     taken.clear()
     comm.barrier()
     seconds = _times(step, steps, comm.device)
-    traced = _trace(partial(engine.decode, batch, gamma), engine.model.spec.layers, comm)
+    traced = _trace(partial(runner.decode, batch, gamma), runner.model.spec.layers, comm)
     comm.check()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
     timings = Timings(acceptance=Acceptance(gamma))
@@ -117,22 +118,25 @@ def _time_drafts(
     return timings, traced
 
 
-def fill(engine: Engine, batch: int, length: int, reserved: int, seed: int) -> None:
+def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
     """`batch` sequences of `length` tokens, whose keys and values are random."""
-    generator = torch.Generator(engine.device).manual_seed(seed)
-    caches = [engine.cache, *([engine.drafter.cache] if isinstance(engine.drafter, ModelDrafter) else [])]
+    generator = torch.Generator(runner.device).manual_seed(seed)
+    caches = [
+        runner.cache,
+        *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else []),
+    ]
     for tensor in (tensor for cache in caches for tensor in cache.tensors):
         for layer in tensor:
             layer.normal_(generator=generator)
     for slot in range(batch):
-        engine.admit(Admission(slot, slot, (), slot % engine.layout.kvp, reserved, reserved, SamplingParams()))
-    rewind(engine, batch, length)
+        runner.admit(Admission(slot, slot, (), slot % runner.layout.kvp, reserved, reserved, SamplingParams()))
+    rewind(runner, batch, length)
 
 
-def rewind(engine: Engine, batch: int, length: int) -> None:
+def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
-    slots = torch.arange(batch, device=engine.device)
-    engine.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
+    slots = torch.arange(batch, device=runner.device)
+    runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
 
 
 def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:

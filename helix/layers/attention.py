@@ -44,7 +44,7 @@ class ShardedAttention:
 
     Attributes:
         shares: query heads that each rank of the kvp group keeps.
-        pipeline: into how many chunks decode steps are cut, and what runs them.
+        pipeline: what runs the chunks that decode steps are cut into.
         sinks: learned sinks of the query heads, on the rank that adds them.
     """
 
@@ -68,7 +68,7 @@ class ShardedAttention:
     def exact(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
         """[N, Hq_local, D] over one layer's cache -> exact attention of this rank's own heads [N, heads, D]."""
         sequences = len(step.block_tables)
-        chunks = min(self.pipeline.chunks, sequences)
+        chunks = min(step.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
             return self.exchange(self.policy.attend(q, keys, values, step, self.window, self.scale, self.sinks))
 

@@ -143,7 +143,7 @@ class Decoder:
         dtype: of weights, activations and the KV cache.
 
     Attributes:
-        pipeline: all layers'; its `chunks` is what the coming steps are cut into.
+        pipeline: runs the chunks of all layers' attention phases.
     """
 
     def __init__(

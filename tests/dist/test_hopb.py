@@ -15,7 +15,9 @@ from comm.hopb import Pipeline
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import rows_of
+from helix.autotune import choose_chunks
 from helix.engine import Engine
+from helix.model_runner import ModelRunner
 from helix.layout import HelixLayout
 from helix.request import Request
 from kernels.flash_decode import Partial
@@ -44,8 +46,8 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
     seen: set[int] = set()
 
     def tamper(engine: Engine) -> None:
-        engine.hopb = hopb
-        run = engine.model.pipeline.run
+        engine.runner.hopb = hopb
+        run = engine.runner.model.pipeline.run
 
         def spy(chunks: Sequence[slice], attend: object, exchange: object) -> torch.Tensor:
             assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
@@ -54,7 +56,7 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
                 seen.add(len(chunks))
             return run(chunks, attend, exchange)  # type: ignore[arg-type]
 
-        engine.model.pipeline.run = spy  # type: ignore[method-assign]
+        engine.runner.model.pipeline.run = spy  # type: ignore[method-assign]
 
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
     results = loopback(checkpoint(family), layout, 16, wanted, tamper)
@@ -113,15 +115,15 @@ def rank(
     results = []
     for hopb in hopbs:
         engine = build_engine(path, layout, comm, 16)
-        engine.hopb = hopb
+        engine.runner.hopb = hopb
         results.append(generate(engine, wanted))
         if comm.capturable:
-            engine.observer = None
+            engine.runner.observer = None
             if hopb == "auto":  # what it reads while it chooses; the tests' memory is NaN
-                for tensor in engine.cache.tensors:
+                for tensor in engine.runner.cache.tensors:
                     tensor.zero_()
                 engine.warm_up([(False, False)])
-                assert set(engine.chosen) == {2, 4, 5}
+                assert set(engine.runner.hopb_chunks) == {2, 4, 5}
             for _ in range(2):
                 requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
                 assert {o.id: o.output_ids for o in engine.generate(requests)} == results[-1].tokens
@@ -157,13 +159,15 @@ def test_captured_chunks_give_the_same_tokens(kind: type[TorchDistCommunicator])
         ({1: 1.0, 2: 0.9, 4: 0.8, 8: 0.7}, 8),
     ],
 )
-def test_auto_takes_more_chunks_as_long_as_they_pay(seconds: dict[int, float], chosen: int) -> None:
-    engine = object.__new__(Engine)
-    engine.hopb, engine.chosen, engine.layout, engine.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
-    engine.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
-    engine.step_seconds = lambda rows, drafts, chunks: seconds[chunks]  # type: ignore[method-assign, assignment]
-    engine.choose_chunks(8)
-    assert engine.chunks(8) == chosen
+def test_auto_takes_more_chunks_as_long_as_they_pay(
+    seconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = object.__new__(ModelRunner)
+    runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
+    runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
+    monkeypatch.setattr("helix.autotune.step_seconds", lambda runner, rows, drafts, chunks: seconds[chunks])
+    choose_chunks(runner, 8)
+    assert runner.chunks(8) == chosen
 
 
 def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> None:

@@ -191,10 +191,10 @@ def ours(
 
         def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
             for slot, position, row in zip(slots.tolist(), positions.tolist(), rows, strict=True):
-                admission = engine.admitted[slot]
+                admission = engine.runner.admitted[slot]
                 logits[int(admission.id), position - len(admission.prompt)] = row.clone()
 
-        engine.observer = observe
+        engine.runner.observer = observe
         requests = [Request(i, prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]
         tokens = {int(output.id): output.output_ids for output in engine.generate(requests)}
         return tokens, logits

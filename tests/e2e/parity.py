@@ -18,6 +18,7 @@ from helix.engine import Engine
 from helix.kv_cache import KVCache, Placement, pages_for_tokens
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
+from helix.model_runner import ModelRunner
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
 from helix.speculation import Drafter, DraftModel, ModelDrafter
@@ -98,11 +99,10 @@ def build_engine(
     cache = KVCache(spec.layers, pages, page_size, spec.entries(layout, comm.rank), dtype, device)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
-    return Engine(
-        model, layout, comm, cache, placement,
-        max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk,
-        drafter=drafter, adaptive=adaptive,
+    runner = ModelRunner(
+        model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, drafter=drafter
     )  # fmt: skip
+    return Engine(runner, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk, adaptive=adaptive)
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
@@ -111,10 +111,10 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
 
     def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), rows.cpu(), strict=True):
-            admission = engine.admitted[slot]
+            admission = engine.runner.admitted[slot]
             logits[int(admission.id), position - len(admission.prompt)] = row.clone()
 
-    engine.observer = observe
+    engine.runner.observer = observe
     requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
     tokens = {int(output.id): output.output_ids for output in engine.generate(requests)}
     return Result(tokens, logits)
@@ -172,7 +172,7 @@ def distributed_rank(
     engine = build_engine(path, layout, comm, block, drafter=drafter, adaptive=False)
     result = generate(engine, wanted)
     if comm.capturable:  # whoever observes logits gets eager steps: the captured ones have to draw the same tokens
-        engine.observer = None
+        engine.runner.observer = None
         requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
         for _ in range(2):
             tokens = {output.id: output.output_ids for output in engine.generate(requests)}

@@ -143,8 +143,8 @@ def test_stale_kv_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if lost == "the last draft's":
         decode_step = DecodeState.decode_step
 
-        def only_the_last(self: DecodeState, rows: int, drafts: Tensor | None = None) -> Step:
-            step = decode_step(self, rows, drafts)
+        def only_the_last(self: DecodeState, rows: int, *rest: object) -> Step:
+            step = decode_step(self, rows, *rest)  # type: ignore[arg-type]
             if not self.history.shape[1]:  # the drafter's, which needs no history of its own
                 step.append_slots[: rows * (step.max_q - 1)] = -1
             return step
@@ -192,7 +192,7 @@ def test_a_target_that_is_no_number_is_an_error_and_a_draft_that_is_none_no_harm
         comm = LoopbackWorld(1).communicator(0, [0])
         drafter = build_drafter(checkpoint("qwen3"), layout, comm, 2)
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False)
-        model = drafter.model if broken == "draft" else engine.model
+        model = drafter.model if broken == "draft" else engine.runner.model
         if broken != "none":
             model.head.weight.fill_(torch.nan)
         return engine
@@ -242,7 +242,7 @@ class TestDistribution:
             drafter = build_drafter(checkpoint("qwen3"), own, comm, 3, kind=Tampered, **rows)
             comm = world.communicator(rank, layout.kvp_group(rank))
             engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, **rows)
-            for model, table in zip((engine.model, drafter.model), self.tables(), strict=True):
+            for model, table in zip((engine.runner.model, drafter.model), self.tables(), strict=True):
                 read(model, table)
             found = {int(o.id): o.output_ids for o in engine.generate(requests)}
             kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)

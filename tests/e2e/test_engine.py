@@ -87,7 +87,7 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
     e.run_steps = 1
     wanted = last(list(alone().generate([Request(0, PROMPT, 8)])))[0].output_ids
     gave_up = []
-    draw, steps = e._draw, itertools.count()
+    draw, steps = e.runner._draw, itertools.count()
 
     def lost(*args: Any) -> torch.Tensor:
         tokens = draw(*args)
@@ -101,7 +101,7 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
             raise RuntimeError("rank 0 waited 300 s for rank 3")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(e, "_draw", lost)
+        patch.setattr(e.runner, "_draw", lost)
         patch.setattr(e.comm, "check", check)
         outputs: list[Output] = []
         with pytest.raises(RuntimeError, match="rank 3"):
@@ -117,7 +117,7 @@ def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> None:
         e = engine(world, rank, HelixLayout.create("helix", 2, 1))
-        steps, decode = itertools.count(1), e.decode
+        steps, decode = itertools.count(1), e.runner.decode
 
         def last_step(*args: Any) -> torch.Tensor:
             if next(steps) == 7:  # the first of 8 tokens comes from the prompt
@@ -128,7 +128,7 @@ def test_a_rank_that_gave_up_in_the_last_step_says_so() -> None:
             if rank == 1:
                 raise RuntimeError("rank 1 waited 300 s for rank 0")
 
-        e.decode = last_step  # type: ignore[method-assign]
+        e.runner.decode = last_step  # type: ignore[method-assign]
         list(e.generate([Request(0, PROMPT, 8)]))
 
     with pytest.raises(RuntimeError, match="waited 300 s for rank 0"):
@@ -158,11 +158,11 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     tokens = wanted[3].tokens
     eos = next(t for t in tokens[5:] if tokens.index(t) >= 5)  # first seen after a few tokens
     e = alone(max_batch=1)
-    e.model.spec = replace(e.model.spec, eos=(eos,))
+    e.runner.model.spec = replace(e.runner.model.spec, eos=(eos,))
     outputs = last(list(e.generate([Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])))
     assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
     assert outputs[1].output_ids == wanted[2].tokens[:2]
-    assert e.cache.free_pages == e.cache.pages and not e.admitted
+    assert e.runner.cache.free_pages == e.runner.cache.pages and not e.runner.admitted
 
 
 def test_stop_texts_end_one_request_while_others_go_on() -> None:
@@ -186,14 +186,14 @@ def test_leaving_early_frees_everything_on_every_rank() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> tuple[list[Any], int, int]:
         e = engine(world, rank, layout)
-        pages = e.cache.free_pages
+        pages = e.runner.cache.free_pages
         seen = []
         for output in e.generate([Request(i, PROMPT, 30) for i in range(7)]):
             seen.append(output)
             if len(seen) == 5:
                 break
         again = list(e.generate([Request(0, PROMPT, 4)]))
-        return again, pages, e.cache.free_pages
+        return again, pages, e.runner.cache.free_pages
 
     (again, pages, free), (_, other_pages, other_free) = run_ranks(2, body, timeout_s=60)
     assert pages == free and other_pages == other_free
@@ -242,7 +242,7 @@ def fails_by_control_c(e: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def fails_by_nan(e: Engine, patch: pytest.MonkeyPatch) -> None:
-    outputs, weight = e.generate(REQUESTS), e.model.norm.weight
+    outputs, weight = e.generate(REQUESTS), e.runner.model.norm.weight
     next(outputs)
     before = weight.clone()
     weight.fill_(torch.nan)
@@ -271,10 +271,10 @@ def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., N
                     fails(e, patch)
             else:
                 list(e.generate([]))
-        assert e.cache.free_pages == e.cache.pages and not e.admitted
+        assert e.runner.cache.free_pages == e.runner.cache.pages and not e.runner.admitted
         again = last(list(e.generate(REQUESTS)))
         assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
-        assert e.cache.free_pages == e.cache.pages
+        assert e.runner.cache.free_pages == e.runner.cache.pages
 
     run_ranks(2, body, timeout_s=60)
 
@@ -286,7 +286,7 @@ def test_an_error_in_a_step_breaks_the_engine_on_every_rank(culprit: int) -> Non
     def body(world: LoopbackWorld, rank: int) -> None:
         e = engine(world, rank, HelixLayout.create("helix", 2, 1))
         if rank == culprit:
-            e.observer = raising(KeyError("planted"), after=3)
+            e.runner.observer = raising(KeyError("planted"), after=3)
         with pytest.raises((KeyError, RuntimeError), match="planted") as first:
             list(e.generate(REQUESTS))
         assert first.type is (KeyError if rank == culprit else RuntimeError)
@@ -367,7 +367,7 @@ def test_the_caller_is_not_left_in_inference_mode() -> None:
 
 def test_nan_is_an_error_and_not_a_token() -> None:
     e = alone()
-    e.model.norm.weight.fill_(torch.nan)
+    e.runner.model.norm.weight.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="logits are NaN"):
         list(e.generate([Request(0, PROMPT, 3)]))
 
@@ -376,7 +376,7 @@ def test_nan_in_one_rank_of_two_ends_both() -> None:
     def body(world: LoopbackWorld, rank: int) -> None:
         e = engine(world, rank, HelixLayout.create("helix", 2, 1))
         if rank == 1:
-            e.model.layers[0].ffn.down.weight.fill_(torch.nan)
+            e.runner.model.layers[0].ffn.down.weight.fill_(torch.nan)
         list(e.generate([Request(0, PROMPT, 3)]))
 
     with pytest.raises(RuntimeError, match="logits are NaN"):

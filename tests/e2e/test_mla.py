@@ -10,6 +10,7 @@ import torch
 
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.autotune import step_seconds
 from helix.engine import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
@@ -66,14 +67,14 @@ def test_chunks_of_a_batch(monkeypatch: pytest.MonkeyPatch, values: bool, gather
     seen = []
 
     def tamper(engine: Engine) -> None:
-        engine.hopb = "2"
-        run = engine.model.pipeline.run
+        engine.runner.hopb = "2"
+        run = engine.runner.model.pipeline.run
 
         def spy(*args: object) -> torch.Tensor:
             seen.append(engine.comm.rank)
             return run(*args)  # type: ignore[arg-type]
 
-        engine.model.pipeline.run = spy  # type: ignore[method-assign]
+        engine.runner.model.pipeline.run = spy  # type: ignore[method-assign]
 
     check(loopback(checkpoint("deepseek-v3-yarn"), HelixLayout.create("helix", 3), 16, wanted, tamper), wanted)
     assert {*seen} == {0, 1, 2}
@@ -85,7 +86,7 @@ def test_queries_are_gathered_where_the_exchange_is_left_out_of_a_timing(monkeyp
     seconds = []
 
     def tamper(engine: Engine) -> None:
-        seconds.append(_without_exchange(engine, engine.comm, lambda: engine.step_seconds(2, 0, 1, 1)))
+        seconds.append(_without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, 2, 0, 1, 1)))
 
     check(loopback(checkpoint("deepseek-v2-yarn"), HelixLayout.create("helix", 2), 16, wanted, tamper), wanted)
     assert len(seconds) == 2 and min(seconds) > 0
@@ -118,23 +119,23 @@ def test_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> Non
 
 def shifts_lse(engine: Engine) -> None:
     if engine.comm.rank == 1:
-        for layer in engine.model.layers:
+        for layer in engine.runner.model.layers:
             layer.attention.policy = ShiftedLSE(layer.attention.policy)
 
 
 def forgets_temperature(engine: Engine) -> None:
-    for layer in engine.model.layers:
+    for layer in engine.runner.model.layers:
         layer.attention.scale = layer.attention.spec.query**-0.5
 
 
 def takes_the_next_heads_values(engine: Engine) -> None:
-    for layer in engine.model.layers:
+    for layer in engine.runner.model.layers:
         layer.attention.own_w_uv = layer.attention.w_uv[-layer.attention.own_w_uv.shape[0] :]
 
 
 def rotates_neighbours_as_halves(engine: Engine) -> None:
     """The order in which the checkpoint has them, for the keys alone."""
-    for layer in engine.model.layers:
+    for layer in engine.runner.model.layers:
         rows = layer.attention.down.weight[-8:]
         rows.copy_(torch.stack((rows[:4], rows[4:]), 1).flatten(0, 1))
 

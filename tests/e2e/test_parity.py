@@ -119,7 +119,7 @@ def test_a_shifted_lse_on_one_rank_is_caught() -> None:
 
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
-            for layer in engine.model.layers:
+            for layer in engine.runner.model.layers:
                 layer.attention.policy = ShiftedLSE(layer.attention.policy)
 
     results = loopback(checkpoint("qwen3"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
@@ -132,7 +132,7 @@ def test_a_sink_on_every_rank_is_caught() -> None:
 
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
-            for layer in engine.model.layers:
+            for layer in engine.runner.model.layers:
                 layer.attention.sinks = torch.zeros(16)
 
     results = loopback(checkpoint("gpt-oss"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
@@ -146,7 +146,7 @@ def test_an_expert_that_adds_up_twice_is_caught(family: str) -> None:
 
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
-            engine.model.layers[0].ffn.down[0] *= 2
+            engine.runner.model.layers[0].ffn.down[0] *= 2
 
     results = loopback(checkpoint(family), HelixLayout.create("helix", 2, 1, ep=2), 16, wanted, tamper)
     with pytest.raises(AssertionError, match="prompt"):

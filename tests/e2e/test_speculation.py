@@ -14,6 +14,7 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
+from helix.autotune import fill, step_seconds
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -164,12 +165,12 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
         engine = build_engine(
             checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, max_length=60, drafter=NgramDrafter(5, 3)
         )
-        engine._fill(3)
-        before = engine.state.lengths.tolist()
+        fill(engine.runner, 3, 59)
+        before = engine.runner.state.lengths.tolist()
         drafts = torch.zeros(3, 5, dtype=torch.int64)
-        assert torch.equal(engine.state.within_limits(drafts), drafts), "none is beyond a row's end"
-        seconds = [engine.step_seconds(3, n, 1, steps=2) for n in engine.draft_sizes]
-        assert engine.state.lengths.tolist() == before and engine.draft_sizes == (0, 1, 2, 4, 5)
+        assert torch.equal(engine.runner.state.within_limits(drafts), drafts), "none is beyond a row's end"
+        seconds = [step_seconds(engine.runner, 3, n, 1, steps=2) for n in engine.draft_sizes]
+        assert engine.runner.state.lengths.tolist() == before and engine.draft_sizes == (0, 1, 2, 4, 5)
         return seconds
 
     first, second = run_ranks(2, body, timeout_s=120.0)

@@ -149,22 +149,23 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
             decode.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
         return
     engine = decode.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
-    drafter = engine.drafter
+    drafter = engine.runner.drafter
     assert isinstance(drafter, ModelDrafter)
 
     def size(cache: KVCache) -> int:
         return sum(t.numel() * t.itemsize for t in cache.tensors)
 
-    used = size(engine.cache) + size(drafter.cache)
+    used = size(engine.runner.cache) + size(drafter.cache)
     assert used <= free * sizes.kv.memory_fraction
     # A page more, and what it lets the draft model hold, would not fit, or is not wanted.
-    one = 32 * engine.cache.bytes_per_token
+    one = 32 * engine.runner.cache.bytes_per_token
     more = drafter.cache.pages + -(-(32 + 2 * block) // 32) + 1
     spare = one + (more - drafter.cache.pages) * 32 * draft.bytes_per_token
     assert engine.token_budget >= wanted or used + spare > free * sizes.kv.memory_fraction
 
+    runner = engine.runner
     scheduler = Scheduler(
-        engine.placement.pages, [engine.cache.pages], engine.token_budget, max_batch, 64, 8, engine.drafts
+        runner.placement.pages, [runner.cache.pages], engine.token_budget, max_batch, 64, 8, runner.drafts
     )
     for i, length in enumerate(lengths):
         scheduler.submit(Request(i, tuple(range(length)), 5))

@@ -34,6 +34,8 @@ HELIX_ORDER = [
     {"models"},
     {"loading", "speculation"},
     {"timings"},
+    {"model_runner"},
+    {"autotune"},
     {"engine"},
     {"simulate"},
 ]

@@ -1,0 +1,77 @@
+"""What rank 0 cannot know beforehand and times at the start: how long steps take, and into how many chunks they pay.
+
+All functions are collectives, to be called while nothing is served.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from helix.graphs import StepGraphs, seconds_of_each
+from helix.model_runner import ModelRunner
+
+CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
+GAIN = 0.01  # the least share of a step that cutting it has to save
+
+
+def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
+    """Sequences of `tokens` tokens, whatever these are, in the first `rows` slots; none in the others."""
+    state = runner.state
+    for tensor in (state.tokens, state.lengths, state.starts, state.limits, state.active, state.block_tables):
+        tensor.zero_()
+    if rows:
+        state.active[:rows] = True
+        state.lengths[:rows] = tokens
+        state.limits[:rows] = tokens + runner.drafts + 1
+        tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
+        pages = torch.arange(tables.numel(), dtype=torch.int32, device=runner.device) % runner.cache.pages
+        tables.copy_(pages.view_as(tables))
+
+
+def choose_chunks(runner: ModelRunner, rows: int) -> None:
+    """Chooses the chunks of steps of `rows` rows where that is `auto`, by timing at the slots' present lengths.
+
+    On a CPU, which does one thing at a time, there is nothing to choose.
+    """
+    if runner.hopb != "auto" or runner.layout.kvp == 1 or rows < min(CHUNKS) or not runner.comm.capturable:
+        return
+    best, least = 1, (1 - GAIN) * step_seconds(runner, rows, runner.drafts, 1)
+    for chunks in (n for n in CHUNKS if n <= rows):
+        seconds = step_seconds(runner, rows, runner.drafts, chunks)
+        if runner.comm.broadcast_object(seconds >= least):
+            break  # more chunks cost more launches: where these do not pay, others will not
+        best, least = chunks, seconds
+    runner.hopb_chunks[rows] = best
+
+
+@torch.inference_mode()
+def step_seconds(runner: ModelRunner, rows: int, drafts: int, chunks: int, steps: int = 8, kept: bool = False) -> float:
+    """Median seconds of a greedy decode step of `rows` rows, each step with its slowest rank.
+
+    The slots' tokens and lengths stay what they are. What is captured for it stays where it is `kept`.
+    """
+    state = runner.state
+    before = state.tokens.clone(), state.lengths.clone()
+
+    def restore() -> None:
+        state.tokens.copy_(before[0])
+        state.lengths.copy_(before[1])
+
+    graphs = runner.graphs
+    if graphs is not None and not kept:
+        graphs = StepGraphs(runner.step)
+    run = graphs.run if graphs is not None else runner.step
+
+    def step() -> None:
+        run(rows, drafts, False, False, chunks)
+
+    seconds_of_each(step, 3, runner.device, restore)  # eagerly, captured, replayed
+    runner.comm.barrier()
+    seconds = seconds_of_each(step, steps, runner.device, restore)
+    runner.comm.check()
+    if graphs is not None and not kept:
+        graphs.close()
+    ranks = runner.comm.all_gather_object(seconds)
+    return statistics.median(max(of_ranks) for of_ranks in zip(*ranks, strict=True))

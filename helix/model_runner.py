@@ -1,0 +1,259 @@
+"""What every rank does alike: it carries rank 0's decisions out over its part of the model and of the cache.
+
+Steps of a decision are launched back to back; tokens are drawn on every rank from the same gathered values, so they are
+the same everywhere, and only rank 0 reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.graphs import StepGraphs
+from helix.kv_cache import KVCache, Placement
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.sampling import sample
+from helix.scheduler import Admission, Decision, Segment
+from helix.speculation import Draft, Drafter, accepted_tokens
+from helix.step import PAST, DecodeState
+
+
+class ModelRunner:
+    """This rank's part of everything that a decision needs: the model, its pages, the slots' state on the device.
+
+    Args:
+        model: this rank's part of the model.
+        cache: this rank's pages.
+        max_batch: slots.
+        max_length: the most tokens of one sequence, prompt and new ones.
+        drafter: proposes tokens that decode steps verify; None for one token a step.
+        hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
+            is none where `hopb_chunks` says nothing.
+        observer: called on every rank before each draw with (slots [n], positions [n] that the tokens will have,
+            logits [n, V_local] fp32).
+
+    Attributes:
+        admitted: what each slot in use serves.
+        drafts: the most tokens that a step verifies for each sequence.
+        graphs: captured steps; None where steps cannot be captured.
+        hopb_chunks: chunks of a step of so many rows, where `helix.autotune` has chosen.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layout: HelixLayout,
+        comm: Communicator,
+        cache: KVCache,
+        placement: Placement,
+        *,
+        max_batch: int,
+        max_length: int,
+        drafter: Drafter | None = None,
+        hopb: str = "none",
+        observer: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.comm = comm
+        self.cache = cache
+        self.placement = placement
+        self.max_batch = max_batch
+        self.max_length = max_length
+        self.drafter = drafter
+        self.drafts = 0 if drafter is None else drafter.limit
+        self.hopb = hopb
+        self.observer = observer
+        self.device = cache.device
+        max_pages = max(placement.pages(max_length + self.drafts, start) for start in range(layout.kvp))
+        history = max_length + self.drafts + 1 if self.drafts else 0
+        self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
+        self.admitted: dict[int, Admission] = {}
+        self.hopb_chunks: dict[int, int] = {}
+        self.graphs = StepGraphs(self.step) if comm.capturable else None
+        self._pages: dict[int, list[int]] = {}
+        self._drafting = True  # whether the last steps had drafts
+        self._slots = torch.arange(max_batch, device=self.device)
+
+    def chunks(self, rows: int) -> int:
+        """Into how many chunks the attention of a step of `rows` rows is cut."""
+        if self.layout.kvp == 1 or self.hopb == "none":
+            return 1
+        return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
+
+    def execute(self, decision: Decision) -> list[StepTokens]:
+        """Launches what a decision says; on rank 0, returns the tokens of the prefill, if any, and of each step."""
+        drawn: list[StepTokens] = []
+
+        def keep(tokens: Tensor, slots: Sequence[int] | None = None) -> None:
+            if self.comm.rank == 0:
+                drawn.append(StepTokens(tokens, slots, self.check))
+
+        for slot in decision.retire:
+            self.state.retire(slot)
+            self.cache.give_back(self._pages.pop(slot))
+            del self.admitted[slot]
+            if self.drafter is not None:
+                self.drafter.retire(slot)
+        for admission in decision.admit:
+            self.admit(admission)
+        if decision.prefill:
+            keep(*self._prefill(decision.prefill, decision))
+        if self.drafter is not None and decision.decode_steps:
+            if decision.drafts and not self._drafting:
+                self.drafter.catch_up(self.state)
+            self._drafting = decision.drafts > 0
+        if decision.draft_limits:
+            limits = torch.tensor(decision.draft_limits)
+            self.state.draft_limits[: len(limits)] = limits.to(self.device)
+        for _ in range(decision.decode_steps):
+            keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered))
+        return drawn
+
+    def check(self, wait: bool = True) -> None:
+        """As `Communicator.check`, of all collectives of a step."""
+        self.comm.check(wait)
+        if self.drafter is not None:
+            self.drafter.check(wait)
+
+    def admit(self, admission: Admission) -> None:
+        """Takes a slot and its pages; every rank alike."""
+        pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
+        self.admitted[admission.slot] = admission
+        self._pages[admission.slot] = pages
+        self.state.admit(admission.slot, admission.start, pages, admission.limit, admission.prompt)
+        self.state.sampling.set(admission.slot, admission.sampling)
+        if self.drafter is not None:
+            self.drafter.admit(admission)
+
+    def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
+        """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
+        prompts = [
+            (s.slot, s.begin, torch.from_numpy(np.asarray(self.admitted[s.slot].prompt[s.begin : s.end])).long())
+            for s in segments
+        ]
+        hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts))
+        if self.drafter is not None:
+            self.drafter.prefill(self.state, prompts)
+        ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
+        last = [i for i, s in enumerate(segments) if s.last]
+        if not last:
+            return self._slots.new_full((1, 1), PAST), [segments[0].slot]
+        ending = [segments[i].slot for i in last]
+        slots = torch.tensor(ending, device=self.device)
+        lengths = torch.tensor([segments[i].end for i in last], device=self.device)
+        live = torch.ones_like(slots, dtype=torch.bool)
+        tokens = self._draw(
+            hidden[ends[last].to(self.device)], slots, lengths, live, decision.stochastic, decision.filtered
+        )
+        self.state.activate(slots, tokens, lengths)
+        return tokens[:, None], ending
+
+    def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
+        """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
+
+        On every rank; a collective that waits for nothing.
+
+        What it returns is overwritten by a later step.
+        """
+        if self.graphs is None or self.observer is not None:
+            return self.step(rows, drafts, stochastic, filtered, self.chunks(rows))
+        return self.graphs.run(rows, drafts, stochastic, filtered, self.chunks(rows))
+
+    def step(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
+        draft = None
+        if drafts:
+            assert self.drafter is not None
+            draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
+            draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
+        tokens = None if draft is None else draft.tokens
+        step = self.state.decode_step(rows, tokens, chunks)
+        hidden = self.model.hidden(self.cache, step)
+        slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
+        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
+        if draft is not None and draft.outcome is not None:
+            drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
+        return self.state.commit(drawn, tokens)
+
+    def _draw(
+        self,
+        hidden: Tensor,
+        slots: Tensor | slice,
+        positions: Tensor,
+        live: Tensor,
+        stochastic: bool,
+        filtered: bool,
+        draft: Draft | None = None,
+    ) -> Tensor:
+        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
+        logits = self.model.logits(hidden)
+        if self.observer:
+            self.observer(self._slots[slots][live], positions[live], logits[live])
+        first, sampling = self.model.embedding.rows.start, self.state.sampling
+        if draft is not None and draft.sampled_from is not None:
+            of_rows = sampling.rows(slice(0, len(draft.tokens)))
+            return accepted_tokens(
+                logits, first, draft.tokens, draft.sampled_from, positions, of_rows, self.comm, filtered=filtered
+            ).flatten()
+        return sample(
+            logits, first, positions, sampling.rows(slots), self.comm, stochastic=stochastic, filtered=filtered
+        )
+
+    def close(self) -> None:
+        """Gives captured steps up; to be called before the communicator is closed."""
+        if self.graphs is not None:
+            self.graphs.close()
+
+
+class StepTokens:
+    """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing.
+
+    Args:
+        tokens: [n, m], in each row those that a sequence takes, then PAST.
+        slots: of the rows; None for 0, 1, ..
+        check: called with wait=False once the step has ended; raises where its tokens are none.
+
+    Attributes:
+        came: when the tokens were there, by `time.perf_counter`; for those of a GPU, when they were read.
+    """
+
+    def __init__(self, tokens: Tensor, slots: Sequence[int] | None, check: Callable[[bool], None]) -> None:
+        self._tokens = _to_host(tokens)
+        self._slots = range(len(tokens)) if slots is None else slots
+        self._check = check
+        self._event = torch.cuda.Event() if tokens.is_cuda else None
+        if self._event:
+            self._event.record()
+        self.came = time.perf_counter()
+
+    def read(self) -> list[tuple[int, int]]:
+        """(slot, token) of each token."""
+        if self._event:
+            self._event.synchronize()
+            self.came = time.perf_counter()
+        self._check(False)
+        taken = self._tokens != PAST
+        slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]
+        return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy that is there once the stream has come so far; pinned, so that the host need not wait for it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
+
+
+def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    if min((token for _, token in tokens), default=0) < 0:
+        raise RuntimeError(
+            "the model's logits are NaN: a weight, an activation or a rank's partial attention is not a number "
+            "(try model.dtype=float32; if it stays, the checkpoint or this machine is at fault; where another rank "
+            "says that it waited for one, that is the cause)"
+        )
+    return tokens
