@@ -153,15 +153,15 @@ class Scheduler:
         need = self._need(request)
         pages, tokens = self._capacity
         kvp = len(pages)
-        fits = need <= tokens and all(
-            self._pages(need, start, k) <= pages[k] for start in range(kvp) for k in range(kvp)
-        )
-        if not fits:
+        lacking, k = max((self._pages(need, start, k) - pages[k], k) for start in range(kvp) for k in range(kvp))
+        if need > tokens or lacking > 0:
             drafts = f" and {self._drafts} drafts" if self._drafts else ""
+            holds = f"the cache holds {tokens}"
+            if need <= tokens:
+                holds = f"kvp rank {k} has {pages[k]} pages, and these may take {pages[k] + lacking} of them"
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
-                f"tokens of KV; the cache holds {tokens} (raise kv.tokens or kv.memory_fraction, or use a larger "
-                "layout.kvp)"
+                f"tokens of KV; {holds} (raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp)"
             )
         self._waiting.append(request)
         return None
