@@ -10,8 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
-# Control-C ends a start at once and without a trace, also a wait for other ranks; launch.run takes over once they met.
+# Control-C ends a process at once and without a trace, whatever it does: results are in their file as they come.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher held it back while Python started
 # A terminal that cannot show a character gets its number; a run does not end for that.
 sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
@@ -25,7 +26,11 @@ for package in (comm, kernels, launch):
     if found != wanted:
         sys.exit(f"package {package.__name__!r} was imported from {found} instead of {wanted}; check PYTHONPATH")
 
+from launch import lifeline  # noqa: E402
+
+lifeline.hold()
+
 from launch.run import main  # noqa: E402
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

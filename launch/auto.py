@@ -25,7 +25,8 @@ def ranks(config: Config) -> int:
     """How many processes a run without a launcher has: the ranks of its layout, under `auto` every GPU (one on a CPU).
 
     Raises:
-        ValueError: the widths form no layout, or GPUs are to play ranks and there is none.
+        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to play ranks
+            and there is none.
     """
     layout = config.layout
     if config.comm.backend == "stand_in":
@@ -34,7 +35,13 @@ def ranks(config: Config) -> int:
         return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
-    return HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
+    world_size = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
+    if world_size > (most := local.most_ranks()):
+        raise ValueError(
+            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {world_size} ranks, and this host runs {most} at most: set "
+            "layout.kvp and layout.tpa to fewer, or spread the ranks over hosts (launch/agent.sh)"
+        )
+    return world_size
 
 
 def choose(

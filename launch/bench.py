@@ -26,9 +26,9 @@ from launch import (
     bench_verify,
     local,
 )
+from launch.command import ROOT
 from launch.jobs import JobError
 from launch.report import provenance
-from launch.run import ROOT
 
 PLAYED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
 RANKS = f"of {', '.join(PLAYED)}: more than there are GPUs, of which one or two play some (comm/stand_in.py)"

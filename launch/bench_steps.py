@@ -20,8 +20,8 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch import jobs
 from launch.bench_kernels import READ_CEILING
+from launch.command import ROOT, as_config
 from launch.preflight import make_spec
-from launch.run import ROOT, as_config
 
 K, M = 1024, 1 << 20
 STEPS = 32

@@ -10,18 +10,20 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from launch import local
+from launch import run
+from launch.command import ROOT
 from launch.needles import score
-from launch.run import ROOT
 
 
 def main() -> None:
-    gpus = torch.cuda.device_count()
+    gpus, given = torch.cuda.device_count(), sys.argv[1:]
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
+    if any(text.startswith("layout") for text in given):  # then all of it is the user's
+        kvp, tpa = 1, 1
     with TemporaryDirectory() as directory:
         results = Path(directory) / "results.jsonl"
         overrides = ["experiment=demo", f"layout.kvp={kvp}", f"layout.tpa={tpa}", f"decode.output={results}"]
-        code = local.launch(kvp * tpa, [*overrides, *sys.argv[1:]])
+        code = run.main([*overrides, *given])
         if code == 0 and results.exists():  # or decode.output was given
             print(verdict(results.read_text(encoding="utf-8").splitlines()), end="")
     sys.exit(code)

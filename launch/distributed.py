@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -20,12 +23,14 @@ import torch
 import torch.distributed as dist
 
 from comm.base import Communicator
+from launch.lifeline import identity, kill
 
 BEAT_S = 1.0  # between two signs of life of a rank
 SAID_S = 3 * BEAT_S  # for the others to hear that one rank has said what is wrong
-SILENCE_S = 15.0  # without one: the rank is taken for dead
-LEAVING_S = 40.0  # for all ranks to leave a job that is done
+SILENCE_S = 15.0  # without one: the rank is taken for dead; so is a launcher that does not answer
+LEAVING_S = 25.0  # for all ranks to leave a job that is done
 MEETING_S = 120.0  # for all ranks to have checked what the user set
+PATIENCE_S = 10.0  # of it in silence
 
 
 class AlikeError(ValueError):
@@ -50,15 +55,34 @@ class Place:
         """None where no launcher started this process.
 
         Raises:
-            ValueError: part of what a launcher sets is missing.
+                ValueError: part of what a launcher sets is missing, or cannot be.
         """
         if "RANK" not in os.environ:
             return None
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
-        if missing:
-            raise ValueError(f"RANK is set but {', '.join(missing)} is not: start ranks with torchrun")
-        return cls(*(int(os.environ[name]) for name in names[:4]))
+        remedy = "start ranks with torchrun, or unset RANK and they are started for you"
+        if missing := [name for name in names if not os.environ.get(name)]:
+            raise ValueError(f"RANK is set but {', '.join(missing)} is not: {remedy}")
+        found: dict[str, int] = {}
+        for name, least, bound in (
+            ("WORLD_SIZE", 1, None),
+            ("LOCAL_WORLD_SIZE", 1, "WORLD_SIZE"),
+            ("RANK", 0, "WORLD_SIZE"),
+            ("LOCAL_RANK", 0, "LOCAL_WORLD_SIZE"),
+            ("MASTER_PORT", 1, None),
+        ):
+            text = os.environ[name]
+            most = 65535 if bound is None else found[bound] - 1 + least
+            if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+                of = f" ({bound}={found[bound]})" if bound is not None else ""
+                raise ValueError(f"{name}={text} must be an integer from {least} to {most}{of}: {remedy}")
+            found[name] = int(text)
+        host = os.environ["MASTER_ADDR"]
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"MASTER_ADDR={host} is no host that is known here: {remedy}") from error
+        return cls(*(found[name] for name in names[:4]))
 
 
 @dataclass
@@ -78,10 +102,12 @@ class Job:
     timeout: timedelta = timedelta(minutes=5)
 
     def __post_init__(self) -> None:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=MEETING_S))))
-        # An agent's store outlives one job: the names of this one begin with its id.
-        self.store = dist.PrefixStore(f"helix/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+        """Raises RuntimeError where the store cannot be reached."""
+        # An agent's store outlives one job and one attempt: the names of this one begin with both.
+        run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+        self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _reach_store(self.place))
         self._watchdog = _Watchdog(self.store, self.place)
+        self._watchdog.start()
 
     @property
     def leads(self) -> bool:
@@ -90,27 +116,30 @@ class Job:
     def agree(self, error: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges what each rank found before any collective; JSON-able facts of all ranks, in rank order.
 
-        Raises:
-            SystemExit: with code 1 on every rank where any of them found an error; rank 0 has printed it.
+        Where any of them found an error, or stays away, every rank ends.
         """
         rank, world = self.place.rank, self.place.world_size
         keys = [f"preflight/{r}" for r in range(world)]
         self.store.set(keys[rank], json.dumps({"error": error, "facts": facts}))
-        try:
-            self.store.wait(keys, timedelta(seconds=MEETING_S))
-        except dist.DistError as broken:
-            absent = [r for r, key in enumerate(keys) if not self.store.check([key])]
-            raise RuntimeError(f"ranks {absent} did not report within {MEETING_S:.0f} s of start") from broken
+        for patience in (PATIENCE_S, MEETING_S - PATIENCE_S):
+            try:
+                self.store.wait(keys, timedelta(seconds=patience))
+                break
+            except dist.DistError:
+                absent = ", ".join(str(r) for r, key in enumerate(keys) if not self.store.check([key]))
+                if self.leads and patience == PATIENCE_S:
+                    print(f"waiting for rank {absent}, for {MEETING_S:.0f} s at most", file=sys.stderr, flush=True)
+        else:
+            self.end(f"error: rank {absent} did not report within {MEETING_S:.0f} s of start")
         found = [json.loads(self.store.get(key)) for key in keys]
         errors = {f["error"]: r for r, f in reversed(list(enumerate(found))) if f["error"] is not None}
-        if not errors:
-            return [f["facts"] for f in found]
         lines = []
         for message, first in errors.items():
             alone = sum(f["error"] == message for f in found) < world
             lines.append(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}")
-        self._say("\n".join(lines))
-        raise SystemExit(1)
+        if lines:
+            self.end("\n".join(lines))
+        return [f["facts"] for f in found]
 
     def _say(self, lines: str) -> None:
         """Rank 0 prints what all ranks have to say; the others return when it is out."""
@@ -124,7 +153,7 @@ class Job:
             print(lines, file=sys.stderr, flush=True)
 
     def connect(self, backend: str, facts: list[dict[str, Any]], timeout_s: float) -> None:
-        """Starts the process group and the watchdog; `backend` may be auto, `facts` are those of `gpu_facts`.
+        """Starts the process group; `backend` may be auto, `facts` are those of `gpu_facts`.
 
         Raises:
             AlikeError: a backend of GPUs without one for each rank or, for symm_mem, without peers.
@@ -137,7 +166,6 @@ class Job:
             # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
             os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         self.timeout = timedelta(seconds=timeout_s)
-        self._watchdog.start()
         transport = "gloo" if self.backend == "gloo" else "nccl"
         dist.init_process_group(
             transport,
@@ -148,9 +176,10 @@ class Job:
             device_id=self.device if transport == "nccl" else None,
         )
 
-    def end(self, error: AlikeError) -> NoReturn:
+    def end(self, lines: str) -> NoReturn:
         """Ends this rank, and rank 0 says why; called on every rank."""
-        self._say(f"error: {error}")
+        self._watchdog.stop()  # who goes first is not missed
+        self._say(lines)
         sys.stdout.flush()
         os._exit(1)  # at once, as below
 
@@ -162,12 +191,13 @@ class Job:
             self._watchdog.tell("")
             time.sleep(SAID_S)
             os._exit(1)
-        trace = "".join(traceback.format_exception(error))
-        print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
         cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
-        # A broken connection says that a peer is gone, not which.
+        # A broken connection says that a peer is gone, not which; whoever started that one is faster to say so.
         if gone := self._watchdog.silent():
             cause = f"rank {', '.join(map(str, gone))} gave no sign of life, and then {cause}"
+        trace = "".join(traceback.format_exception(error))
+        print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        if gone:
             print(cause, file=sys.stderr, flush=True)
         self._watchdog.tell(cause)
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
@@ -179,22 +209,15 @@ class Job:
             comms: in the order in which they were made.
         """
         # Nobody watches from here on, and taking a process group down may wait for peers.
-        guard = threading.Timer(LEAVING_S, self._give_up_leaving)
-        guard.daemon = True
-        guard.start()
-        self.store.set(f"left/{self.place.rank}", "")
-        self._watchdog.stop()
-        if self.leads:
-            self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=30))
-        for comm in reversed(comms):
-            comm.close()
-        if dist.is_initialized():  # or there was nothing to connect for
-            dist.destroy_process_group()
-        guard.cancel()
-
-    def _give_up_leaving(self) -> None:
-        print(f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s", file=sys.stderr, flush=True)
-        os._exit(1)
+        with deadline(LEAVING_S, f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s"):
+            self.store.set(f"left/{self.place.rank}", "")
+            self._watchdog.stop()
+            if self.leads:
+                self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=20))
+            for comm in reversed(comms):
+                comm.close()
+            if dist.is_initialized():  # or there was nothing to connect for
+                dist.destroy_process_group()
 
 
 def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:
@@ -240,6 +263,48 @@ def gpu_name(place: Place) -> str | None:
     return torch.cuda.get_device_name(place.local_rank) if enough else None
 
 
+def _reach_store(place: Place) -> dist.Store:
+    """The store where ranks meet: the launcher's, or rank 0's where the launcher has none.
+
+    Raises:
+        RuntimeError: it does not answer, or its port is taken.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not launcher_s
+    patience = timedelta(seconds=SILENCE_S if launcher_s else MEETING_S)  # a launcher's is there before its ranks
+    where = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not answer there within {patience.seconds} s"
+    with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {place.rank}: {absent}"):
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            taken = f"{where}: this rank cannot listen there, set another port ({why})"
+            raise RuntimeError(taken if serves else absent) from error
+    store.set_timeout(timedelta(seconds=MEETING_S))
+    return store
+
+
+@contextmanager
+def deadline(seconds: float, line: str) -> Iterator[None]:
+    """Ends this process with a line where what is done in the context takes longer, also inside of a call into C."""
+
+    def give_up() -> None:
+        print(line, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    guard = threading.Timer(seconds, give_up)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
 class _Watchdog:
     """Ends this process when another rank has failed or gone silent: no rank waits for one that cannot come.
 
@@ -255,6 +320,7 @@ class _Watchdog:
     def start(self) -> None:
         # A connection of its own: the main thread may be waiting in the other.
         own = self._store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timedelta(seconds=SILENCE_S))
         self._thread = threading.Thread(target=self._watch, args=(own,), name="watchdog", daemon=True)
         self._thread.start()
 
@@ -265,7 +331,7 @@ class _Watchdog:
 
     def silent(self) -> list[int]:
         """Ranks that give no sign of life for three beats from now on; empty where nobody can say."""
-        if self._thread is None:
+        if self._place.world_size == 1:
             return []
 
         def beats() -> list[int]:
@@ -287,23 +353,24 @@ class _Watchdog:
     def _watch(self, store: dist.Store) -> None:
         rank, world = self._place.rank, self._place.world_size
         others = [r for r in range(world) if r != rank]
-        seen = dict.fromkeys(others, (0, time.monotonic()))
-        while not self._stopped.wait(BEAT_S):
-            try:
+        seen = dict.fromkeys(others, 0)
+        missed = dict.fromkeys(others, 0)  # beats in a row; counted here, so that a job suspended whole goes on
+        try:
+            store.set(f"process/{rank}", identity(os.getpid()))
+            while not self._stopped.wait(BEAT_S):
                 store.add(f"alive/{rank}", 1)
                 beats = {r: store.add(f"alive/{r}", 0) for r in others}
-                left = {r for r in others if store.check([f"left/{r}"])}
-                failure = store.get("failed").decode() if store.check(["failed"]) else None
-            except dist.DistError as error:
-                self._end(f"lost the rendezvous store, so the launcher or the first host is gone ({error})")
-                return
-            now = time.monotonic()
-            seen = {r: seen[r] if seen[r][0] == beats[r] else (beats[r], now) for r in others}
-            silent = [r for r in others if r not in left and now - seen[r][1] > SILENCE_S]
-            if failure is not None:
-                self._end(failure)
-            elif silent:
-                self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
+                missed = {r: missed[r] + 1 if beats[r] == seen[r] != 0 else 0 for r in others}
+                seen = beats
+                silent = [r for r in others if missed[r] * BEAT_S > SILENCE_S and not store.check([f"left/{r}"])]
+                if store.check(["failed"]):
+                    self._end(store.get("failed").decode())
+                elif silent:
+                    # torchrun would ask it to end and wait, long where it is stopped.
+                    kill(store.get(f"process/{silent[0]}").decode())
+                    self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
+        except dist.DistError as error:
+            self._end(f"lost the rendezvous store, so the launcher or the first host is gone ({error})")
 
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():

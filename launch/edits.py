@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launch.run import ROOT
+from launch.command import ROOT
 
 LINES, GIVEN = 100, 30  # of a file; of its edited copy
 

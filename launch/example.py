@@ -15,9 +15,9 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
+from launch.command import ROOT
 from launch.decode import build_engine
 from launch.preflight import load_tokenizer
-from launch.run import ROOT
 
 PATH = ROOT / "assets" / "demo-model"
 PROMPTS = ['def read_json(path):\n    """Read a JSON file', "import os\n\n\nclass Path:"]

@@ -1,23 +1,26 @@
-"""Starts the ranks of one host through torch's elastic launcher, as torchrun does, and returns how they ended."""
+"""Starts the ranks of one host, waits for them and sees to it that none is left."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import torch.distributed as dist
 
 from comm.stand_in import PROCESSES
+from launch.lifeline import LAUNCHER, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as shells have it
+LOOK_S = 0.1  # between two looks at the ranks
+GONE_S = 15.0  # for a process that was killed to be gone
 ENTRY = Path(__file__).resolve().parent.parent / "torchrun_entry.py"
 
 
@@ -31,39 +34,103 @@ def processes() -> int:
     return min(PROCESSES, torch.cuda.device_count())
 
 
+def most_ranks() -> int:
+    """Ranks that this host runs at most: on CPUs several share a core, to try a layout."""
+    return max(32, 8 * (os.cpu_count() or 1))
+
+
 def launch(world_size: int, overrides: Sequence[str]) -> int:
     """Runs `torchrun_entry.py` with `overrides` on `world_size` ranks of this host.
 
     Returns:
         0, or the exit code of the rank that failed first (1 where a signal killed it), or INTERRUPTED.
     """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port of its own
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store is there before the ranks are
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        LAUNCHER: str(os.getpid()),
+    }
     # Ranks share the cores; one thread each where there are more ranks than cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a port of its own: several jobs of a host do not meet
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    # Ranks say themselves what went wrong with them; the agent would add a screen of its own.
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        elastic_launch(config, sys.executable)("-u", str(ENTRY), *overrides)
-    except (KeyboardInterrupt, SignalException):
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _signals() as came:
+        try:
+            _start(ranks, environment, overrides)
+            failed = _wait(ranks, came)
+        except OSError as error:
+            print(f"error: rank {len(ranks)} cannot be started: {error.strerror}", file=sys.stderr)
+            return 1
+        finally:
+            _kill(ranks)
+    if came:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
         writes = any(override.startswith("decode.output=") for override in overrides)
         print(f"interrupted: {kept}" if writes else "interrupted", file=sys.stderr)
         return INTERRUPTED
-    except ChildFailedError as error:
-        # A rank that was killed is the cause, whoever noticed first; those that the agent ended are not.
-        for rank, failure in error.failures.items():
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                why = ", as the system does where memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-                print(f"rank {rank} was killed by signal {-failure.exitcode}{why}", file=sys.stderr)
-        return max(error.get_first_failure()[1].exitcode, 1)
-    return 0
+    for rank, code in failed.items():
+        if code == -signal.SIGSTOP:
+            print(f"rank {rank} was stopped by a signal, and stayed so for {STOPPED_S:.0f} s", file=sys.stderr)
+        elif code < 0:
+            why = ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
+            print(f"rank {rank} was killed by signal {-code} ({signal.Signals(-code).name}){why}", file=sys.stderr)
+    return max(min(failed.values(), default=0), 1) if failed else 0
+
+
+def _start(ranks: list[subprocess.Popen[bytes]], environment: dict[str, str], overrides: Sequence[str]) -> None:
+    """Appends the ranks of a job; they begin with control-C held back, until they can end without a trace."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for rank in range(int(environment["WORLD_SIZE"])):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen([sys.executable, "-u", str(ENTRY), *overrides], env=own))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], came: Sequence[int]) -> dict[int, int]:
+    """Waits until all ranks have ended well, one has failed or a signal came; exit codes of those that failed first."""
+    stopped = [0] * len(ranks)  # looks in a row
+    while not came:
+        codes = [process.poll() for process in ranks]
+        if any(codes):
+            # Who noticed a killed rank may have been seen before it; and a terminal's control-C comes to all at once.
+            time.sleep(LOOK_S)
+            failed = {rank: code for rank, process in enumerate(ranks) if (code := process.poll())}
+            killed = {rank: code for rank, code in failed.items() if code < 0}
+            return killed or failed
+        if None not in codes:
+            return {}
+        stopped = [looks + 1 if status(p.pid)[:1] == ["T"] else 0 for looks, p in zip(stopped, ranks, strict=True)]
+        if stuck := {rank: -int(signal.SIGSTOP) for rank, looks in enumerate(stopped) if looks * LOOK_S > STOPPED_S}:
+            return stuck
+        time.sleep(LOOK_S)
+    return {}
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        process.kill()
+    deadline = time.monotonic() + GONE_S
+    for rank, process in enumerate(ranks):
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print(f"rank {rank} (process {process.pid}) was killed and is not gone", file=sys.stderr)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Signals that would end this process, noted instead for as long as the context lasts."""
+    came: list[int] = []
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.run import ROOT
+from launch.command import ROOT
 
 SOURCES = [ROOT / "helix", Path(sysconfig.get_path("stdlib"))]
 WORDS = ["falcon", "river", "copper", "lantern", "meadow", "harbor", "violet", "glacier", "tunnel", "saddle", "orchard"]

@@ -43,11 +43,11 @@ from helix.models import DecoderSpec
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from launch.auto import planned
+from launch.command import ROOT, as_config
 from launch.files import check_writable, write_atomically
 from launch.hardware import hardware_of, load_hardware
 from launch.preflight import make_spec
 from launch.recorded import Cell, compare, read_cells
-from launch.run import ROOT, as_config
 
 NUMBERS: dict[str, Callable[[str], Any]] = {
     "gpus": int, "length": int, "batch": int, "ttl_ms": float, "acceptance": float, "gamma": int

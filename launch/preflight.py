@@ -19,7 +19,8 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_spec_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.speculation import check_draft
-from launch.auto import choose
+from launch.auto import choose, ranks
+from launch.distributed import Place, choose_backend
 from launch.files import check_record, check_writable
 from launch.prompts import Prompt, check_defaults, kept_results, read_prompts
 
@@ -214,6 +215,21 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     return RunPlan(config, layout, spec, checkpoint, draft, prompts, finished, reason)
 
 
+def prepared(config: Config) -> int:
+    """How many ranks a run on this host starts, once all that can be checked without them is.
+
+    Raises:
+        ValueError: as `preflight`; or there are not as many GPUs as comm.backend needs.
+    """
+    check(config)
+    world_size = ranks(config)
+    preflight(config, 0, world_size)
+    # Whether GPUs reach each other they say themselves.
+    here = {"gpus": torch.cuda.device_count(), "peers": True}
+    choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [here])
+    return world_size
+
+
 def _check_stand_in(config: Config, layout: HelixLayout, processes: int) -> None:
     """Raises ValueError where two processes cannot play ranks of the layout."""
     what = "comm.backend=stand_in: one or two GPUs play ranks of a larger layout"
@@ -260,6 +276,8 @@ def load_tokenizer(config: Config) -> Any | None:
         read_json(file)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # the library's own, whatever it met in the files
+    except BaseException as error:  # the library's own, whatever it met in the files; it may even panic
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         what = " ".join(str(error).split())
         raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error

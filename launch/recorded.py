@@ -18,7 +18,7 @@ from helix.simulate.hardware import Hardware
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from launch.bench_steps import spec_of
-from launch.run import ROOT
+from launch.command import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 # Of a cell that both hold, baselines' counts: the other layouts beside it were measured with the same code.

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast, get_type_hints
+from typing import Any
 
-import hydra
 import torch
-from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 
 from comm.base import Communicator
 from comm.stand_in import StandInCommunicator
@@ -30,125 +20,50 @@ from helix.kv_cache import free_bytes
 from helix.loading import randomize
 from helix.models import Decoder
 from helix.speculation import DraftModel
-from launch import auto, decode, local
+from launch import command, decode, local
 from launch.bench_comm import time_collectives
 from launch.bench_hopb import ablate
 from launch.bench_prefill import time_prompts
 from launch.distributed import AlikeError, Job, Place, gpu_facts, gpu_name
-from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight, weights_of
+from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight, prepared, weights_of
 from launch.prompts import ResultFile
 from launch.report import Console, Phases, write_record
 from launch.timing import time_steps
 
-ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = {"symm_mem": SymmMemCommunicator, "stand_in": StandInCommunicator}
 REFUSED = 3  # exit code where requests were refused and the others served
 
-OmegaConf.register_new_resolver("root", lambda: str(ROOT))
-ConfigStore.instance().store(name="schema", node=Config)
 
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command line on this rank, or on new ranks where no launcher started this process.
 
-def main() -> None:
-    """Composes the config, runs it and exits with the run's code."""
-    if {"-m", "--multirun"} & set(sys.argv[1:]):
-        why = "; under torchrun every rank would run the whole sweep" if "TORCHELASTIC_RUN_ID" in os.environ else ""
-        sys.exit(f"error: one run has one config{why}: for several use `python -m launch.sweep -m ...`")
-    try:
-        check_overrides(sys.argv[1:], sweeps=False)
-    except ValueError as error:
-        _refuse(error)
-    _composed()
-
-
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
-def _composed(config: DictConfig) -> None:
-    # Left by exit and not by return: Hydra's main passes no value on.
-    try:
-        checked = as_config(config)
-    except ValueError as error:
-        _refuse(error)
-    sys.exit(run(checked, HydraConfig.get().overrides.task))
-
-
-def _refuse(error: ValueError) -> NoReturn:
-    """Ends this process; of a launcher's ranks, which all come here, the first says why."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(2.0)  # the first to exit takes the others down
-        sys.exit(1)
-    sys.exit(f"error: {error}")
-
-
-def check_overrides(arguments: Sequence[str], sweeps: bool) -> None:
-    """Looks for mistakes of a command line of which Hydra would say something else.
-
-    Args:
-        sweeps: several values of a key, `layout.kvp=1,2`, are none.
-
-    Raises:
-        ValueError: a key that there is not, or several values.
+    Returns:
+        The exit code; what is wrong with the arguments has been said on stderr, in one line.
     """
-    parser = OverridesParser.create()
-    for text in arguments:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:  # an option, or what Hydra explains
-            continue
-        key = override.key_or_group
-        if override.is_sweep_override() and not sweeps:
-            raise ValueError(f"{text}: one run has one config; for several use `python -m launch.sweep -m ...`")
-        if override.type is OverrideType.CHANGE and not key.startswith("hydra") and not (ROOT / "conf" / key).is_dir():
-            _check_key(key)
-
-
-def _check_key(key: str) -> None:
-    schema: Any = Config
-    for depth, name in enumerate(parts := key.split(".")):
-        if not is_dataclass(schema):  # a dict, of any keys
-            return
-        kinds = get_type_hints(schema)
-        if name not in kinds:
-            prefix = "".join(f"{part}." for part in parts[:depth])
-            raise ValueError(f"{key} is unknown; known: {', '.join(prefix + known for known in kinds)}")
-        schema = kinds[name]
-
-
-def as_config(config: DictConfig) -> Config:
-    """The dataclasses behind a composed config.
-
-    Raises:
-        ValueError: a key that they do not have was added to it (`+key=value`).
-    """
-    refuse_unknown(config, Config, "")
-    return cast(Config, OmegaConf.to_object(config))
-
-
-def refuse_unknown(config: DictConfig, schema: type, prefix: str) -> None:
-    """Raises ValueError for a key that is no field of the dataclass `schema`, or of those in it."""
-    kinds = get_type_hints(schema)
-    for key, value in config.items_ex(resolve=False):
-        name = str(key)
-        if name not in kinds:
-            raise ValueError(f"{prefix}{name} is unknown; known: {', '.join(prefix + known for known in kinds)}")
-        if is_dataclass(kinds[name]) and isinstance(value, DictConfig):
-            refuse_unknown(value, cast(type, kinds[name]), f"{prefix}{name}.")
-
-
-def run(config: Config, overrides: Sequence[str]) -> int:
-    """Runs a config on this rank, or on new ranks where no launcher started this process; returns the exit code."""
+    place = None
     try:
         place = Place.from_environment()
+        if (text := command.told(arguments)) is not None:
+            print(text, end="")
+            return 0
+        config = command.composed(arguments)
         if place is None:
-            return local.launch(auto.ranks(config), overrides)
+            return local.launch(prepared(config), arguments)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if place is not None and place.rank:  # all ranks come here: the first says why
+            time.sleep(2.0)  # the first to exit takes the others down
+        else:
+            print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
-    job = Job(place)
+    try:
+        job = Job(place)
+    except RuntimeError as error:
+        print(f"error on rank {place.rank}: {error}", file=sys.stderr)
+        return 1
     try:
         return _run_rank(job, config)
-    except KeyboardInterrupt:  # who started the ranks says so
-        os._exit(local.INTERRUPTED)
     except AlikeError as error:
-        job.end(error)
+        job.end(f"error: {error}")
     except Exception as error:
         job.fail(error)
 
@@ -180,7 +95,6 @@ def _run_rank(job: Job, config: Config) -> int:
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on what was done is kept (torchrun_entry.py)
     kind = BACKENDS.get(job.backend, TorchDistCommunicator)
     comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
     comms: list[Communicator] = [comm]

@@ -32,10 +32,10 @@ from helix.simulate.points import MODES, Options, Points
 from helix.simulate.report import CLAIMS, Row, Setting
 from helix.simulate.step import predict
 from launch.bench_steps import spec_of
+from launch.command import ROOT
 from launch.hardware import load_hardware
 from launch.plot import BLACK, BLUE, COLOURS, GREEN, ORANGE
 from launch.recorded import compare, halves, read_cells
-from launch.run import ROOT
 
 PAGE = ROOT / "docs" / "simulator.md"
 WIDTHS = {

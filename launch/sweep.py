@@ -1,8 +1,8 @@
 """Sweeps: `python -m launch.sweep -m layout.kvp=1,2,4 layout.tpa=1,2 decode.prompts=FILE.jsonl`.
 
 All points are checked first: those that are no layout of the model are skipped with the reason, and a mistake that all
-the others have ends the sweep. The rest run one after the other, each as one job through torch's elastic launcher; one
-that fails does not end the sweep. At the end stand one table, one CSV and one plot, next to each point's record and
+the others have ends the sweep. The rest run one after the other, each as one job with ranks of its own; one that
+fails does not end the sweep. At the end stand one table, one CSV and one plot, next to each point's record and
 results in `sweeps/<time>/` (`hydra.sweep.dir=DIR` to choose).
 """
 
@@ -14,14 +14,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import hydra
 import matplotlib as mpl
 import torch
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,9 +27,10 @@ from rich.table import Table
 from helix.config import Config
 from launch import local
 from launch.auto import ranks
+from launch.command import SWEEP_DIR, composed, sweep_points, told
 from launch.jobs import cause, heard
-from launch.preflight import check_layout, make_layout, make_spec, preflight
-from launch.run import REFUSED, ROOT, as_config, check_overrides
+from launch.preflight import check_layout, make_layout, make_spec, prepared
+from launch.run import REFUSED
 
 mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
@@ -77,24 +76,31 @@ class Point:
         ]
 
 
-POINTS: list[Point] = []  # Hydra's sweeper drops what is returned
+def read(arguments: Sequence[str]) -> list[Point]:
+    """The points of a command line, each with files of its own.
 
-
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
-def _collect(composed: DictConfig) -> None:
-    job = HydraConfig.get()
+    Raises:
+        ValueError: a mistake in the arguments.
+    """
+    found, directory = sweep_points(arguments)
+    if directory is None:
+        directory = Path("sweeps") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    points = []
+    for number, overrides in enumerate(found):
+        config = composed(overrides)
+        for key, value in (("record", config.record), ("decode.output", config.decode.output)):
+            if value is not None:
+                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory ({SWEEP_DIR}=DIR)")
+        name = directory / str(number)
+        config.record = f"{name}.json"
+        if config.bench.kind == "none":
+            config.decode.output = f"{name}.jsonl"
+        points.append(Point(number, overrides, config))
     try:
-        config = as_config(composed)
-    except ValueError as error:
-        sys.exit(f"error: {error}")  # a key that no point knows
-    for key, value in (("record", config.record), ("decode.output", config.decode.output)):
-        if value is not None:
-            sys.exit(f"error: {key}={value}: a sweep names its files itself, in a directory (hydra.sweep.dir=DIR)")
-    name = Path(job.sweep.dir) / str(job.job.num)
-    config.record = f"{name}.json"
-    if config.bench.kind == "none":
-        config.decode.output = f"{name}.jsonl"
-    POINTS.append(Point(int(job.job.num), list(job.overrides.task), config))
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{SWEEP_DIR}={directory} cannot be made: {error.strerror}") from error
+    return points
 
 
 def check(points: Sequence[Point]) -> None:
@@ -108,7 +114,7 @@ def check(points: Sequence[Point]) -> None:
             point.status, point.reason = "skipped", reason
             continue
         try:
-            preflight(point.config, 0, ranks(point.config))
+            prepared(point.config)
         except ValueError as error:
             point.status, point.reason = "failed", str(error)
     tried = [point for point in points if point.status != "skipped"]
@@ -135,6 +141,7 @@ def skip_reason(config: Config) -> str | None:
     if config.layout.mode == "auto":
         return None
     try:
+        count = ranks(config)
         layout = make_layout(config.layout)
     except ValueError as error:
         return str(error)
@@ -147,7 +154,7 @@ def skip_reason(config: Config) -> str | None:
     except ValueError as error:
         return str(error)
     gpus = torch.cuda.device_count()
-    if gpus and config.comm.backend != "gloo" and ranks(config) > gpus:
+    if gpus and config.comm.backend != "gloo" and count > gpus:
         return f"{layout.world_size} ranks on {gpus} GPUs (comm.backend=gloo runs them on the CPU)"
     return None
 
@@ -212,34 +219,29 @@ def main() -> None:
     """Runs the sweep; the exit code is 0 where some point ran and none failed, 130 after control-C, otherwise 1."""
     if "RANK" in os.environ:
         sys.exit("error: a sweep starts the ranks of each point itself: run it without torchrun")
+    arguments = [text for text in sys.argv[1:] if text not in ("-m", "--multirun")]
     try:
-        check_overrides(sys.argv[1:], sweeps=True)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    if not {"-m", "--multirun"} & set(sys.argv[1:]):
-        sys.argv.append("--multirun")
-    _collect()
-    if not POINTS:  # --help and its like
-        return
-    try:
-        check(POINTS)
+        if (text := told(arguments)) is not None:
+            print(text, end="")
+            return
+        check(points := read(arguments))
     except ValueError as error:
         sys.exit(f"error: {error}")
     interrupted = False
-    for point in POINTS:
+    for point in points:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
         if point.reason:
             print(point.status, flush=True)
         elif run(point) == local.INTERRUPTED:
             interrupted = True
             break
-    ran = any(point.status in ("ok", "refused") for point in POINTS)
-    directory = Path(str(POINTS[0].config.record)).parent
-    write_csv(directory / "sweep.csv", POINTS)
-    plot(directory / "sweep.png", POINTS)
-    show(POINTS)
+    ran = any(point.status in ("ok", "refused") for point in points)
+    directory = Path(str(points[0].config.record)).parent
+    write_csv(directory / "sweep.csv", points)
+    plot(directory / "sweep.png", points)
+    show(points)
     print(f"wrote {directory / 'sweep.csv'} and {directory / 'sweep.png'}")
-    sys.exit(local.INTERRUPTED if interrupted else not ran or any(point.status == "failed" for point in POINTS))
+    sys.exit(local.INTERRUPTED if interrupted else not ran or any(point.status == "failed" for point in points))
 
 
 if __name__ == "__main__":

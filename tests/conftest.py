@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Where tests are spread over processes, those that start processes of their own stay together: one pool of each
     # size, and deadlines that are not missed because two jobs of eight ranks share the cores.
     for item in items:
-        if "gloo_pool" in getattr(item, "fixturenames", ()) or item.path.name == "test_cli.py":
+        if "gloo_pool" in getattr(item, "fixturenames", ()) or item.path.name in ("test_cli.py", "test_signals.py"):
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helix.layout import HelixLayout
+from launch import demo
 from launch.demo import verdict
 from launch.files import claim
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -261,27 +262,6 @@ def test_collectives_of_three_ranks_are_timed(tmp_path: Path) -> None:
     assert {row["ranks"] for row in json.loads(record.read_text())["collectives"]} == {3}
 
 
-@pytest.mark.parametrize("stop_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_rank_ends_the_job(tmp_path: Path, many: Path, stop_signal: signal.Signals) -> None:
-    out = tmp_path / "out.jsonl"
-    job = Job(ENTRY, *common(many), "layout.tpa=2", f"decode.output={out}", log=tmp_path / "log")
-    victim = job.rank(3)
-    job.wait_for(out, "r0")
-    os.kill(victim, stop_signal)
-    begin = time.monotonic()
-    if stop_signal == signal.SIGKILL:
-        ended = job.wait(30)
-    else:  # the launcher gives a stopped rank half a minute to end by itself: the others do not wait for that
-        others = [job.rank(r) for r in range(3)]
-        while any(pid in job.members() for pid in others):
-            assert time.monotonic() - begin < 30, job.log.read_text()
-            time.sleep(0.2)
-        os.kill(victim, signal.SIGKILL)
-        ended = job.wait(30)
-    assert ended.code == 1
-    assert "rank 3 " in ended.output, ended.output
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -463,3 +443,18 @@ def test_the_prompts_that_make_run_shows_hold_a_needle() -> None:
         results = [json.dumps({"id": name, "text": text}) for name in ("read-json", needle["id"])]
         assert f"the line hidden in the first prompt {said}: it says {number}" in verdict(results)
     assert verdict(results[:1]) == "", "other prompts hide nothing"
+
+
+@pytest.mark.parametrize(
+    "given, ranks",
+    [([], 4), (["layout.kvp=3"], 3), (["layout=tp", "layout.tpa=2"], 2), (["layout=auto"], 1), (["seed=3"], 4)],
+)
+def test_the_ranks_of_make_run_are_those_of_its_arguments(
+    given: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("launch.local.launch", lambda count, overrides: started.append(count) or 1)
+    monkeypatch.setattr(sys, "argv", ["launch.demo", *given])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert started == [ranks]

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import show
 from launch.bench_speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
+from launch.command import ROOT
 from launch.edits import GIVEN, LINES, edits
-from launch.run import ROOT
 
 # Of the benchmark of verification; no decode step has them, nor those of prompts.
 ELSEWHERE = {"naive", "verify", "pack", "one_block", "verify_and_pack"}

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from helix.config import BenchConfig, Config, bench_points, check
-from launch.run import ROOT, as_config, check_overrides
+from launch import command
+from launch.command import GROUPS, ROOT, sweep_points, told
 
 CONF = Path(ROOT) / "conf"
-GROUPS = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name != "hardware")  # the simulator reads those
 
 
 def composed(*overrides: str) -> Config:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return as_config(compose("config", list(overrides)))
+    return command.composed(overrides)
 
 
 def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
@@ -30,7 +26,7 @@ def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
     assert config.kv.append_block == 16 and config.decode.temperature == 0
 
 
-@pytest.mark.parametrize("group, option", [(g, f.stem) for g in GROUPS for f in sorted((CONF / g).glob("*.yaml"))])
+@pytest.mark.parametrize("group, option", [(g, option) for g in GROUPS for option in GROUPS[g]])
 def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
     config = composed(f"{group}={option}")
     check(config)
@@ -48,7 +44,7 @@ def test_the_command_line_of_the_documentation() -> None:
 
 
 def test_unknown_keys_are_refused() -> None:
-    with pytest.raises(Exception, match="kvpp"):
+    with pytest.raises(ValueError, match="kvpp"):
         composed("layout.kvpp=2")
     for override in ("+layout.kvpp=2", "+speculation.model.gama=9", "+kvp=2"):
         key = override[1:].split("=")[0]
@@ -58,9 +54,17 @@ def test_unknown_keys_are_refused() -> None:
 
 
 def test_help_names_every_group() -> None:
-    help_text = OmegaConf.load(CONF / "config.yaml").hydra.help.template
+    text = told(["--help", "layout=tp"])
+    assert text is not None and "  layout: auto, helix, medha, tp\n" in text and "mode: tp\n" in text
     for group in [*GROUPS, "record", "seed"]:
-        assert f"\n  {group} " in help_text or group == "experiment", group
+        assert f"\n  {group} " in text or group == "experiment", group
+    assert "hardware" not in text, "the simulator's alone"
+
+
+def test_the_composed_config_is_shown() -> None:
+    text = told(["--cfg", "job", "layout.kvp=3"])
+    assert text is not None and "  kvp: 3\n" in text and "hydra" not in text
+    assert told(["layout.kvp=3"]) is None
 
 
 @pytest.mark.parametrize(
@@ -103,21 +107,75 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
         ("layout.kpv=2", "layout.kpv is unknown; known: layout.mode, layout.kvp, "),
         ("kvp=2", "kvp is unknown; known: model, layout, "),
         ("speculation.model.pth=x", "known: speculation.model.path, "),
+        ("layout.kvp.x=2", "layout.kvp.x is unknown: layout.kvp has no keys"),
+        ("hardware=h100", "hardware is unknown; known: model, "),
+        ("layout=nonsense", "layout has no option nonsense; known: auto, helix, medha, tp"),
         ("layout.kvp=1,2", "python -m launch.sweep -m"),
-        ("layout=auto", ""),
-        ("model.config.num_hidden_layers=4", ""),
-        ("+model.config.rope_theta=1e6", ""),
-        ("bench.points=[1x2,3x4]", ""),
-        ("hydra.sweep.dir=x", ""),
-        ("experiment=demo", ""),
-        ("--cfg", ""),
+        ("layout=tp,helix", "python -m launch.sweep -m"),
+        ("layout.kvp=abc", "layout.kvp=abc must be an integer of at most 64 bits"),
+        ("layout.kvp=null", "layout.kvp=null must be an integer of at most 64 bits"),
+        ("kv.tokens=1.5", "kv.tokens=1.5 must be an integer of at most 64 bits, or null"),
+        ("kv.tokens=9223372036854775808", "must be an integer of at most 64 bits"),
+        ("decode.temperature=hot", "decode.temperature=hot must be a number"),
+        ("decode.resume=maybe", "decode.resume=maybe must be true or false"),
+        ("decode.stop=3", "decode.stop=3 must be a list of texts, such as [a,b]"),
+        ("decode.stop=[[1]]", "decode.stop=[[1]] must be a list of texts"),
+        ("record=", "record= must be a path, or null"),
+        ("decode.stop=['a", "the value cannot be read; put it in quotes"),
+        ("speculation.model=x", "speculation.model is set by its keys: speculation.model.path, "),
+        ("record=${nothing}", "Interpolation key 'nothing' not found"),
+        ("record=${", "record=${ must be a path, or null"),
+        ("", "'': a setting is KEY=VALUE"),
+        ("=3", "'=3': a setting is KEY=VALUE"),
+        ("+layout.kvp=2", "layout.kvp is there already: leave out the +"),
+        ("~layout.kvp", "only keys of model.config can be taken out"),
+        ("layout.kvp", "'layout.kvp': a setting is KEY=VALUE"),
+        ("--foo", "--foo is no option: there are --help and --cfg job"),
+        ("-m", "one run has one config"),
+        ("hydra.run.dir=x", "hydra is unknown"),
     ],
 )
 def test_mistakes_of_a_command_line_are_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) if words else nullcontext():
-        check_overrides([text], sweeps=False)
-    if ",2" in text:
-        check_overrides([text], sweeps=True)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        composed(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["layout", "model.config.num_hidden_layers", "+model.config.rope_theta"])
+def test_options_and_keys_of_the_model_s_config_are_taken(key: str) -> None:
+    config = composed("layout=auto" if key == "layout" else f"{key}=4")
+    assert config.layout.mode == "auto" or list(config.model.config.values()) == [4]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/a b(1)=x{'.jsonl", "a,b", "it's", "[x]", "~/x", "a\\", "x=${root:}y", "'a b'", "\u00fc {", "null.x", "1", "a:b"],
+)
+def test_paths_are_taken_as_they_are(path: str) -> None:
+    """Those in quotes already, and interpolations, are Hydra's to read."""
+    wanted = {"x=${root:}y": f"x={ROOT}y", "'a b'": "a b"}.get(path, path)
+    assert composed(f"decode.prompts={path}").decode.prompts == wanted
+    if "," not in path:
+        assert sweep_points([f"decode.prompts={path}"])[0] in (
+            [[f"decode.prompts={path}"]],
+            [[f"decode.prompts={command.QuotedString(path, command.Quote.single).with_quotes()}"]],
+        )
+
+
+def test_a_sweep_is_the_product_of_its_values() -> None:
+    arguments = ["layout.kvp=1,2", "layout=helix,tp", "decode.prompts=a b.jsonl,c=d.jsonl", "hydra.sweep.dir=x y"]
+    points, directory = sweep_points(arguments)
+    assert directory == Path("x y") and len(points) == 8
+    found = [composed(*point) for point in points]
+    assert {c.decode.prompts for c in found} == {"a b.jsonl", "c=d.jsonl"}
+    assert [(c.layout.kvp, c.layout.mode) for c in found[::2]] == [(1, "helix"), (1, "tp"), (2, "helix"), (2, "tp")]
+    assert len(sweep_points(["layout.kvp=range(1,4)", "decode.stop=[a,b]"])[0]) == 3
+    for text, words in (
+        ("layout=tp,no", "layout has no option no"),
+        ("layout.kvp=1,x", "layout.kvp=x must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sweep_points([text])
 
 
 def test_points_are_read_before_anything_is_loaded() -> None:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helix.config import Config
+from launch import local
 from launch.preflight import check_tokenizers, load_tokenizer, preflight
 from launch.run import main
 from tests.e2e.checkpoints import DEMO, checkpoint
@@ -189,9 +190,43 @@ def test_a_draft_s_tokenizer_of_another_shape_is_named(tmp_path: Path, content: 
         check_tokenizers(DEMO, draft)
 
 
+class Panic(BaseException):
+    """What tokenizers raise of a file that they did not expect is none of Exception."""
+
+
+@pytest.mark.parametrize("kind", [Exception, TypeError, AttributeError, Panic])
+def test_whatever_a_tokenizer_file_raises_is_one_line(kind: type[BaseException], monkeypatch: Any) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise kind("data did not match\nat line 1")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", broken)
+    with pytest.raises(ValueError, match=f"tokenizer in {DEMO} cannot be read: {kind.__name__}: data") as caught:
+        load_tokenizer(composed())
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_started_for_a_wrong_run(model: Path, prompts: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(local, "launch", lambda count, overrides: pytest.fail("ranks were started"))
+    given = [f"model.path={model}", f"decode.prompts={prompts}"]
+    for text, words in (
+        ("layout.kvp=1000000000", "1000000000 ranks, and this host runs"),
+        ("layout.tpa=4", "layout.tpa=4 does not fit a model"),
+        ("layout.kvp=0", "layout.kvp=0 must be"),
+        ("comm.backend=nccl", "needs a GPU for each rank"),
+        ("model.path=/nowhere", "/nowhere is not a directory"),
+        ("layout.ep=10000000000000000000000000", "an integer of at most 64 bits"),
+    ):
+        assert main([*given, text]) == 1
+        said = capsys.readouterr()
+        assert said.err.startswith("error: ") and words in said.err and said.err.count("\n") == 1 and not said.out
+    started: list[int] = []
+    monkeypatch.setattr(local, "launch", lambda count, overrides: started.append(count) or 0)
+    assert main([*given, "layout.kvp=2"]) == 0 and started == [2]
+
+
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
-def test_a_sweep_is_sent_where_it_belongs(flag: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("sys.argv", ["torchrun_entry.py", flag, "layout.kvp=1,2"])
+def test_a_sweep_is_sent_where_it_belongs(flag: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(SystemExit, match=r"every rank would run the whole sweep.*python -m launch\.sweep"):
-        main()
+    assert main([flag, "layout.kvp=1,2"]) == 1
+    said = capsys.readouterr().err
+    assert "every rank would run the whole sweep" in said and "python -m launch.sweep" in said
