@@ -6,9 +6,6 @@
 # NODES agents (2 if unset) with RANKS ranks each (one a GPU if unset) meet at ENDPOINT; RUN tells apart jobs that share
 # it. On one host, start it twice.
 set -eu
-: "${ENDPOINT:?set ENDPOINT=HOST:PORT of the first host}"
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # who cannot connect is said in a line
 cd "$(dirname "$0")/.."
-exec "${PYTHON:-python3}" -m torch.distributed.run \
-    --nnodes "${NODES:-2}" --nproc-per-node "${RANKS:-gpu}" \
-    --rdzv-backend c10d --rdzv-endpoint "$ENDPOINT" --rdzv-id "${RUN:-helix}" \
-    torchrun_entry.py "$@"
+exec "${PYTHON:-python3}" -m launch.agent "$@"

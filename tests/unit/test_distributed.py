@@ -1,14 +1,20 @@
-"""Which backend a job gets, and who notices that a rank is gone."""
+"""Joining a job: which rank this is, where ranks meet, which backend they get, and who notices that a rank is gone."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 import torch.distributed as dist
 
-from launch import distributed
-from launch.distributed import Place, choose_backend, gpu_facts
+from launch import agent, distributed
+from launch.command import ROOT
+from launch.distributed import Job, Place, choose_backend, gpu_facts
+from launch.lifeline import identity, kill
 
 ONE_HOST, TWO_HOSTS = Place(0, 4, 0, 4), Place(0, 8, 0, 4)
 
@@ -61,6 +67,7 @@ def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, monkeypatch: pytest.Mo
     ended: list[str] = []
     monkeypatch.setattr(distributed, "BEAT_S", 0.01)
     monkeypatch.setattr(distributed, "SILENCE_S", 0.5)
+    monkeypatch.setattr(distributed, "kill", lambda process: None)  # both are of this process
     monkeypatch.setattr(distributed._Watchdog, "_end", lambda self, why: ended.append(why))
     store = dist.HashStore()
     first, second = (distributed._Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
@@ -79,3 +86,108 @@ def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, monkeypatch: pytest.Mo
     first.stop()
     words = {"silent": "rank 1 gave no sign of life", "failed": "rank 1 failed: RuntimeError: no"}
     assert (words[fate] in ended[0]) if fate in words else not ended
+
+
+RANKS = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("RANK", "4", "from 0 to 3 (WORLD_SIZE=4)"),
+        ("RANK", "-1", "from 0 to 3"),
+        ("RANK", "one", "from 0 to 3"),
+        ("RANK", "9" * 5000, "from 0 to 3"),
+        ("WORLD_SIZE", "0", "from 1 to 65535"),
+        ("WORLD_SIZE", "\u0664", "from 1 to"),
+        ("LOCAL_RANK", "2", "from 0 to 1 (LOCAL_WORLD_SIZE=2)"),
+        ("LOCAL_WORLD_SIZE", "5", "from 1 to 4 (WORLD_SIZE=4)"),
+        ("MASTER_PORT", "99999999", "from 1 to 65535"),
+        ("MASTER_PORT", "0", "from 1 to 65535"),
+        ("MASTER_PORT", "http", "from 1 to 65535"),
+        ("MASTER_ADDR", "", "RANK is set but MASTER_ADDR is not"),
+        ("MASTER_ADDR", "no..host", "no host that is known here"),
+    ],
+)
+def test_what_a_launcher_cannot_have_set(name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, text in RANKS.items():
+        monkeypatch.setenv(variable, text)
+    assert Place.from_environment() == Place(1, 4, 1, 2)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        Place.from_environment()
+    assert words in str(caught.value) and name in str(caught.value) and "start ranks with torchrun" in str(caught.value)
+
+
+def test_a_store_that_cannot_be_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        for variable, text in (RANKS | {"RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}).items():
+            monkeypatch.setenv(variable, text)
+        with pytest.raises(RuntimeError, match=r"MASTER_PORT=\d+: this rank cannot listen there, set another port"):
+            Job(Place(0, 4, 0, 2))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(distributed, "SILENCE_S", 0.5)
+    with pytest.raises(RuntimeError, match=r"the launcher did not answer there within 0 s"):
+        Job(Place(0, 4, 0, 2))
+
+
+def test_only_the_process_that_is_meant_is_killed() -> None:
+    """Ranks that hang are named by host, number and start: what has the number since is somebody else's."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    name = identity(process.pid)
+    *host, pid, began = name.split()
+    for other in ("", " ".join(["other", *host[1:], pid, began]), " ".join([*host, pid, str(int(began) - 1)])):
+        kill(other)
+        assert process.poll() is None
+    process.send_signal(signal.SIGSTOP)
+    kill(name)
+    assert process.wait(5) == -signal.SIGKILL
+    kill(name)  # gone: nobody is
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({}, "ENDPOINT= must be HOST:PORT"),
+        ({"ENDPOINT": "host0"}, "ENDPOINT=host0 must be HOST:PORT"),
+        ({"ENDPOINT": "localhost:0"}, "must be HOST:PORT"),
+        ({"ENDPOINT": "localhost:99999999"}, "must be HOST:PORT"),
+        ({"ENDPOINT": "no..host:29500"}, "no host of that name"),
+        ({"NODES": "0"}, "NODES=0 must be an integer from 1"),
+        ({"NODES": "two"}, "NODES=two must be"),
+        ({"RANKS": "1000000000"}, "RANKS=1000000000 must be an integer from 1"),
+        ({"RANKS": "-1"}, "RANKS=-1 must be"),
+    ],
+)
+def test_what_an_agent_cannot_be_told(
+    variables: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"ENDPOINT": "localhost:29500", "NODES": "2", "RANKS": "1"} if variables else {}
+    assert agent.main([], given | variables) == 1
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_a_port_on_which_no_agent_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken by a program that lets everybody in and says nothing."""
+    code = """if True:
+        import socket, sys
+        from launch import agent
+        agent.ANSWER_S = 1
+        taken = socket.socket()
+        taken.bind(("localhost", 0))
+        taken.listen()
+        endpoint = f"localhost:{taken.getsockname()[1]}"
+        sys.exit(agent.main([], {"ENDPOINT": endpoint, "NODES": "2", "RANKS": "1"}))
+    """
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "no agent answered within 1 s" in ended.stderr, ended
