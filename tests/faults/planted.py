@@ -478,11 +478,13 @@ FAULTS = [
     ),
     Fault(
         "ranks that failed are not heard", "launch/distributed.py",
-        "            if failure is not None:\n", "            if False:\n", ("tests/unit/test_distributed.py",), 20.0,
+        '                if store.check(["failed"]):\n', "                if False:\n",
+        ("tests/unit/test_distributed.py",), 20.0,
     ),
     Fault(
         "silence is not noticed", "launch/distributed.py",
-        "now - seen[r][1] > SILENCE_S]", "now - seen[r][1] > 9 * SILENCE_S]", ("tests/unit/test_distributed.py",), 20.0,
+        "missed[r] * BEAT_S > SILENCE_S", "missed[r] * BEAT_S > 9 * SILENCE_S",
+        ("tests/unit/test_distributed.py",), 20.0,
     ),
     # ---- predictions
     Fault(
