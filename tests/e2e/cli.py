@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +28,18 @@ class Ended:
 
 
 class Job:
-    """A command in a session of its own, whose processes can be found and, in the end, are gone."""
+    """A command whose processes can be found, wherever they went, and, in the end, are gone."""
 
     def __init__(self, command: Sequence[str], *overrides: str, log: Path, gpus: bool = False) -> None:
         self.log = log
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+        environment["HELIX_TEST_JOB"] = uuid.uuid4().hex
+        self._mark = f"HELIX_TEST_JOB={environment['HELIX_TEST_JOB']}".encode()
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, *overrides], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env=environment | {"OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+                env=environment,
             )  # fmt: skip
 
     def wait(self, timeout_s: float = 90.0) -> Ended:
@@ -58,17 +62,15 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def members(self) -> list[int]:
-        """Living processes of the job's session: torchrun gives its ranks process groups of their own."""
+        """Living processes of the job: those that inherited its mark, whatever became of their parents and sessions."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                    if self._mark in (entry / "environ").read_bytes().split(b"\0"):  # a zombie has none
+                        found.append(int(entry.name))
                 except OSError:
                     continue
-                ours = int(session) == self.process.pid or self._is_descendant(int(entry.name))
-                if ours and state != "Z":
-                    found.append(int(entry.name))
         return found
 
     def rank(self, rank: int, timeout_s: float = 60.0) -> int:
@@ -94,13 +96,3 @@ class Job:
             assert self.process.poll() is None, f"ended early:\n{self.log.read_text()}"
             time.sleep(0.05)
         raise AssertionError(f"{text!r} not in {path} within {timeout_s} s:\n{self.log.read_text()}")
-
-    def _is_descendant(self, pid: int) -> bool:
-        while pid > 1:
-            if pid == self.process.pid:
-                return True
-            try:
-                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                return False
-        return False
