@@ -1,30 +1,51 @@
-# `make run` and `make test` set up .venv by themselves. With PYTHON=/path/to/python whose torch fits, that torch is used.
+# Targets set up .venv by themselves. With PYTHON=/path/to/python whose torch fits, that torch is used.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-faults lint clean
+.PHONY: help run test test-all test-gpu test-faults lint format bench docs clean
+.DEFAULT_GOAL := run
 
-run: $(VENV)/.installed
+help:  ## List the targets.
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.installed  ## Decode the demo prompts over all GPUs, or four CPU ranks.
 	$(BIN)/python -m launch.demo $(ARGS)
 
 # Two processes share the tests; those that need worker pools stay together.
-test: $(VENV)/.installed lint
+test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-# Whether the tests can fail: planted faults, of which each has to be caught.
-test-faults: $(VENV)/.installed
+test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full products too.
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or not slow" $(ARGS)
+
+test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' tests on a GPU.
+	$(BIN)/python -m pytest tests/kernels $(ARGS)
+	$(BIN)/python -m pytest tests/dist tests/e2e -m gpu $(ARGS)
+
+test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has to notice each.
 	$(BIN)/python -m tests.faults $(ARGS)
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed  ## Check style, format and types.
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+format: $(VENV)/.installed  ## Format the code and mend what ruff can mend.
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step; without WHAT, list them.
+	$(BIN)/python -m launch.bench $(or $(WHAT),--help) $(ARGS)
+
+docs: $(VENV)/.installed  ## Rewrite the generated tables and the configuration reference.
+	$(BIN)/python benchmarks/show.py
+	$(BIN)/python -m launch.reference
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) launch/environment.py $(VENV)
 	touch $@
 
-clean:
+clean:  ## Remove .venv.
 	rm -rf $(VENV)

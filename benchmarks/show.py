@@ -28,8 +28,15 @@ from launch.plan import check_table, regrets, summary  # noqa: E402
 from launch.recorded import read_cells  # noqa: E402
 from launch.simulate import load_spec  # noqa: E402
 
-PAGES = ["README.md", "docs/measurements.md", "docs/eight-ranks.md", "docs/planner.md"]
+RESULTS = [f"docs/results/{name}.md" for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b")]
+PAGES = ["README.md", "docs/planner.md", *RESULTS]
 TIMES = "us", "cudnn_us", "flash_us", "flashinfer_us"
+HEADLINE = [
+    ("qwen2.5-7b", 1, 1 << 20),
+    ("qwen2.5-7b", 8, 1 << 17),
+    ("deepseek-v2-lite", 1, 1 << 20),
+    ("gpt-oss-20b", 1, 1 << 20),
+]
 Row = dict[str, Any]
 
 
@@ -65,7 +72,7 @@ def foundation() -> list[str]:
 def decode_kernel() -> list[str]:
     """`flash_decode` beside torch's attention and FlashInfer's, as `python -m launch.bench kernels` recorded it."""
     rows = [
-        "| heads q/kv | batch | KV | queries | ours | cuDNN | flash | FlashInfer | share of the read ceiling | bar |",
+        "| heads q/kv | batch | KV | queries | ours | cuDNN | flash | FlashInfer | of the read ceiling | target |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results("kernels", "kind", "heads", "batch", "length", "queries"):
@@ -89,7 +96,7 @@ def ragged() -> list[str]:
 def linear() -> list[str]:
     """`linear` beside cuBLAS, and `qkv_append` beside `linear` and `kv_append`."""
     rows = [
-        "| matrix | rows of x | ours | cuBLAS; of the append: in two launches | bytes / 4.3 TB/s + 2.5 us |",
+        "| matrix | rows of x | ours | cuBLAS (append: two launches) | target: bytes / 4.3 TB/s + 2.5 us |",
         "|---|---|---|---|---|",
     ]
     for r in results("kernels", "kind", "matrix", "rows"):
@@ -103,7 +110,7 @@ def linear() -> list[str]:
 def mla() -> list[str]:
     """`mla_decode` beside FlashInfer."""
     rows = [
-        "| heads | batch | latents | queries | ours | FlashInfer 0.6.13, fa3 | TB/s | bytes / 4.0 TB/s + 6 us |",
+        "| heads | batch | latents | queries | ours | FlashInfer 0.6.13, fa3 | TB/s | target |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in results("mla", "heads", "batch", "length", "queries"):
@@ -155,7 +162,7 @@ def verify() -> list[str]:
 
 
 def moe() -> list[str]:
-    """A rank's routed experts, routing included: microseconds (share of the bar), by tokens."""
+    """A rank's routed experts, routing included: microseconds (share of the target), by tokens."""
     found = results("moe", "model", "tpf", "ep", "tokens")
     counts = sorted({r["tokens"] for r in found})
     rows = [f"| experts | tpf x ep | {' | '.join(map(str, counts))} |", "|---|---" + "|---" * len(counts) + "|"]
@@ -172,7 +179,7 @@ def moe() -> list[str]:
 def comm() -> list[str]:
     """Collectives, as `python -m launch.bench comm` recorded them."""
     rows = [
-        "| collective | GPUs | message | ours p50 (p90) | torch.distributed | its bare transfer | bar (on 8) |",
+        "| collective | GPUs | message | ours p50 (p90) | torch.distributed | its bare transfer | target (8 GPUs) |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in results("comm", "op", "ranks", "message_bytes"):
@@ -181,6 +188,31 @@ def comm() -> list[str]:
             f"| {r['op']} | {r['ranks']} | {r['message_bytes']:,} B | {r['symm_us']:.1f} us ({r['symm_p90_us']:.1f}) "
             f"| {r['nccl_us']:.1f} us | {r['nccl_bare_us']:.1f} us | {bar} |"
         )
+    return rows
+
+
+def kernels() -> list[str]:
+    """How many cases of each kernel are faster than their peers, and within their target."""
+    found = results("kernels", "kind", "heads", "batch", "length", "queries", "matrix", "rows")
+    kinds: dict[str, tuple[str, list[Row], str | None]] = {
+        "attention, one query": (
+            "the fastest peer",
+            [r for r in found if r["kind"] == "decode"],
+            "best_peer_over_ours",
+        ),
+        "MLA attention": ("FlashInfer", results("mla", "heads", "batch", "length", "queries"), "peer_over_ours"),
+        "projection": ("cuBLAS", [r for r in found if r["kind"] == "linear"], "cublas_us"),
+        "projection with append": ("two launches", [r for r in found if r["kind"] == "append"], "apart_us"),
+        "routed experts": ("-", results("moe", "model", "tpf", "ep", "tokens"), None),
+        "collective": ("torch.distributed", results("comm", "op", "ranks", "message_bytes"), "nccl_us"),
+    }
+    rows = ["| operation | cases | compared with | faster in | within target |", "|---|---|---|---|---|"]
+    for name, (peer, cases, key) in kinds.items():
+        own = {"collective": "symm_us"}.get(name, "us")
+        faster = sum(r[key] > (1 if "over_ours" in key else r[own]) for r in cases) if key else "-"
+        bars = [r for r in cases if r["bar_us"]]
+        within = f"{sum(r[own] <= r['bar_us'] for r in bars)} of {len(bars)}"
+        rows.append(f"| {name} | {len(cases)} | {peer} | {faster} | {within} |")
     return rows
 
 
@@ -209,7 +241,7 @@ WORKLOAD = "model", "batch", "length", "layout"
 def steps(name: str = "step") -> list[str]:
     """Whole decode steps: every layout of every workload."""
     rows = [
-        "| shape | KV | layout | TTL | floor | x floor | bar on 8 | vLLM, TP=8 (Qwen2.5-7B: 4) | launches a layer |",
+        "| shape | KV | layout | time per token | ideal | x | target (8 GPUs) | vLLM 0.25.1 | launches a layer |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results(name, *WORKLOAD):
@@ -226,10 +258,10 @@ def steps(name: str = "step") -> list[str]:
     return rows
 
 
-def _best() -> list[Row]:
-    """The best Helix layout over eight GPUs of each workload."""
+def _best(name: str = "step") -> list[Row]:
+    """The best Helix layout of each workload."""
     found: dict[tuple[Any, ...], Row] = {}
-    for r in results("step", *WORKLOAD):
+    for r in results(name, *WORKLOAD):
         if "failed" not in r:
             key = r["model"], r["batch"], r["length"]
             found[key] = min(found.get(key, r), r, key=lambda r: r["ttl_p50_us"])
@@ -239,7 +271,7 @@ def _best() -> list[Row]:
 def gap() -> list[str]:
     """What stands between the best steps of dense models and their floors, by the simulator's constants."""
     rows = [
-        "| shape | KV | TTL | floor | read more than once | read below the ceiling | kernels' fixed parts "
+        "| shape | KV | time per token | ideal | read more than once | read below the ceiling | kernels' fixed parts "
         "| collectives | not explained |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -263,22 +295,52 @@ def gap() -> list[str]:
     return rows
 
 
-def best_steps() -> list[str]:
-    """The best Helix layout over eight GPUs at each workload, beside its bar, plain TP and vLLM."""
-    plain = {
+def _plain_tp() -> dict[tuple[Any, ...], str]:
+    """Plain TP's time per token over eight GPUs at each workload."""
+    return {
         tuple(r[k] for k in WORKLOAD[:3]): "does not fit" if "failed" in r else _ttl(r)
         for r in results("baselines", *WORKLOAD)
         if r["layout"].startswith("tp ")
     }
+
+
+def headline() -> list[str]:
+    """Four of the best Helix layouts over eight GPUs, beside plain TP and vLLM."""
+    plain = _plain_tp()
+    rows = ["| model | context | Helix | plain TP=8 | vLLM 0.25.1 |", "|---|---|---|---|---|"]
+    for r in _best():
+        if (key := tuple(r[k] for k in WORKLOAD[:3])) in HEADLINE:
+            vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
+            rows.append(f"| {_point(r)} | {_ttl(r)} | {plain[key]} | {vllm} |")
+    return rows
+
+
+def four_gpus() -> list[str]:
+    """The best Helix layout over four GPUs at one sequence of 1M tokens."""
+    rows = ["| shape | KV | best Helix layout | time per token | ideal | x |", "|---|---|---|---|---|---|"]
+    for r in _best("step-on-4"):
+        if (r["batch"], r["length"]) == (1, 1 << 20):
+            times = f"{_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {r['ttl_p50_us'] / r['floor_us']:.2f}"
+            rows.append(f"| {_point(r)} | {_layout(r).removeprefix('helix ')} | {times} |")
+    return rows
+
+
+def best_steps(*only: int) -> list[str]:
+    """The best Helix layout over eight GPUs at each workload, beside its target, plain TP and vLLM.
+
+    Args:
+        only: the batch and length of the workloads to show; all where there are none.
+    """
+    plain = _plain_tp()
     rows = [
-        "| shape | KV | best Helix layout | time per token | all bytes once | x | bar | plain TP=8 | vLLM 0.25.1 |",
+        "| shape | KV | best Helix layout | time per token | ideal | x | target | plain TP=8 | vLLM 0.25.1 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in _best():
+    for r in (r for r in _best() if not only or (r["batch"], r["length"]) == only):
         layout = r["layout"].split(" ->")[0].removeprefix("helix ")
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         times = r["ttl_p50_us"] / r["floor_us"]
-        bar = f"{r['bar']}{'' if times <= r['bar'] else ' missed'}" if r["bar"] else "-"
+        bar = f"{r['bar']}{'' if times <= r['bar'] else ', not met'}" if r["bar"] else "-"
         rows.append(
             f"| {_point(r)} | {layout} | {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {times:.2f} | {bar} "
             f"| {plain.get(tuple(r[k] for k in WORKLOAD[:3]), '-')} | {vllm} |"
@@ -286,28 +348,44 @@ def best_steps() -> list[str]:
     return rows
 
 
-def played_eight() -> list[str]:
-    """Steps of eight ranks that two GPUs play, beside eight GPUs."""
+def _on_eight() -> list[tuple[Row, Row, float]]:
+    """Steps over eight GPUs, the same emulated on two, and how far apart they are."""
     both = [r for name in ("step-of-8", "baselines-of-8") for r in results(name, *WORKLOAD)]
     both.sort(key=lambda r: "superseded" not in r)  # the last counts
-    played = {tuple(r[k] for k in WORKLOAD): r for r in both}
-    rows = ["| shape | KV | layout | eight GPUs | two play eight | |", "|---|---|---|---|---|---|"]
+    emulated = {tuple(r[k] for k in WORKLOAD): r for r in both}
+    found = []
     for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD)):
-        other = played.get(tuple(r[k] for k in WORKLOAD), r)
+        other = emulated.get(tuple(r[k] for k in WORKLOAD), r)
         if "failed" not in r and "failed" not in other and other is not r:
-            apart = other["ttl_p50_us"] / r["ttl_p50_us"] - 1
-            rows.append(f"| {_point(r)} | {_layout(r)} | {_ttl(r)} | {_ttl(other)} | {apart:+.1%} |")
+            found.append((r, other, other["ttl_p50_us"] / r["ttl_p50_us"] - 1))
+    return found
+
+
+def played_eight() -> list[str]:
+    """Steps over eight GPUs, and emulated on two."""
+    rows = ["| shape | KV | layout | eight GPUs | emulated on two | difference |", "|---|---|---|---|---|---|"]
+    for r, other, apart in _on_eight():
+        rows.append(f"| {_point(r)} | {_layout(r)} | {_ttl(r)} | {_ttl(other)} | {apart:+.1%} |")
     return rows
 
 
+def agreement() -> list[str]:
+    """How far emulated steps are from those over eight GPUs, by model."""
+    apart: dict[str, list[float]] = {}
+    for r, _, share in _on_eight():
+        apart.setdefault(r["model"], []).append(share)
+    rows = ["| shape | steps compared | emulated, at the fastest | at the slowest |", "|---|---|---|---|"]
+    return rows + [f"| {m} | {len(a)} | {min(a):+.1%} | {max(a):+.1%} |" for m, a in apart.items()]
+
+
 def played_steps() -> list[str]:
-    """Four ranks that two GPUs and one play, beside four GPUs with the same kernels."""
+    """Four ranks emulated on two GPUs and on one, beside four GPUs with the same kernels."""
     real = {
         tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step-on-4", *WORKLOAD) if "failed" not in r
     }
     played = {(r["played_by"], *(r[k] for k in WORKLOAD)): r for r in results("step-of-4", "played_by", *WORKLOAD)}
     rows = [
-        "| shape | KV | layout | four GPUs | two play four | | one plays four | |",
+        "| shape | KV | layout | four GPUs | emulated on two | difference | emulated on one | difference |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (count, *point), r in played.items():
@@ -320,7 +398,7 @@ def played_steps() -> list[str]:
 
 
 def played_comm() -> list[str]:
-    """Collectives of ranks that GPUs play, beside those of as many GPUs."""
+    """Collectives of emulated ranks, beside those of as many GPUs."""
     key = "op", "ranks", "message_bytes"
     real = {tuple(r[k] for k in key): r["symm_us"] for r in results("comm", *key)}
     of_4, of_8 = (
@@ -328,7 +406,7 @@ def played_comm() -> list[str]:
         for ranks in (4, 8)
     )
     rows = [
-        "| collective | message | four GPUs | two play 4 | one plays 4 | eight GPUs | two play 8 | one plays 8 |",
+        "| collective | message | 4 GPUs | emulated on 2 | emulated on 1 | 8 GPUs | emulated on 2 | emulated on 1 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for count, op, size in of_8:
@@ -358,7 +436,7 @@ def budgets(name: str) -> list[str]:
 
 def baselines(name: str) -> list[str]:
     """Helix beside plain TP and Medha's layout."""
-    rows = ["| shape | KV | layout | TTL | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
+    rows = ["| shape | KV | layout | time per token | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
     for r in results(name, *WORKLOAD):
         start = f"| {_point(r)} | {_layout(r)} "
         if "failed" in r:
@@ -382,6 +460,36 @@ def hopb(name: str = "hopb") -> list[str]:
         times = " | ".join(f"{r[k]:.0f} us" for k in ("off_us", "on_us", "without_us"))
         point = f"{r['backend']} | {_point(r).split(' | ')[1]} | {r['chunks']}"
         rows.append(f"| {point} | {times} | {hidden} | {r['auto_us']:.0f} us |")
+    return rows
+
+
+def chunks() -> list[str]:
+    """The best of HOP-B's chunk counts beside none, over both backends."""
+    ttl = [r for r in results("hopb", "kind", "backend", "batch", "length", "chunks") if r["kind"] == "ttl"]
+    points = dict.fromkeys((r["batch"], r["length"]) for r in ttl)
+    head = " | ".join(f"{name}: no chunks | best chunks | difference" for name in ("own kernels", "NCCL"))
+    rows = [f"| KV | {head} |", "|---|---|---|---|---|---|---|"]
+    for point in points:
+        cells = []
+        for backend in ("symm_mem", "nccl"):
+            same = [r for r in ttl if r["backend"] == backend and (r["batch"], r["length"]) == point]
+            off, on = same[0]["off_us"], min(r["on_us"] for r in same)
+            cells.append(f"{off:.0f} us | {on:.0f} us | {on / off - 1:+.1%}")
+        rows.append(f"| {_point(same[0]).split(' | ')[1]} | {' | '.join(cells)} |")
+    return rows
+
+
+def gains() -> list[str]:
+    """Tokens/s/user with drafts, over those without, at the acceptance rate."""
+    found = [r for r in results("speculate", "kind", "batch", "length", "gamma") if r["kind"] == "replay"]
+    counts = sorted({r["gamma"] for r in found} - {0})
+    rows = [
+        f"| KV | {' | '.join(f'{n} drafts' if n > 1 else '1 draft' for n in counts)} |",
+        "|---" * (len(counts) + 1) + "|",
+    ]
+    for point in dict.fromkeys(_point(r) for r in found if "failed" not in r):
+        gain = {r["gamma"]: f"{r['gain_at_rate']:.2f} x" for r in found if _point(r) == point}
+        rows.append(f"| {point.split(' | ')[1]} | {' | '.join(gain[n] for n in counts)} |")
     return rows
 
 
@@ -464,20 +572,40 @@ def planner(*names: str) -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "steps-of-8": partial(steps, "step-of-8"),
-    "steps-on-4": partial(steps, "step-on-4"),
-    "hopb-of-8": partial(hopb, "hopb-of-8"),
-    "baselines-of-8": partial(baselines, "baselines-of-8"),
-    "budgets-of-8": partial(budgets, "baselines-of-8"),
+    "headline": headline,
+    "best-steps": best_steps,
+    "best-steps-1m": partial(best_steps, 1, 1 << 20),
+    "steps": steps,
+    "steps.4gpu": partial(steps, "step-on-4"),
+    "steps.emulated-8": partial(steps, "step-of-8"),
+    "four-gpus": four_gpus,
+    "gap": gap,
+    "agreement": agreement,
+    "emulated-eight": played_eight,
+    "emulated-four": played_steps,
+    "emulated-comm": played_comm,
+    "baselines.4gpu": partial(baselines, "baselines-on-4"),
+    "baselines.emulated-8": partial(baselines, "baselines-of-8"),
+    "budgets.emulated-8": partial(budgets, "baselines-of-8"),
+    "correctness": foundation,
+    "kernels": kernels,
+    "decode-kernel": decode_kernel,
+    "ragged": ragged,
+    "linear": linear,
+    "mla": mla,
+    "moe": moe,
+    "comm": comm,
+    "prefill": prefill,
+    "gains": gains,
+    "speculate": speculate,
+    "edits": edits,
+    "verify": verify,
+    "chunks": chunks,
+    "hopb": hopb,
+    "hopb.emulated-8": partial(hopb, "hopb-of-8"),
     "planner": partial(planner, "step", "baselines"),
-    "planner-of-8": partial(planner, "step-of-8", "baselines-of-8"),
-} | {
-    f.__name__.replace("_", "-"): f
-    for f in (
-        foundation, decode_kernel, ragged, linear, mla, verify, moe, comm, steps, gap, best_steps, played_eight,
-        played_steps, played_comm, hopb, prefill, speculate, edits,
-    )
-}  # fmt: skip
+    "planner.emulated-8": partial(planner, "step-of-8", "baselines-of-8"),
+}
 
 
 def with_tables(page: str) -> str:

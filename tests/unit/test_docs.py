@@ -1,0 +1,190 @@
+"""The pages: links, paths and commands work, tables and figures are those of the records, words are plain."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from benchmarks.show import PAGES, with_tables
+from helix.layout import HelixLayout
+from launch import reference
+from launch.run import as_config, check_overrides
+
+ROOT = Path(__file__).parents[2]
+# Named by the pages, and there once files have moved: to be deleted then.
+COMING = {
+    "comm/emulated.py", "comm/pending.py", "helix/build.py", "helix/model_runner.py",
+    "kernels/attention/", "kernels/dense/", "kernels/mla/", "kernels/moe/", "kernels/peers/", "kernels/tokens/",
+    "kernels/dispatch.py", "kernels/overlap.py",
+    "launch/bench/", "launch/inputs/", "launch/job/", "launch/records/",
+    "tests/dist/test_emulated.py", "tests/kernels/test_emulated_boxes.py", "tests/kernels/test_experts.py",
+    "tests/kernels/test_per_head_linear.py", "tests/kernels/test_router.py", "tests/kernels/test_synthetic_drafts.py",
+    ".4gpu.", ".emulated-8.", "-of-8.png",
+    "comm=emulated", "speculation=synthetic", "launch.tables", "launch.bench.correctness",
+}  # fmt: skip
+ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+FOLDERS = "assets|benchmarks|comm|conf|docs|helix|kernels|launch|tests"
+PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
+PLACEHOLDER = re.compile(r"\b(?:x|test_x|x_sm90|mine)\.|[A-Z]{2,}")  # in `helix/models/x.py`, `conf/GROUP/`
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|takes minutes)$")
+RUNS = "torchrun_entry.py", "helix run", "launch/agent.sh", "launch/slurm.sbatch"
+WORDS = re.compile(r"\b(?:asked|bars?|missed|likewise|played)\b", re.I)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that a page's headings have on the web."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def commands(page: str) -> Iterator[tuple[str, bool]]:
+    """Lines of a page's shell blocks, without comments, and whether they run anywhere in seconds."""
+    for block in re.findall(r"^```sh\n(.*?)^```", read(page), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"\s+# .*", "", line)
+            if command.strip():
+                yield " ".join(command.split()), NEEDS.search(line) is None
+
+
+def known(text: str) -> bool:
+    return not any(name in text for name in COMING)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= 110
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_the_recorded_ones(page: str) -> None:
+    assert with_tables(page) == read(page), "run `make docs`"
+
+
+def test_the_configuration_page_is_that_of_the_code() -> None:
+    assert reference.page() == reference.PAGE.read_text(encoding="utf-8"), "run `make docs`"
+
+
+@pytest.mark.parametrize("page", [*DOCS, "benchmarks/LOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    dead = []
+    for link, anchor in LINK.findall(read(page)):
+        target = ((ROOT / page).parent / link).resolve() if link else ROOT / page
+        if not known(link):
+            continue
+        if not target.exists():
+            dead.append(link)
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            dead.append(f"{link}#{anchor}")
+    assert not dead
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_paths_are_there(page: str) -> None:
+    prose = re.sub(r"<!-- table .*?<!-- end -->|^```.*?^```", "", read(page), flags=re.M | re.S)
+    named = {path for code in re.findall(r"`([^`]+)`", prose) for path in PATH.findall(code)}
+    named |= {path for command, _ in commands(page) for path in PATH.findall(command)}
+    assert not [p for p in named if known(p) and not PLACEHOLDER.search(p) and not list(ROOT.glob(p))]
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_words_are_plain(page: str) -> None:
+    assert not WORDS.findall(read(page))
+
+
+def test_each_figure_is_shown_once() -> None:
+    shown = Counter(Path(link).name for page in DOCS for link, _ in LINK.findall(read(page)) if link.endswith(".png"))
+    drawn = {file.name for folder in ("assets", "benchmarks/figures") for file in (ROOT / folder).rglob("*.png")}
+    assert {name for name in drawn ^ set(shown) if known(name)} == set()
+    assert set(shown.values()) == {1}
+
+
+def test_the_worked_example_is_what_the_layout_says() -> None:
+    """Four ranks of the demo model: 8 query heads, 2 KV heads of 64, 768 FFN columns, 4096 tokens; a sequence of 40."""
+    layout, heads = HelixLayout.create(kvp=2, tpa=2), (8, 2)
+
+    def span(numbers: range) -> str:
+        return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"
+
+    for rank in range(4):
+        kvp = layout.kvp_rank(rank)
+        blocks = [range(b, min(b + 16, 40)) for b in range(0, 40, 16) if layout.token_owner(b, 16) == kvp]
+        cells = [
+            str(rank), f"({layout.tpa_rank(rank)}, {kvp})", span(layout.q_heads(rank, *heads)),
+            span(layout.kv_heads(rank, 2)), ", ".join(map(span, blocks)), span(layout.o_heads(rank, *heads)),
+            span(layout.hidden_columns(rank, *heads, 64)), span(layout.ffn_columns(rank, 768)),
+            span(layout.vocab_rows(rank, 4096)),
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |\n" in read("docs/concepts.md")
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_commands_are_understood(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs compose, programs have the options, quick ones that need no GPU are run, paths and targets exist."""
+    monkeypatch.chdir(ROOT)
+    for command, quick in commands(page):
+        if not known(command):
+            continue
+        words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
+        if any(name in command for name in RUNS):
+            at = max(i for i, word in enumerate(words) if any(word == name.split()[-1] for name in RUNS))
+            _composes(words[at + 1 :], sweeps=False)
+        elif words[:4] == ["python", "-m", "launch.sweep", "-m"]:
+            _composes(words[4:], sweeps=True)
+        elif words[:3] == ["python", "-m", "pytest"]:
+            assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), command
+        elif words[:2] == ["python", "-m"]:
+            _has_options(words[2], words[3:], monkeypatch, capsys)
+            if quick:
+                assert _main(words[2], words[3:], monkeypatch) in (None, 0), command
+        elif words[0] == "make":
+            assert subprocess.run(["make", "-n", words[1]], capture_output=True).returncode == 0, command
+        elif words[0] == "torchrun":
+            assert importlib.util.find_spec(words[words.index("-m") + 1]), command
+        else:
+            assert words[0] in (".", "pip"), command
+
+
+def _composes(overrides: list[str], sweeps: bool) -> None:
+    if overrides == ["--help"]:
+        return
+    check_overrides(overrides, sweeps)
+    first = [o if "[" in o else o.split(",")[0] for o in overrides]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        as_config(compose("config", first))
+
+
+def _has_options(
+    module: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [words[0]] if words and module == "launch.simulate" else []
+    assert _main(module, [*command, "--help"], monkeypatch) in (None, 0)
+    said = capsys.readouterr().out
+    for option in (word.partition("=")[0] for word in words if re.match(r"--\w|\w+=", word)):
+        assert option in (*said.split(), "--help"), f"{module} has no {option}"
+
+
+def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """What `python -m MODULE WORDS` ends with, run in this process."""
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    try:
+        return importlib.import_module(module).main()
+    except SystemExit as end:
+        return end.code
