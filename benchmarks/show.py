@@ -352,10 +352,10 @@ def _on_eight() -> list[tuple[Row, Row, float]]:
     """Steps over eight GPUs, the same emulated on two, and how far apart they are."""
     both = [r for name in ("step-of-8", "baselines-of-8") for r in results(name, *WORKLOAD)]
     both.sort(key=lambda r: "superseded" not in r)  # the last counts
-    emulated = {tuple(r[k] for k in WORKLOAD): r for r in both}
+    played = {tuple(r[k] for k in WORKLOAD): r for r in both}
     found = []
     for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD)):
-        other = emulated.get(tuple(r[k] for k in WORKLOAD), r)
+        other = played.get(tuple(r[k] for k in WORKLOAD), r)
         if "failed" not in r and "failed" not in other and other is not r:
             found.append((r, other, other["ttl_p50_us"] / r["ttl_p50_us"] - 1))
     return found
