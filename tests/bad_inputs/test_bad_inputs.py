@@ -27,6 +27,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     monkeypatch.setattr(local, "launch", lambda count, arguments: pytest.fail("ranks were started"))
 
     def check(arguments: list[str], words: str) -> None:
+        capsys.readouterr()  # what making a checkpoint has printed
         code, said = run.main(arguments), capsys.readouterr()
         assert code == 1 and said.out == ""
         assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err, ascii(said.err)

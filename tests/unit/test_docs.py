@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from benchmarks.show import PAGES, with_tables
 from helix.layout import HelixLayout
 from launch import reference
-from launch.run import as_config, check_overrides
+from launch.command import composed, sweep_points
 
 ROOT = Path(__file__).parents[2]
 # Named by the pages, and there once files have moved: to be deleted then.
@@ -165,10 +164,8 @@ def test_commands_are_understood(
 def _composes(overrides: list[str], sweeps: bool) -> None:
     if overrides == ["--help"]:
         return
-    check_overrides(overrides, sweeps)
-    first = [o if "[" in o else o.split(",")[0] for o in overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        as_config(compose("config", first))
+    for point in sweep_points(overrides)[0] if sweeps else [overrides]:
+        composed(point)
 
 
 def _has_options(
