@@ -224,6 +224,7 @@ def prepared(config: Config) -> int:
     check(config)
     world_size = ranks(config)
     preflight(config, 0, world_size)
+    check_tokenizer_files(config.model)
     # Whether GPUs reach each other they say themselves.
     here = {"gpus": torch.cuda.device_count(), "peers": True}
     choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [here])
@@ -261,6 +262,12 @@ def has_tokenizer(config: ModelConfig) -> bool:
     return config.path is not None and os.path.lexists(Path(config.path) / "tokenizer.json")
 
 
+def check_tokenizer_files(config: ModelConfig) -> None:
+    """Raises ValueError where one is no JSON object; transformers passes over what is no regular file."""
+    for file in sorted(Path(str(config.path)).glob("*token*.json")) if has_tokenizer(config) else ():
+        read_json(file)
+
+
 def load_tokenizer(config: Config) -> Any | None:
     """The model's tokenizer, None where it has none.
 
@@ -271,9 +278,8 @@ def load_tokenizer(config: Config) -> Any | None:
         return None
     from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
 
+    check_tokenizer_files(config.model)
     path = Path(str(config.model.path))
-    for file in sorted(path.glob("*token*.json")):  # the library passes over what is no regular file
-        read_json(file)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except BaseException as error:  # the library's own, whatever it met in the files; it may even panic

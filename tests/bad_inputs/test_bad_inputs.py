@@ -98,7 +98,7 @@ def test_requests_out_of_range_are_refused_and_the_others_served(tmp_path: Path)
     for _, setup, overrides, _, _ in cases:
         assert overrides == []
         setup(tmp_path)
-        lines.append((tmp_path / "p.jsonl").read_text().splitlines(keepends=True)[-1])
+        lines.append((tmp_path / "p.jsonl").read_text().splitlines()[-1] + "\n")
     (tmp_path / "p.jsonl").write_text("".join(lines))
     job = Job(ENTRY, *good, f"decode.output={tmp_path / 'out.jsonl'}", log=tmp_path / "log")
     ended = job.wait()
