@@ -12,6 +12,7 @@ import torch
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
+from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import rows_of
@@ -20,6 +21,7 @@ from helix.engine import Engine
 from helix.model_runner import ModelRunner
 from helix.layout import HelixLayout
 from helix.request import Request
+from helix.speculation import NgramDrafter
 from kernels.flash_decode import Partial
 from launch.bench_hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -72,6 +74,18 @@ def test_chunked_steps_are_bitwise_those_of_one_exchange(mode: str, kvp: int, tp
     for hopb, expected in zip(CHUNKS, ({2}, {4}, {5}), strict=True):
         results, seen = chunked("qwen2", layout, hopb)
         assert same(results, whole) and seen == expected
+
+
+def test_sequences_stay_whole_with_their_drafts() -> None:
+    wanted, layout = oracle("qwen2", LENGTHS, NEW_TOKENS), HelixLayout.create("helix", 2, 1)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=NgramDrafter(3, 2), adaptive=False)
+        engine.runner.hopb = "4"
+        return generate(engine, wanted)
+
+    check(run_ranks(2, body, timeout_s=120.0), wanted)
 
 
 def test_windows_and_groups_of_one() -> None:

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -32,6 +33,8 @@ SHARED = "assets", "benchmarks", "docs"  # folders in which nothing is planted: 
 COPIES = 2  # that are tested at a time
 DEADLINE_S = 120.0  # of a test; a fault that lets one hang is caught by it
 OK, FAILED = 0, 1  # exit codes of pytest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class Tree:
         command = [sys.executable, "-P", str(folder / "tests" / "faults" / "server.py")]
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, tests: Iterable[str], deadline_s: float = DEADLINE_S, *options: str) -> tuple[int, str]:
+    def run(self, tests: Iterable[str], deadline_s: float = DEADLINE_S) -> tuple[int, str]:
         """pytest's exit code, and the first test that failed, or else the end of what it said."""
         assert self.server.stdin is not None and self.server.stdout is not None
         arguments = ["-x", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=first-failure"]
-        line = [str(self.folder), *arguments, f"--timeout={deadline_s}", *options, *tests]
+        line = [str(self.folder), *arguments, f"--timeout={deadline_s}", *tests]
         self.server.stdin.write(json.dumps(line) + "\n")
         self.server.stdin.flush()
         code = int(self.server.stdout.readline())
@@ -121,22 +124,21 @@ def main(words: list[str]) -> int:
             trees.put(tree := Tree(Path(directory, str(i))))
             stack.callback(tree.close)
 
-        def with_tree(fault: Fault) -> Found:
+        def with_tree(work: Callable[[Tree], T]) -> T:
             tree = trees.get()
             try:
-                return plant(tree, fault)
+                return work(tree)
             finally:
                 trees.put(tree)
 
         tests = sorted({test for fault in faults for test in fault.tests})
+        halves = [tests[i::COPIES] for i in range(COPIES) if tests[i::COPIES]]
         with console.status(f"{len(tests)} tests without any fault"):
-            tree = trees.get()
-            code, by = tree.run(tests, DEADLINE_S, "-n", str(COPIES), "--dist", "loadgroup")
-            trees.put(tree)
-        if code != OK:
-            console.print(f"without any fault: {by}", markup=False)
-            return 1
-        work = threads.map(with_tree, faults)
+            for code, by in threads.map(lambda some: with_tree(lambda tree: tree.run(some)), halves):
+                if code != OK:
+                    console.print(f"without any fault: {by}", markup=False)
+                    return 1
+        work = threads.map(lambda fault: with_tree(lambda tree: plant(tree, fault)), faults)
         found = list(track(work, f"{len(faults)} faults", len(faults), console=console, transient=True))
     table = Table("fault", "in", "caught by", "s")
     for fault, result in zip(faults, found, strict=True):

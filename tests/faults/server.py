@@ -10,6 +10,8 @@ import json
 import os
 import sys
 
+os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # before triton decorates functions of its own
+
 import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401

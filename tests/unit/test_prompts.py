@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helix.config import Config, DecodeConfig, ModelConfig
 from helix.request import Output, Request
 from launch.distributed import RankError
-from launch.prompts import Prompt, ResultFile, digest, kept_results, read_prompts, to_request
+from launch.prompts import OPTIONS, Prompt, ResultFile, digest, kept_results, read_prompts, to_request
 from tests.unit.test_files import largest_file
 
 
@@ -188,6 +188,13 @@ def test_only_random_weights_are_told_apart_by_the_seed() -> None:
     for load, same in (("checkpoint", True), ("random", False)):
         first, second = (digest(prompt, Config(model=ModelConfig(load=load), seed=seed)) for seed in (1, 2))
         assert (first == second) is same
+
+
+@pytest.mark.parametrize("key", ["ids", *OPTIONS])
+def test_all_that_a_prompt_asks_for_tells_results_apart(key: str) -> None:
+    first = Prompt("a", None, (1, 2), {})
+    other = replace(first, ids=(1, 3)) if key == "ids" else replace(first, options={key: 0.25})
+    assert digest(first, Config()) != digest(other, Config())
 
 
 def test_without_a_file_results_are_counted_all_the_same() -> None:

@@ -66,6 +66,7 @@ def test_special_tokens_are_not_text(tokenizer: Any) -> None:
         ("return x\nnext line", ("\n",), "return x"),
         ("value = 12345 end", ("234",), "value = 1"),
         ("one two three", ("three", "two"), "one "),  # the earliest in the text, not in the list
+        ("return", ("urn", "ret"), ""),  # both in one token
         ("aaab", ("aab",), "a"),  # overlaps itself
         ("stop here", ("stop",), ""),
         ("never", ("x", "evil"), None),
