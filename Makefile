@@ -40,11 +40,11 @@ bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step; without WHA
 	$(BIN)/python -m launch.bench $(or $(WHAT),--help) $(ARGS)
 
 docs: $(VENV)/.installed  ## Rewrite the generated tables and the configuration reference.
-	$(BIN)/python benchmarks/show.py
+	$(BIN)/python -m launch.tables
 	$(BIN)/python -m launch.reference
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) launch/environment.py $(VENV)
+	$(PYTHON) launch/make_venv.py $(VENV)
 	touch $@
 
 clean:  ## Remove .venv.

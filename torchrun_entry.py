@@ -26,7 +26,7 @@ for package in (comm, kernels, launch):
     if found != wanted:
         sys.exit(f"package {package.__name__!r} was imported from {found} instead of {wanted}; check PYTHONPATH")
 
-from launch import lifeline  # noqa: E402
+from launch.job import lifeline  # noqa: E402
 
 lifeline.hold()
 

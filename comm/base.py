@@ -14,57 +14,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.flash_decode import Partial
-from kernels.linear import linear, linear_send, sends
-from kernels.lse_combine import lse_combine
-from kernels.mailbox import SumBoxes
-from kernels.rms_norm import rms_norm
+from comm.pending import Summand, made
+from kernels.attention.lse_combine import lse_combine
+from kernels.attention.split_kv import Partial
+from kernels.dense.rms_norm import rms_norm
 
 T = TypeVar("T")
-
-
-class Summand(Protocol):
-    """A rank's part [N, H] of a sum over ranks that comes next, not yet made."""
-
-    def make(self) -> Tensor:
-        """[N, H]"""
-
-    def sends(self, two_shot: bool) -> bool:
-        """Whether `send` can make it."""
-
-    def send(self, sums: SumBoxes) -> None:
-        """Makes it where it is added up: phase 1 of `kernels.all_reduce_norm`."""
-
-
-@dataclass(frozen=True)
-class Projection:
-    """The summand x W^T + b.
-
-    Attributes:
-        x: [N, K], this rank's columns of the input.
-        weight: [H, K].
-        bias: [H] on one rank, elsewhere None.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def make(self) -> Tensor:
-        return linear(self.x, self.weight, self.bias)
-
-    def sends(self, two_shot: bool) -> bool:
-        return sends(self.x, self.weight, two_shot)
-
-    def send(self, sums: SumBoxes) -> None:
-        linear_send(self.x, self.weight, self.bias, sums)
 
 
 class Communicator(ABC):
@@ -185,10 +146,6 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Releases what this communicator created; a second call does nothing."""
-
-
-def made(x: Tensor | Summand) -> Tensor:
-    return x if isinstance(x, Tensor) else x.make()
 
 
 def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:

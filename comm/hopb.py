@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.flash_decode import Partial
+from kernels.attention.split_kv import Partial
 
 # A persistent grid is not preempted, whatever a stream's priority: attention leaves so much room for the exchange.
 RESERVED_SMS = 4

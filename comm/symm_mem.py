@@ -1,8 +1,8 @@
 """Communicator between the GPUs of one host that store into each other's memory: one small kernel a collective.
 
 What a decode step sends is kilobytes, where a library call costs more than the wire. The kernels behind this class
-store words with tags (`kernels.mailbox`) into torch's symmetric memory, without multicast, and do what comes next while
-they are at it: combine, add, normalise. Messages too large for their boxes, prefill's mostly, go over NCCL.
+store words with tags (`kernels.peers.mailbox`) into torch's symmetric memory, without multicast, and do what comes next
+while they are at it: combine, add, normalise. Messages too large for their boxes, prefill's mostly, go over NCCL.
 
 Each collective has boxes of its own, and all uses of them are ordered on every rank: the exchange may run on another
 stream than the rest, but no collective on two streams.
@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from comm.base import Summand
+from comm.pending import Summand
 from comm.torch_dist import TorchDistCommunicator
-from kernels import all_gather, all_reduce_norm, exchange
-from kernels.flash_decode import Partial, Parts
-from kernels.mailbox import SumBoxes
-from kernels.merge_exchange import merge_exchange
+from kernels.attention.split_kv import Partial, Parts
+from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox
+from kernels.peers.mailbox import SumBoxes
+from kernels.peers.merge_exchange import merge_exchange
 
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
@@ -145,7 +145,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         """Whether the partials of N tokens, D values a head, fit the boxes of the exchange."""
         words, rest = divmod(D * dtype.itemsize, 4)
         fit = rest == 0 and words < exchange.PIECE_WORDS and 0 < N * max(shares) <= EXCHANGE_PIECES
-        return fit and dtype in exchange.DTYPES and len(self.kvp_group) > 1
+        return fit and dtype in mailbox.DTYPES and len(self.kvp_group) > 1
 
     def all_reduce_norm(
         self, x: Tensor | Summand, residual: Tensor | None, weight: Tensor, eps: float
@@ -172,7 +172,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         size = x.numel() * x.element_size()
         row, rest = divmod(x.shape[1] * x.element_size(), 4)
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
-        if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in exchange.DTYPES:
+        if self.world_size == 1 or not 0 < pieces <= TWO_SHOT_PIECES or rest or x.dtype not in mailbox.DTYPES:
             return None
         spreads = self._spreads(pieces, row % all_reduce_norm.SLICE_WORDS == 0)
         if pieces <= ONE_SHOT_PIECES and (size * self.world_size <= ONE_SHOT_SENT or not spreads):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from helix.layout import HelixLayout
-from kernels import placement, routing
+from kernels import dispatch
+from kernels.attention import placement
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Placement:
         Returns:
             lo, hi: int32 [N].
         """
-        if routing.on_gpu(positions):
+        if dispatch.on_gpu(positions):
             return placement.local_bounds(positions, starts, live, **self._grid, window=window)
         lo, hi = self.layout.local_bounds(positions, self.kvp_rank, self.append_block, starts, window)
         return lo.int(), torch.where(live, hi, lo).int()
@@ -51,7 +52,7 @@ class Placement:
             block_tables: int32 [n, P], the pages of each sequence.
             rows: int64 [N], the row of each token's sequence in `block_tables`; None: token i's is row i.
         """
-        if routing.on_gpu(positions):
+        if dispatch.on_gpu(positions):
             where = {"page_size": self.page_size, **self._grid}
             return placement.cache_slots(positions, starts, live, block_tables, rows, **where)
         block_tables = block_tables if rows is None else block_tables[rows]

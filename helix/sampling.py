@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from kernels.accept import ALL_KEYS, Distribution, descending_keys
-from kernels.best_token import best_of_rank, best_of_ranks
 from kernels.reference.uniform import TARGET, gumbel
+from kernels.tokens.accept import ALL_KEYS, Distribution, descending_keys
+from kernels.tokens.best_token import best_of_rank, best_of_ranks
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _INT64_MAX = torch.iinfo(torch.int64).max

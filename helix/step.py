@@ -16,7 +16,7 @@ from torch import Tensor
 from helix.config import MAX_QUERIES
 from helix.kv_cache import Placement
 from helix.sampling import SamplingState
-from kernels.commit import PAST, commit
+from kernels.tokens.commit import PAST, commit
 
 __all__ = ["PAST", "DecodeState", "Step"]
 

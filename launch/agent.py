@@ -16,9 +16,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch import command
-from launch.distributed import deadline
-from launch.local import ENTRY, INTERRUPTED, most_ranks
+from launch.inputs import compose
+from launch.inputs.parts import most_ranks
+from launch.job.membership import deadline
+from launch.job.spawn import ENTRY, INTERRUPTED
 
 ANSWER_S = 30  # for the first agent's host to answer
 MEETING_S = 300  # for all agents to be there
@@ -104,10 +105,10 @@ def _count(environment: Mapping[str, str], name: str, unset: int, most: int) -> 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the agent; returns the exit code of its ranks, or 1 where the agents do not meet."""
     try:
-        if (text := command.told(arguments)) is not None:
+        if (text := compose.told(arguments)) is not None:
             print(text, end="")
             return 0
-        command.composed(arguments)
+        compose.composed(arguments)
         config = read(environment)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -38,15 +38,17 @@ from rich.table import Table
 from helix.simulate import constants
 from helix.simulate.fit import errors, fit, quantiles
 from helix.simulate.hardware import MEASURED, Constant, Hardware
-from kernels.linear import linear
-from kernels.linear_sm90 import MAX_ROWS, MIN_ROWS
-from launch import bench_comm, bench_kernels, bench_mla
-from launch.bench_kernels import ROTATED, K, seconds
-from launch.files import write_atomically
-from launch.hardware import hardware_of, load_hardware, read_hardware
-from launch.jobs import JobError
-from launch.recorded import RECORDED, Cell, halves, measured, read_cells
-from launch.report import provenance
+from kernels.dense.linear import linear
+from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
+from launch.bench import attention as bench_attention
+from launch.bench import comm as bench_comm
+from launch.bench import mla as bench_mla
+from launch.bench.clock import ROTATED, K, seconds
+from launch.inputs.files import write_atomically
+from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
+from launch.job.report import provenance
+from launch.job.spawn import JobError
+from launch.records.recorded_steps import RECORDED, Cell, halves, measured, read_cells
 
 Row = dict[str, Any]
 PART_S = 15.0  # after which a part takes no further row
@@ -95,7 +97,7 @@ def matrix(device: torch.device) -> Iterator[Row]:
 def attention(device: torch.device) -> Iterator[Row]:
     """`flash_decode` over pages in random order, four query heads to a KV head."""
     for heads, batch, length in ATTENTION if device.type == "cuda" else [(1, 1, K), (2, 1, K), (1, 1, 4 * K)]:
-        s = bench_kernels.setting(4 * heads, heads, batch, length, 1, device)
+        s = bench_attention.setting(4 * heads, heads, batch, length, 1, device)
         size = 2 * s.caches[0][0].numel() * s.q.itemsize
         yield {"kv_heads": heads, "batch": batch, "bytes": size, "seconds": seconds(s.ours, len(s.caches), device)}
 
@@ -177,7 +179,7 @@ def _ends_if_it_hangs(name: str) -> Iterator[None]:
     def end() -> None:
         print(f"error: {name} has not ended after {HANGS_S:.0f} s; what was done before is kept", file=sys.stderr)
         sys.stderr.flush()
-        time.sleep(1.0)  # stderr may be a pipe into a thread of this process (launch/jobs.py)
+        time.sleep(1.0)  # stderr may be a pipe into a thread of this process (launch/job/spawn.py)
         os._exit(1)  # a kernel that never returns cannot be interrupted
 
     guard = threading.Timer(HANGS_S, end)

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from launch import run
-from launch.command import ROOT
-from launch.needles import score
+from launch.inputs.compose import ROOT
+from launch.inputs.needles import score
 
 
 def main() -> None:

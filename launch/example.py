@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
+from helix.build import build_engine
 from helix.config import Config, ModelConfig
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
-from launch.command import ROOT
-from launch.decode import build_engine
-from launch.preflight import load_tokenizer
+from launch.inputs.compose import ROOT
+from launch.inputs.parts import load_tokenizer
 
 PATH = ROOT / "assets" / "demo-model"
 PROMPTS = ['def read_json(path):\n    """Read a JSON file', "import os\n\n\nclass Path:"]

@@ -11,27 +11,31 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from comm.stand_in import StandInCommunicator
+from comm.emulated import StandInCommunicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
 from helix.config import Config, ModelConfig
+from helix.errors import AlikeError
 from helix.kv_cache import free_bytes
 from helix.loading import randomize
 from helix.models import Decoder
 from helix.speculation import DraftModel
-from launch import command, decode, local
-from launch.bench_comm import time_collectives
-from launch.bench_hopb import ablate
-from launch.bench_prefill import time_prompts
-from launch.distributed import AlikeError, Job, Place, gpu_facts, gpu_name
-from launch.preflight import DraftPlan, RunPlan, load_tokenizer, preflight, prepared, weights_of
-from launch.prompts import ResultFile
-from launch.report import Console, Phases, write_record
-from launch.timing import time_steps
+from launch.inputs import compose
+from launch.inputs.parts import load_tokenizer, weights_of
+from launch.inputs.place import Place, gpu_facts, gpu_name
+from launch.inputs.preflight import DraftPlan, RunPlan, preflight, prepared
+from launch.inputs.prompts import ResultFile
+from launch.job import decode, spawn
+from launch.job.membership import Job
+from launch.job.report import Console, Phases, write_record
+from launch.job.spawn import REFUSED
+from launch.measure.collectives import time_collectives
+from launch.measure.hopb import ablate
+from launch.measure.prefill import time_prompts
+from launch.measure.steps import time_steps
 
 BACKENDS = {"symm_mem": SymmMemCommunicator, "stand_in": StandInCommunicator}
-REFUSED = 3  # exit code where requests were refused and the others served
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,12 +47,12 @@ def main(arguments: Sequence[str]) -> int:
     place = None
     try:
         place = Place.from_environment()
-        if (text := command.told(arguments)) is not None:
+        if (text := compose.told(arguments)) is not None:
             print(text, end="")
             return 0
-        config = command.composed(arguments)
+        config = compose.composed(arguments)
         if place is None:
-            return local.launch(prepared(config), arguments)
+            return spawn.launch(prepared(config), arguments)
     except ValueError as error:
         if place is not None and place.rank:  # all ranks come here: the first says why
             time.sleep(2.0)  # the first to exit takes the others down

@@ -25,12 +25,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from helix.config import Config
-from launch import local
-from launch.auto import ranks
-from launch.command import SWEEP_DIR, composed, sweep_points, told
-from launch.jobs import cause, heard
-from launch.preflight import check_layout, make_layout, make_spec, prepared
-from launch.run import REFUSED
+from launch.inputs.auto_layout import ranks
+from launch.inputs.compose import SWEEP_DIR, composed, sweep_points, told
+from launch.inputs.parts import make_layout, make_spec
+from launch.inputs.preflight import check_layout, prepared
+from launch.job import spawn
+from launch.job.spawn import REFUSED, cause, heard
 
 mpl.use("Agg")  # before pyplot: there may be no display
 import matplotlib.pyplot as plt
@@ -127,8 +127,8 @@ def run(point: Point) -> int:
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
-        code = local.launch(ranks(config), [*point.overrides, *files])
-    point.status = {0: "ok", REFUSED: "refused", local.INTERRUPTED: "interrupted"}.get(code, "failed")
+        code = spawn.launch(ranks(config), [*point.overrides, *files])
+    point.status = {0: "ok", REFUSED: "refused", spawn.INTERRUPTED: "interrupted"}.get(code, "failed")
     point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
     record = Path(str(config.record))
     if point.status in ("ok", "refused") and record.exists():  # or it is of an earlier sweep
@@ -232,7 +232,7 @@ def main() -> None:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
         if point.reason:
             print(point.status, flush=True)
-        elif run(point) == local.INTERRUPTED:
+        elif run(point) == spawn.INTERRUPTED:
             interrupted = True
             break
     ran = any(point.status in ("ok", "refused") for point in points)
@@ -241,7 +241,7 @@ def main() -> None:
     plot(directory / "sweep.png", points)
     show(points)
     print(f"wrote {directory / 'sweep.csv'} and {directory / 'sweep.png'}")
-    sys.exit(local.INTERRUPTED if interrupted else not ran or any(point.status == "failed" for point in points))
+    sys.exit(spawn.INTERRUPTED if interrupted else not ran or any(point.status == "failed" for point in points))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from helix.step import Step
-from kernels.flash_decode import Partial
+from kernels.attention.split_kv import Partial
 
 
 class AttentionPolicy(ABC):

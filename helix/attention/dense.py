@@ -7,9 +7,10 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy
 from helix.attention.mla import attend_latents
 from helix.step import Step
-from kernels.flash_decode import Partial, decode_parts
-from kernels.flash_prefill import flash_prefill
-from kernels.launching import sm_count
+from kernels.attention.flash_decode import decode_parts
+from kernels.attention.flash_prefill import flash_prefill
+from kernels.attention.split_kv import Partial
+from kernels.overlap import sm_count
 
 
 class DenseAttention(AttentionPolicy):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.step import Step
-from kernels.flash_decode import Partial
-from kernels.launching import sm_count
-from kernels.mla_decode import decode_parts
-from kernels.mla_prefill import mla_prefill
+from kernels.attention.split_kv import Partial
+from kernels.mla.decode import decode_parts
+from kernels.mla.prefill import mla_prefill
+from kernels.overlap import sm_count
 
 
 def attend_latents(

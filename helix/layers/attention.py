@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator
 from comm.hopb import RESERVED_SMS, Pipeline
+from comm.pending import Projection
 from helix.attention.base import AttentionPolicy, rows_of
 from helix.kv_cache import KVCache
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
-from kernels.flash_decode import Partial
-from kernels.qkv_append import qkv_append
+from kernels.attention.split_kv import Partial
+from kernels.dense.qkv_append import qkv_append
 
 
 @dataclass(frozen=True)

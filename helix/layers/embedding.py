@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.layers.weights import Weights
-from kernels.embedding import embedding
-from kernels.linear import linear
+from kernels.dense.embedding import embedding
+from kernels.dense.linear import linear
 
 
 class Embedding:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator
+from comm.pending import Projection
 from helix.layers.weights import Weights
-from kernels.linear import linear
+from kernels.dense.linear import linear
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator
 from comm.hopb import Pipeline
+from comm.pending import Projection
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import ShardedAttention
@@ -33,10 +34,10 @@ from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
-from kernels.each_head import each_head
-from kernels.flash_decode import Partial
-from kernels.mla_append import mla_append
-from kernels.rms_norm import rms_norm
+from kernels.attention.split_kv import Partial
+from kernels.dense.rms_norm import rms_norm
+from kernels.mla.append import mla_append
+from kernels.mla.per_head_linear import each_head
 
 READ_RATE = 4.2e12  # bytes/s at which projections of a few rows stream weights
 WIRE_RATE = 2e11  # bytes/s that a rank's messages to all its peers add up to, beyond the first kilobytes

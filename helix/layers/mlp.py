@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator
+from comm.pending import Projection
 from helix.layers.linear import ColumnShard, Rows, RowShards
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout

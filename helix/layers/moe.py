@@ -27,8 +27,8 @@ from helix.layers.linear import Rows, RowShards
 from helix.layers.mlp import GatedMLP
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from kernels.moe import RoutedExperts
-from kernels.route import Scoring, route
+from kernels.moe.experts import RoutedExperts
+from kernels.moe.router import Scoring, route
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MoESpec:
     Attributes:
         width: of one expert.
         shared_width: of the expert that all tokens pass through, or of several side by side; 0 for none.
-        scoring: this and what follows up to `group_score` as in `kernels.route.route`.
+        scoring: this and what follows up to `group_score` as in `kernels.moe.router.route`.
         choice_bias: scores get a learned bias while experts are chosen, and not as weights.
         router_bias: the router's logits have a bias.
         exact_router: those logits are not rounded to the model's dtype.

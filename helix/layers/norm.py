@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from comm.base import Communicator, Summand
+from comm.base import Communicator
+from comm.pending import Summand
 from helix.layers.weights import Weights
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.rotary import angles
+from kernels.dense.rotary import angles
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

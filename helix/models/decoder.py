@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from comm.base import Communicator, Summand
+from comm.base import Communicator
 from comm.hopb import Pipeline
+from comm.pending import Summand
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import Attention, AttentionSpec

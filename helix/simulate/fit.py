@@ -11,7 +11,7 @@ from helix.models import DecoderSpec
 from helix.simulate.hardware import MEASURED, Array, Constant, Hardware
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
-from kernels.linear_sm90 import MAX_ROWS, MIN_ROWS
+from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 
 LARGEST, LEAST = 0.32, 0.0025  # relative changes of a constant that are tried, each half of the one before
 PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.sampling import SamplingState, distribution
-from kernels.accept import Distribution, accept, kept_mass
-from kernels.best_token import best_of_ranks
+from kernels.tokens.accept import Distribution, accept, kept_mass
+from kernels.tokens.best_token import best_of_ranks
 
 
 def accepted_tokens(

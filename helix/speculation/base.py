@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helix.scheduler import Admission
 from helix.step import DecodeState
-from kernels.accept import Distribution
+from kernels.tokens.accept import Distribution
 
 
 @dataclass(frozen=True)

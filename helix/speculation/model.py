@@ -15,8 +15,8 @@ from helix.sampling import distribution, draw, sample
 from helix.scheduler import Admission
 from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
-from kernels.accept import Distribution
 from kernels.reference.uniform import DRAFT
+from kernels.tokens.accept import Distribution
 
 CHUNK = 1024  # the most tokens in one pass that makes up for steps without drafts
 

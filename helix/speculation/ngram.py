@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
-from kernels.ngram import ngram
+from kernels.tokens.ngram import ngram
 
 
 class NgramDrafter(Drafter):

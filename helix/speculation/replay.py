@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
-from kernels.replay import replay
+from kernels.tokens.synthetic_drafts import replay
 
 
 class ReplayDrafter(Drafter):

@@ -57,7 +57,7 @@ def descending_keys(logits: Tensor) -> Tensor:
 
 
 def kept_mass(p: Distribution, tokens: Tensor, first: int) -> Tensor:
-    """This rank's part of [B, T, 2] int64; shapes as in `kernels.accept.kept_mass`."""
+    """This rank's part of [B, T, 2] int64; shapes as in `kernels.tokens.accept.kept_mass`."""
     mass = p.mass()
     tokens = pad(tokens, (0, p.logits.shape[1] - tokens.shape[1]), value=-1)
     ids = torch.arange(first, first + mass.shape[2], device=mass.device)
@@ -75,7 +75,7 @@ def accept(
     position: Tensor,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Accepted lengths and candidates [1, B, 2]; shapes as in `kernels.accept.accept`."""
+    """Accepted lengths and candidates [1, B, 2]; shapes as in `kernels.tokens.accept.accept`."""
     B, G = draft.shape
     drawn = p.temperature > 0
     at = position[:, None] + torch.arange(G, device=draft.device)

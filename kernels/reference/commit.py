@@ -16,7 +16,7 @@ def commit(
     active: torch.Tensor,
     history: torch.Tensor,
 ) -> torch.Tensor:
-    """Shapes as in `kernels.commit`."""
+    """Shapes as in `kernels.tokens.commit`."""
     held = torch.zeros_like(lengths)
     if drafts is not None:
         held = ((drafts == drawn[:, :-1]) & (drafts >= 0)).long().cumprod(1).sum(1)

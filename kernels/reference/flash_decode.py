@@ -20,7 +20,7 @@ def flash_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries per sequence over paged keys; shapes as in `kernels.flash_decode.flash_decode`."""
+    """Attention of a few queries per sequence over paged keys; shapes as in `kernels.attention.flash_decode`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     for b in range(q.shape[0]):

@@ -12,7 +12,7 @@ def lse_combine(
     out: torch.Tensor | None = None,
     out_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge partial attention outputs by their LSE; shapes as in `kernels.lse_combine.lse_combine`."""
+    """Merge partial attention outputs by their LSE; shapes as in `kernels.attention.lse_combine.lse_combine`."""
     out = torch.empty(partials.shape[1:], dtype=partials.dtype, device=partials.device) if out is None else out
     out_lse = torch.empty(lse.shape[1:], dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     empty = lse == -torch.inf

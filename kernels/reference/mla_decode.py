@@ -19,7 +19,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention in latent space; shapes as in `kernels.mla_decode.mla_decode`."""
+    """Decode attention in latent space; shapes as in `kernels.mla.decode.mla_decode`."""
     slots = cache.unsqueeze(2)  # one KV head, whose values are taken whole and cut afterwards
     full, lse = flash_decode(q, slots, slots, block_table, lo, hi, scale, lse=lse)
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse

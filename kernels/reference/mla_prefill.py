@@ -21,7 +21,7 @@ def mla_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prefill attention in latent space; shapes as in `kernels.mla_prefill.mla_prefill`."""
+    """Prefill attention in latent space; shapes as in `kernels.mla.prefill.mla_prefill`."""
     slots = cache.unsqueeze(2)  # one KV head, whose values are taken whole and cut afterwards
     full, lse = flash_prefill(q, slots, slots, block_table, cu_q, max_q, lo, hi, scale, lse=lse)
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse

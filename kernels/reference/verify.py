@@ -6,7 +6,9 @@ import torch
 
 
 def verify(draft: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accepted lengths [B] int64, mismatch flags [B] bool, next tokens [B] int64; shapes as in `kernels.verify`."""
+    """Accepted lengths [B] int64, mismatch flags [B] bool, next tokens [B] int64; shapes as in
+    `kernels.tokens.verify`.
+    """
     gamma = draft.shape[1]
     wrong = (draft != target[:, :gamma]) | (draft < 0)
     closed = torch.nn.functional.pad(wrong, (0, 1), value=True)  # a column that ends every scan

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch import agent, local, run
+from launch import agent, run
+from launch.job import spawn
 from tests.bad_inputs.command_lines import BAD_AGENTS, BAD_COMMAND_LINES, BAD_ENVIRONMENTS, RANKS
 from tests.bad_inputs.configs import CONFIGS
 from tests.bad_inputs.files import CASES as FILES
@@ -24,7 +25,7 @@ Setup = Callable[[Path], Any]
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[list[str], str], None]:
     """Runs a command line in this process, which has to end it with one line that has the words, and start nothing."""
-    monkeypatch.setattr(local, "launch", lambda count, arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(spawn, "launch", lambda count, arguments: pytest.fail("ranks were started"))
 
     def check(arguments: list[str], words: str) -> None:
         capsys.readouterr()  # what making a checkpoint has printed
@@ -102,7 +103,7 @@ def test_requests_out_of_range_are_refused_and_the_others_served(tmp_path: Path)
     (tmp_path / "p.jsonl").write_text("".join(lines))
     job = Job(ENTRY, *good, f"decode.output={tmp_path / 'out.jsonl'}", log=tmp_path / "log")
     ended = job.wait()
-    assert ended.code == run.REFUSED, ended.output
+    assert ended.code == spawn.REFUSED, ended.output
     first, *refusals = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert first["finish_reason"] == "length" and len(refusals) == len(cases)
     for refusal, case in zip(refusals, cases, strict=True):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.base import Communicator, Projection
+from comm.base import Communicator
+from comm.pending import Projection
 from comm.symm_mem import SymmMemCommunicator
-from kernels.flash_decode import decode_parts
-from kernels.moe import RoutedExperts
+from kernels.attention.flash_decode import decode_parts
+from kernels.moe.experts import RoutedExperts
 from tests.dist.ranks import (
     balanced,
     on_ranks,

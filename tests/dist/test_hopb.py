@@ -22,8 +22,8 @@ from helix.model_runner import ModelRunner
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.speculation import NgramDrafter
-from kernels.flash_decode import Partial
-from launch.bench_hopb import EXPECTED_UNITS, delays
+from kernels.attention.split_kv import Partial
+from launch.measure.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
 from tests.pool import Pool, pool
@@ -203,7 +203,8 @@ def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> 
 
 @pytest.mark.gpu
 def test_delays_overlap_as_in_the_paper() -> None:
-    # Other processes take the GPU's time by turns, which can only add: the least of five. A twentieth: launches, clocks.
+    # Other processes take the GPU's time by turns, which can only add: the least of five. A twentieth: launches,
+    # clocks.
     measured = [delays(torch.device("cuda"))[0] for _ in range(5)]
     for regime, units in EXPECTED_UNITS.items():
         assert min(m[f"{regime}_units"] for m in measured) == pytest.approx(units, rel=0.05)

@@ -36,7 +36,7 @@ from helix.loading import read_config
 from helix.models import DecoderSpec, spec_from_config
 from helix.request import Request
 from helix.speculation import Drafter, NgramDrafter
-from launch.report import provenance
+from launch.job.report import provenance
 from tests.e2e.fuzz_configs import ARCHITECTURES, MAKERS, Json, config_of, rope_of, written
 from tests.e2e.parity import build_drafter, build_engine
 

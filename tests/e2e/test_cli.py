@@ -17,7 +17,7 @@ import pytest
 from helix.layout import HelixLayout
 from launch import demo
 from launch.demo import verdict
-from launch.files import claim
+from launch.inputs.files import claim
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job, torchrun
 
@@ -453,7 +453,7 @@ def test_the_ranks_of_make_run_are_those_of_its_arguments(
     given: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr("launch.local.launch", lambda count, overrides: started.append(count) or 1)
+    monkeypatch.setattr("launch.job.spawn.launch", lambda count, overrides: started.append(count) or 1)
     monkeypatch.setattr(sys, "argv", ["launch.demo", *given])
     with pytest.raises(SystemExit):
         demo.main()

@@ -14,7 +14,7 @@ import torch
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import HelixLayout
-from launch.needles import SOURCES, make
+from launch.inputs.needles import SOURCES, make
 from tests.e2e.checkpoints import DEMO, FAMILIES, MOE_FAMILIES, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job
 from tests.e2e.parity import agreement, check, distributed_rank, loopback

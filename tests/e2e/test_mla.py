@@ -14,7 +14,7 @@ from helix.autotune import step_seconds
 from helix.engine import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
-from launch.bench_hopb import _without_exchange
+from launch.measure.hopb import _without_exchange
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import check, distributed_rank, loopback

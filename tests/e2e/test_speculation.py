@@ -23,7 +23,7 @@ from helix.scheduler import Admission, Pace
 from helix.speculation import Draft, Drafter, NgramDrafter, ReplayDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState
-from launch.edits import edits
+from launch.bench.copy_prompts import edits
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS

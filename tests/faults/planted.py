@@ -43,7 +43,7 @@ EXPERT_LAYERS = tuple(
 PLACEMENT = ("tests/kernels/test_step_kernels.py",)
 COMMIT = ("tests/kernels/test_commit.py",)
 KV_APPEND = ("tests/kernels/test_kv_append.py",)
-ROUTE = ("tests/kernels/test_route.py",)
+ROUTE = ("tests/kernels/test_router.py",)
 LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
 DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
 HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_bitwise_those_of_one_exchange",)
@@ -95,11 +95,11 @@ FAULTS = [
         "share(experts, self.ep, index // self.tpf)", "share(experts, self.ep, index % self.ep)", LAYOUT,
     ),
     Fault(
-        "window one key too wide in the kernel", "kernels/placement.py",
+        "window one key too wide in the kernel", "kernels/attention/placement.py",
         "tl.maximum(position + 1 - WINDOW, 0)", "tl.maximum(position - WINDOW, 0)", PLACEMENT,
     ),
     Fault(
-        "start rotation ignored in the kernel", "kernels/placement.py",
+        "start rotation ignored in the kernel", "kernels/attention/placement.py",
         "(position // BLOCK_TOKENS + start) % KVP == RANK", "position // BLOCK_TOKENS % KVP == RANK", PLACEMENT,
     ),
     # ---- pages, lengths, steps
@@ -147,50 +147,50 @@ FAULTS = [
         ".long().cumprod(1).sum(1)", ".long().sum(1)", KV_CACHE,
     ),
     Fault(
-        "a step takes more than the limit", "kernels/commit.py",
+        "a step takes more than the limit", "kernels/tokens/commit.py",
         "tl.minimum(held + 1, left)", "held + 1", COMMIT,
     ),
     Fault(
-        "lengths of idle rows grow", "kernels/commit.py",
+        "lengths of idle rows grow", "kernels/tokens/commit.py",
         "tl.store(lengths + b, length + count)", "tl.store(lengths + b, length + held + 1)", COMMIT,
     ),
     # ---- attention
     Fault(
-        "LSE in base 2", "kernels/flash_decode.py",
+        "LSE in base 2", "kernels/attention/split_kv.py",
         "tl.store(lse, log2 * 0.6931471805599453, mask=live)", "tl.store(lse, log2, mask=live)", DECODE,
     ),
     Fault(
-        "sum without its rescale", "kernels/paged.py",
+        "sum without its rescale", "kernels/attention/paged_tiles.py",
         "total = total * rescale + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", DECODE,
     ),
     Fault(
-        "output without its rescale", "kernels/paged.py", "acc * rescale[:, None]", "acc", DECODE,
+        "output without its rescale", "kernels/attention/paged_tiles.py", "acc * rescale[:, None]", "acc", DECODE,
     ),
     Fault(
-        "a key of the future", "kernels/paged.py",
+        "a key of the future", "kernels/attention/paged_tiles.py",
         "(key[None, :] < row_hi[:, None])", "(key[None, :] <= row_hi[:, None])", DECODE,
     ),
     Fault(
-        "window one key too narrow", "kernels/paged.py",
+        "window one key too narrow", "kernels/attention/paged_tiles.py",
         "(key[None, :] >= row_lo[:, None])", "(key[None, :] > row_lo[:, None])",
         ("tests/kernels/test_flash_decode.py::test_kernel[window]",),
     ),
     Fault(
-        "sink in base 2", "kernels/paged.py",
+        "sink in base 2", "kernels/attention/paged_tiles.py",
         "sink = sink.to(tl.float32) * 1.4426950408889634", "sink = sink.to(tl.float32)",
         ("tests/kernels/test_flash_decode.py::test_kernel[sinks]",),
     ),
     Fault(
-        "an empty shard is NaN", "kernels/flash_decode.py",
+        "an empty shard is NaN", "kernels/attention/split_kv.py",
         "acc /= tl.where(empty, 1.0, total)[:, None]", "acc /= total[:, None]",
         ("tests/kernels/test_flash_decode.py::test_kernel[empty-shards]",),
     ),
     Fault(
-        "nothing anywhere is NaN", "kernels/lse_combine.py",
+        "nothing anywhere is NaN", "kernels/attention/lse_combine.py",
         '    peak = tl.where(peak == float("-inf"), 0.0, peak)\n', "", LSE_COMBINE,
     ),
     Fault(
-        "what an empty source left counts", "kernels/lse_combine.py",
+        "what an empty source left counts", "kernels/attention/lse_combine.py",
         'width = tl.where(source_lse == float("-inf"), 0, D)', "width = tl.where(source_lse == 0, D, D)", LSE_COMBINE,
     ),
     Fault(
@@ -213,7 +213,7 @@ FAULTS = [
     ),
     Fault("chunks in the other order", "comm/hopb.py", "torch.cat(exchanged)", "torch.cat(exchanged[::-1])", HOPB),
     Fault(
-        "halves of a key turned the wrong way", "kernels/kv_append.py",
+        "halves of a key turned the wrong way", "kernels/attention/kv_append.py",
         "other = second * c + first * s", "other = second * c - first * s", KV_APPEND,
     ),
     Fault(
@@ -235,16 +235,16 @@ FAULTS = [
         'return plain / s["factor"], 1.0', "return plain, 1.0", ROTARY,
     ),
     # ---- experts
-    Fault("weights not normalised", "kernels/reference/route.py", "if normalise:", "if False:", ROUTE),
+    Fault("weights not normalised", "kernels/reference/router.py", "if normalise:", "if False:", ROUTE),
     Fault(
-        "routed scale left out", "kernels/route.py", "weight * scale, 1.0)", "weight, 1.0)", ROUTE,
+        "routed scale left out", "kernels/moe/router.py", "weight * scale, 1.0)", "weight, 1.0)", ROUTE,
     ),
     Fault(
-        "a group is as good as its best expert", "kernels/reference/route.py",
+        "a group is as good as its best expert", "kernels/reference/router.py",
         "grouped.topk(group_score).values.sum(-1)", "grouped.max(-1).values", ROUTE,
     ),
     Fault(
-        "the choice's bias weighs", "kernels/reference/route.py",
+        "the choice's bias weighs", "kernels/reference/router.py",
         "weights = scores.gather(1, ids)", "weights = choice.gather(1, ids)", ROUTE,
     ),
     Fault(
@@ -259,8 +259,8 @@ FAULTS = [
         "gate and up exchanged", "helix/layers/moe.py", "for odd in (0, 1))", "for odd in (1, 0))", EXPERT_LAYERS,
     ),
     Fault(
-        "gpt-oss's gate without its one", "kernels/reference/moe.py", "* (up + 1))", "* up)",
-        ("tests/kernels/test_moe.py::test_moe_is_transformers",),
+        "gpt-oss's gate without its one", "kernels/reference/experts.py", "* (up + 1))", "* up)",
+        ("tests/kernels/test_experts.py::test_moe_is_transformers",),
     ),
     # ---- layers
     Fault(
@@ -312,7 +312,7 @@ FAULTS = [
         "keep = scaled >= self.min_p", "keep = scaled > self.min_p", SAMPLING,
     ),
     Fault(
-        "drafts kept whatever drew them", "kernels/accept.py", "        bound *= q\n", "        bound *= 1.0\n",
+        "drafts kept whatever drew them", "kernels/tokens/accept.py", "        bound *= q\n", "        bound *= 1.0\n",
         ("tests/kernels/test_accept.py::test_kernels_do_what_the_reference_does",),
     ),
     # ---- messages and mailboxes
@@ -327,58 +327,61 @@ FAULTS = [
         ("tests/dist/test_communicator.py::test_rank_order_sum_rounds_once",),
     ),
     Fault(
-        "one box for two launches", "kernels/mailbox.py",
+        "one box for two launches", "kernels/peers/mailbox.py",
         "((tag & 1) * SOURCES + source)", "source",
         (AHEAD + "test_all_gather", AHEAD + "test_all_reduce_norm[one-shot-at-once]"),
     ),
     Fault(
-        "the exchange has one box for two launches", "kernels/mailbox.py",
+        "the exchange has one box for two launches", "kernels/peers/mailbox.py",
         "((tag & 1) * SOURCES + source)", "source", (AHEAD + "test_exchange",),
     ),
     Fault(
-        "words are taken without their tag", "kernels/mailbox.py",
+        "words are taken without their tag", "kernels/peers/mailbox.py",
         "    looks = 0\n", "    missing = 0 * missing\n    looks = 0\n", (AHEAD + "test_all_gather",),
     ),
     Fault(
-        "turns are counted from zero", "kernels/mailbox.py",
+        "turns are counted from zero", "kernels/peers/mailbox.py",
         "(tl.load(counter) // TURN + 1)", "(tl.load(counter) // TURN)", (AHEAD + "test_all_gather",),
     ),
     Fault(
-        "a program too few ends the turn", "kernels/mailbox.py",
+        "a program too few ends the turn", "kernels/peers/mailbox.py",
         "TURN - programs + 1, 1)", "TURN - programs, 1)", (AHEAD + "test_exchange",),
     ),
-    Fault("wait without patience", "kernels/mailbox.py", "tl.where(tl.load(status) != 0, 0, spins)", "spins", VAIN),
     Fault(
-        "wait without end", "kernels/mailbox.py",
+        "wait without patience", "kernels/peers/mailbox.py",
+        "tl.where(tl.load(status) != 0, 0, spins)", "spins", VAIN,
+    ),
+    Fault(
+        "wait without end", "kernels/peers/mailbox.py",
         "while (missing > 0) & (looks < spins):", "while missing > 0:", VAIN, 10.0,
     ),
     Fault(
-        "nobody hears of a wait in vain", "kernels/mailbox.py",
+        "nobody hears of a wait in vain", "kernels/peers/mailbox.py",
         "        tl.store(status, missing)\n", "        tl.store(status, 0 * missing)\n", VAIN,
     ),
     Fault(
-        "what did not come passes for numbers", "kernels/mailbox.py",
+        "what did not come passes for numbers", "kernels/peers/mailbox.py",
         "        got = tl.where(mask & ((got >> 32).to(tl.int32) != tag), -1, got)\n", "", VAIN,
     ),
     Fault(
-        "a norm does not wait for its predecessor", "kernels/all_reduce_norm.py",
+        "a norm does not wait for its predecessor", "kernels/peers/all_reduce_norm.py",
         "    if not EARLY:\n        wait_for_predecessor(PDL)\n", "", (AHEAD + "test_all_reduce_norm",),
     ),
     Fault(
-        "squares are added before they are there", "kernels/all_reduce_norm.py",
+        "squares are added before they are there", "kernels/peers/all_reduce_norm.py",
         "bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)",
         "bits = tl.load(mine + s, mask=s < SLICES, other=0).to(tl.int32)", (AHEAD + "test_all_reduce_norm",),
     ),
     Fault(
-        "an empty source's words count", "kernels/exchange.py",
+        "an empty source's words count", "kernels/peers/exchange.py",
         'some = (logs != float("-inf"))[:, None]', "some = (logs == logs)[:, None]", (COLLECTIVES + "test_exchange",),
     ),
     Fault(
-        "everybody gets this rank's heads", "kernels/exchange.py",
+        "everybody gets this rank's heads", "kernels/peers/exchange.py",
         "head = tl.load(starts + to) + lane", "head = tl.load(starts + rank) + lane", (COLLECTIVES + "test_exchange",),
     ),
     Fault(
-        "LSE sent in base 2", "kernels/merge_exchange.py",
+        "LSE sent in base 2", "kernels/peers/merge_exchange.py",
         "log = log2 * 0.6931471805599453", "log = log2",
         ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-3-dtype0]",),
     ),
@@ -470,27 +473,27 @@ FAULTS = [
     ),
     Fault("the last stop text counts", "helix/text.py", "self._held[: min(found)]", "self._held[: max(found)]", TEXT),
     Fault(
-        "results of other token ids are kept", "launch/prompts.py",
+        "results of other token ids are kept", "launch/inputs/prompts.py",
         "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,
     ),
     Fault(
-        "results of another stop text are kept", "launch/prompts.py",
+        "results of another stop text are kept", "launch/inputs/prompts.py",
         "getattr(config.decode, key)) for key in OPTIONS}", "getattr(config.decode, key)) for key in OPTIONS[:-1]}",
         PROMPTS,
     ),
     Fault(
-        "refusals count as results", "launch/prompts.py",
+        "refusals count as results", "launch/inputs/prompts.py",
         'if reason in ("stop", "length"):', "if reason is not None:", PROMPTS,
     ),
     Fault(
-        "ranks that failed are not heard", "launch/distributed.py",
+        "ranks that failed are not heard", "launch/job/membership.py",
         '                if store.check(["failed"]):\n', "                if False:\n",
-        ("tests/unit/test_distributed.py",), 20.0,
+        ("tests/unit/test_membership.py",), 20.0,
     ),
     Fault(
-        "silence is not noticed", "launch/distributed.py",
+        "silence is not noticed", "launch/job/membership.py",
         "missed[r] * BEAT_S > SILENCE_S", "missed[r] * BEAT_S > 9 * SILENCE_S",
-        ("tests/unit/test_distributed.py",), 20.0,
+        ("tests/unit/test_membership.py",), 20.0,
     ),
     # ---- predictions
     Fault(

@@ -19,29 +19,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from kernels.accept import _accept_kernel, _kept_mass_kernel
-from kernels.all_gather import _all_gather_kernel
-from kernels.all_reduce_norm import _all_reduce_norm_kernel
-from kernels.commit import _commit_kernel
-from kernels.each_head import _each_head_kernel, head_blocks
-from kernels.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
-from kernels.flash_decode import LARGE, SLICE, _flash_decode_kernel, _merge_parts_kernel, decode_tile
-from kernels.flash_prefill import _flash_prefill_kernel
-from kernels.flash_prefill_sm90 import _flash_prefill_sm90_kernel
-from kernels.kv_append import _kv_append_kernel
-from kernels.latents import latent_tile
-from kernels.linear import _linear_kernel
-from kernels.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
-from kernels.linear_sm90 import SHARED as SLICED
-from kernels.lse_combine import _lse_combine_kernel
-from kernels.mailbox import sum_shape
-from kernels.merge_exchange import _merge_exchange_kernel
-from kernels.mla_append import _mla_append_kernel
-from kernels.mla_decode import _mla_decode_kernel
-from kernels.mla_decode_few_sm90 import _mla_decode_few_sm90_kernel
-from kernels.mla_decode_sm90 import _mla_decode_sm90_kernel
-from kernels.mla_prefill import _mla_prefill_kernel
-from kernels.moe import (
+from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
+from kernels.attention.flash_prefill import _flash_prefill_kernel
+from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
+from kernels.attention.kv_append import _kv_append_kernel
+from kernels.attention.lse_combine import _lse_combine_kernel
+from kernels.attention.paged_tiles import tile_shape
+from kernels.attention.split_kv import LARGE, SLICE, _merge_parts_kernel
+from kernels.dense.linear import _linear_kernel
+from kernels.dense.linear_sm90 import ROWS, SLICES, _linear_sm90_kernel
+from kernels.dense.linear_sm90 import SHARED as SLICED
+from kernels.dense.qkv_append import _qkv_append_kernel
+from kernels.dense.rms_norm import _rms_norm_kernel
+from kernels.mla.append import _mla_append_kernel
+from kernels.mla.decode import _mla_decode_kernel
+from kernels.mla.decode_few_rows_sm90 import _mla_decode_few_sm90_kernel
+from kernels.mla.decode_many_rows_sm90 import _mla_decode_sm90_kernel
+from kernels.mla.latent_tiles import latent_tile
+from kernels.mla.per_head_linear import _each_head_kernel, head_blocks
+from kernels.mla.prefill import _mla_prefill_kernel
+from kernels.moe.experts import (
     _down_few_kernel,
     _down_kernel,
     _few_tiles,
@@ -51,15 +48,25 @@ from kernels.moe import (
     _tiles,
     _way,
 )
-from kernels.moe_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
-from kernels.moe_sm90 import ROWS as DOWN_ROWS
-from kernels.paged import tile_shape
-from kernels.qkv_append import _qkv_append_kernel
-from kernels.replay import _replay_kernel
-from kernels.rms_norm import _rms_norm_kernel
-from kernels.route import _route_kernel
+from kernels.moe.experts_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
+from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
+from kernels.moe.router import _route_kernel
+from kernels.peers.all_gather import _all_gather_kernel
+from kernels.peers.all_reduce_norm import _all_reduce_norm_kernel
+from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
+from kernels.peers.mailbox import sum_shape
+from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.sm90 import SHARED
-from kernels.verify import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_and_pack_kernel, _verify_kernel
+from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
+from kernels.tokens.commit import _commit_kernel
+from kernels.tokens.synthetic_drafts import _replay_kernel
+from kernels.tokens.verify import (
+    _naive_kernel,
+    _one_block_kernel,
+    _pack_kernel,
+    _verify_and_pack_kernel,
+    _verify_kernel,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}

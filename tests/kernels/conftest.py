@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from kernels import routing
+from kernels import dispatch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,5 +33,5 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The GPU where there is one; else the CPU, with the ops sent to their Triton kernels all the same."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    monkeypatch.setattr(routing, "on_gpu", lambda t: True)
+    monkeypatch.setattr(dispatch, "on_gpu", lambda t: True)
     return torch.device("cpu")

@@ -14,11 +14,11 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling import SamplingParams, SamplingState, distribution, sample
-from kernels import accept as kernels
-from kernels.best_token import best_of_ranks
 from kernels.reference import accept as reference
 from kernels.reference.uniform import DRAFT, TARGET, gumbel, uniform
-from kernels.uniform import uniform as kernel_uniform
+from kernels.tokens import accept as kernels
+from kernels.tokens.best_token import best_of_ranks
+from kernels.tokens.uniform import uniform as kernel_uniform
 from tests.unit.test_sampling import MIXED, chi_square, chi_square_limit, oracle_kept, state_of, word_logits
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder as BUILDER
 
-from comm.base import Projection, Summand
-from kernels import moe_sm90
-from kernels.all_gather import SLICE_WORDS, all_gather
-from kernels.all_reduce_norm import all_reduce_norm
-from kernels.exchange import IN_GROUP, PIECE_WORDS, exchange
-from kernels.mailbox import SumBoxes
-from kernels.moe import RoutedExperts
+from comm.pending import Projection, Summand
+from kernels.moe import experts_sm90
+from kernels.moe.experts import RoutedExperts
+from kernels.peers.all_gather import SLICE_WORDS, all_gather
+from kernels.peers.all_reduce_norm import all_reduce_norm
+from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
+from kernels.peers.mailbox import SumBoxes
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 
@@ -293,7 +293,7 @@ def test_what_wide_experts_on_hopper_send(
     W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, two_shot: bool, device: torch.device
 ) -> None:
     found = experts(W, N, k, E, H, F, plus, torch.bfloat16, device)
-    assert all(moe_sm90.fits(one.x, one.gate_up, one.down) for one in found if isinstance(one, RoutedExperts))
+    assert all(experts_sm90.fits(one.x, one.gate_up, one.down) for one in found if isinstance(one, RoutedExperts))
     check_what_is_sent(found, two_shot, device)
 
 

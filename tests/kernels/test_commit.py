@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.commit import PAST, commit
 from kernels.reference.commit import commit as reference
+from kernels.tokens.commit import PAST, commit
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.paged import ROOMY
+from kernels.attention.paged_tiles import ROOMY
 from tests.kernels.compile_sm90 import cases
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +28,9 @@ def test_sm_90() -> None:
     # thread), and the addresses that are kept beside it have to leave; some of what the schedule found, on Hopper's.
     most = {"mla-decode-64": 384, "mla-prefill-64": 384, "mla-decode-sm90": 64, "mla-decode-few-sm90": 64}
     assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > most.get(line[0], 16)] == [], done.stdout
-    # Attention starts while programs of its predecessor still take room (kernels/kv_append.py, kernels/mla_append.py):
-    # as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents one.
+    # Attention starts while programs of its predecessor still take room (kernels/attention/kv_append.py,
+    # kernels/mla/append.py): as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents
+    # one.
     for line, (name, _, _, constants, options) in zip(lines, cases(), strict=True):
         if line[1] == "bf16" and (name.startswith("mla-decode") or (name == "decode" and constants["D"] > ROOMY.value)):
             meant = 8 // options["num_warps"] if name == "decode" else 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.flash_decode import flash_decode
+from kernels.attention.flash_decode import flash_decode
 from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
 

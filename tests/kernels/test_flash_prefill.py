@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import flash_prefill_sm90
-from kernels.flash_prefill import flash_prefill
+from kernels.attention import flash_prefill_sm90
+from kernels.attention.flash_prefill import flash_prefill
 from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, make_case
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import all_gather, all_reduce_norm, exchange, merge_exchange, routing
+from kernels import dispatch
+from kernels.peers import all_gather, all_reduce_norm, exchange, merge_exchange
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 from tests.kernels.interleaving import Streams
@@ -121,7 +122,7 @@ def test_merge_exchange(generator: random.Random) -> None:
     shares, D = SHAPES[shape]["shares"], SHAPES[shape]["dim"]
     W, starts = len(shares), starts_of(shares)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "on_gpu", lambda t: True)
+        patch.setattr(dispatch, "on_gpu", lambda t: True)
         each = [parts_of(shape, r, 3, torch.float32, CPU) for r in range(W)]
     ranks, streams = Ranks(W, 2 * W * PIECES * exchange.PIECE_WORDS, CPU), Streams(W, merge_exchange)
     got: list[list[Tensor]] = [[] for _ in range(LAUNCHES)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_append import kv_append
+from kernels.attention.kv_append import kv_append
 from kernels.reference.kv_append import kv_append as reference
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import linear_sm90
-from kernels.linear import linear
+from kernels.dense import linear_sm90
+from kernels.dense.linear import linear
 from kernels.reference.linear import linear as reference
-from launch.bench_linear import MATRICES
+from launch.bench.linear import MATRICES
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
 CASES = [
@@ -40,7 +40,7 @@ def test_exact_results_are_not_rounded(
     N: int, R: int, K: int, op: Any, dtype: torch.dtype, device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if op is reference:
-        monkeypatch.setattr("kernels.routing.on_gpu", lambda x: False)
+        monkeypatch.setattr("kernels.dispatch.on_gpu", lambda x: False)
     x, weight, _, wanted = _case(torch.Generator().manual_seed(K), N, R, K, False, False, dtype, device)
     y = linear(x, weight, exact=True)
     # Products of 16-bit numbers are exact in fp32, and sums of up to 528 such terms of size 1/sqrt(K) are off by 2e-5

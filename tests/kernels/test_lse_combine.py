@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.lse_combine import lse_combine
+from kernels.attention.lse_combine import lse_combine
 from kernels.reference.flash_decode import flash_decode
 from kernels.reference.lse_combine import lse_combine as reference
 from tests.kernels.oracle import make_case

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.exchange import IN_GROUP, PIECE_WORDS, exchange
-from kernels.flash_decode import LARGE, Parts, decode_parts
-from kernels.merge_exchange import merge_exchange
+from kernels.attention.flash_decode import decode_parts
+from kernels.attention.split_kv import LARGE, Parts
+from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
+from kernels.peers.merge_exchange import merge_exchange
 from tests.kernels.oracle import make_case
 from tests.kernels.test_collectives import PIECES, Ranks
 

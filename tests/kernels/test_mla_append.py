@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.each_head import MAX_ROWS
-from kernels.mla_append import mla_append
+from kernels.mla.append import mla_append
+from kernels.mla.per_head_linear import MAX_ROWS
 from kernels.reference.mla_append import mla_append as reference
 from tests.kernels.test_kv_append import expected
 

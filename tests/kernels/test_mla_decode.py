@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import mla_sm90
-from kernels.mla_decode import mla_decode
+from kernels.mla import decode_common_sm90
+from kernels.mla.decode import mla_decode
 from kernels.reference.mla_decode import mla_decode as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check
@@ -169,7 +169,7 @@ def test_on_hopper(shape: str) -> None:
     """Each schedule of programs, into outputs full of NaN, and bitwise the same when repeated."""
     settings = dict(page_size=64, dtype=torch.bfloat16) | ON_HOPPER[shape]
     case = make_latent_case(**settings, latent=512, rope=64, device="cuda")
-    assert mla_sm90.fits(case.q.unflatten(0, (len(case.counts), -1)), case.cache, case.latent)
+    assert decode_common_sm90.fits(case.q.unflatten(0, (len(case.counts), -1)), case.cache, case.latent)
     expected = case.expected()
     for options in ({}, {"programs": 7}):
         shape_of_lse = (len(case.counts), case.counts[0], case.q.shape[1])
@@ -209,7 +209,7 @@ def test_what_fits_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = dict(heads=32, latent=512, dtype=torch.bfloat16, page_size=64) | change
     case = make_latent_case([1], [3], rope=576 - shape["latent"], **shape)
-    assert mla_sm90.fits(case.q[:, None], case.cache, case.latent) == fits
+    assert decode_common_sm90.fits(case.q[:, None], case.cache, case.latent) == fits
 
 
 @pytest.mark.gpu

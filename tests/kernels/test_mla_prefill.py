@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.mla_prefill import mla_prefill
+from kernels.mla.prefill import mla_prefill
 from kernels.reference.mla_prefill import mla_prefill as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
 from tests.kernels.oracle import check

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import kernels.ngram as module
-from kernels.ngram import ngram
+import kernels.tokens.ngram as module
 from kernels.reference.ngram import ngram as reference
+from kernels.tokens.ngram import ngram
 
 
 def proposed(tokens: list[int], drafts: int, longest: int) -> list[int]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import linear_sm90
-from kernels.kv_append import HeadSlots
-from kernels.qkv_append import _fuses, _on_hopper, qkv_append
+from kernels.attention.kv_append import HeadSlots
+from kernels.dense import linear_sm90
+from kernels.dense.qkv_append import _fuses, _on_hopper, qkv_append
 from tests.kernels.test_kv_append import expected
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from helix.kv_cache import Placement
 from helix.layout import HelixLayout
-from kernels.best_token import best_of_rank, best_of_ranks
-from kernels.embedding import embedding
-from kernels.placement import cache_slots, local_bounds
+from kernels.attention.placement import cache_slots, local_bounds
+from kernels.dense.embedding import embedding
+from kernels.dense.rotary import angles
 from kernels.reference import best_token as reference_best
 from kernels.reference.embedding import embedding as reference_embedding
 from kernels.reference.rotary import angles as reference_angles
-from kernels.rotary import angles
+from kernels.tokens.best_token import best_of_rank, best_of_ranks
 
 HOME = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

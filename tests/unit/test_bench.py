@@ -8,9 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 
-from launch import jobs, local
-from launch.bench import _check_models
-from launch.bench_steps import BASELINES, WORKLOADS, fitting_layers, floor_s, largest_batch, layouts, measure, spec_of
+from launch.bench.__main__ import _check_models
+from launch.bench.steps import largest_batch, measure
+from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
+from launch.inputs import parts
+from launch.inputs.compose import spec_of
+from launch.job import spawn
 
 
 @pytest.mark.parametrize(
@@ -62,10 +65,10 @@ def test_ranks_beyond_the_gpus_are_played(
     gpus: int, ranks: int, processes: int, played: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[int, list[str]]] = []
-    monkeypatch.setattr(local.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(local, "launch", lambda count, overrides: started.append((count, overrides)) or 1)
-    with pytest.raises(jobs.JobError, match=r"^exit code 1$"):
-        jobs.measure(ranks, ["bench=comm"])
+    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(spawn, "launch", lambda count, overrides: started.append((count, overrides)) or 1)
+    with pytest.raises(spawn.JobError, match=r"^exit code 1$"):
+        spawn.measure(ranks, ["bench=comm"])
     [(count, overrides)] = started
     assert count == processes
     assert overrides[:-1] == ["comm.backend=stand_in"] * played + ["bench=comm"]
@@ -74,9 +77,9 @@ def test_ranks_beyond_the_gpus_are_played(
 
 def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     work, layout = WORKLOADS[0], layouts(spec_of(WORKLOADS[0].model), 2, baselines=False)[0]
-    monkeypatch.setattr(local, "launch", lambda count, overrides: os.write(2, b"error: no room\n") and 1)
+    monkeypatch.setattr(spawn, "launch", lambda count, overrides: os.write(2, b"error: no room\n") and 1)
     assert [row["failed"] for row in measure([work, work], layout, [])] == ["no room"] * 2
-    monkeypatch.setattr(local, "launch", lambda count, overrides: local.INTERRUPTED)
+    monkeypatch.setattr(spawn, "launch", lambda count, overrides: spawn.INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):  # or the next job would start
         measure([work], layout, [])
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import show
-from launch.bench_speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
-from launch.command import ROOT
-from launch.edits import GIVEN, LINES, edits
+from launch.bench.copy_prompts import GIVEN, LINES, edits
+from launch.bench.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
+from launch.inputs.compose import ROOT
+from launch.records import tables
 
 # Of the benchmark of verification; no decode step has them, nor those of prompts.
 ELSEWHERE = {"naive", "verify", "pack", "one_block", "verify_and_pack"}
 
 
 def test_every_kernel_of_a_step_is_in_one_part() -> None:
-    sources = [file.read_text() for file in (ROOT / "kernels").glob("*.py")]
+    sources = [file.read_text() for file in (ROOT / "kernels").rglob("*.py")]
     kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)}
     kernels -= {name for name in kernels if "prefill" in name} | {f"_{name}_kernel" for name in ELSEWHERE}
     assert len(kernels) > 30
@@ -68,8 +68,8 @@ def test_gains() -> None:
 
 
 def test_tables_of_results_and_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "ROOT", tmp_path)
-    assert show.speculate() == show.edits() == [], "without a record there is no table"
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.speculate() == tables.edits() == [], "without a record there is no table"
     about = {"kind": "replay", "model": "a-7b", "layout": "helix kvp=2 tpa=2 -> tpf=4 ep=1"}
     lines = [about | row for row in with_gains([point(0, 1000.0, 1.0), point(2, 1250.0, 2.0), FAILED], 0.5)]
     lines.append(
@@ -79,12 +79,12 @@ def test_tables_of_results_and_of_none(tmp_path: Path, monkeypatch: pytest.Monke
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     (results / "speculate.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    heads, rule, plain, two, failed = show.speculate()
+    heads, rule, plain, two, failed = tables.speculate()
     assert len({row.count("|") for row in (heads, rule, plain, two, failed)}) == 1
     shares = "25.0% | 0.0% | 0.0% | 75.0% | 0.0% | 0.0% | 0.0%"
     assert two == f"| a-7b | 2 x 0K | 2 | 1.25 ms (1.88) | 2.00 | 1600.0 | 1.60 | 1.40 | {shares} |"
     assert "does not fit" in failed
-    assert show.edits()[2:] == ["| 4 | helix kvp=4 tpa=1 | 2.50 | 1.00 ms | 2500 | 2.25 | 4.0 | 8 of 8 |"]
+    assert tables.edits()[2:] == ["| 4 | helix kvp=4 tpa=1 | 2.50 | 1.00 ms | 2500 | 2.25 | 4.0 | 8 of 8 |"]
 
 
 def test_edits_begin_a_copy_in_which_one_name_is_another(tmp_path: Path) -> None:

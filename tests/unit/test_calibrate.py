@@ -21,9 +21,9 @@ from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from launch import calibrate
 from launch.calibrate import ROWS, assemble, main, measure
-from launch.hardware import load_hardware, read_hardware
-from launch.recorded import FILES
-from launch.simulate import load_spec
+from launch.inputs.compose import load_spec
+from launch.inputs.hardware import load_hardware, read_hardware
+from launch.records.recorded_steps import FILES
 
 H200 = load_hardware("h200")
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_constants_of_planted_rows() -> None:
 
 
 def comm_rows(rate: float = 2e11) -> list[dict[str, Any]]:
-    """What `launch.bench_comm` would record of collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
+    """What `launch.bench.comm` would record of collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
     rows = []
     for width, latency in ((2, 2e-6), (4, 3e-6)):
         for name, sizes in (

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from helix.config import BenchConfig, Config, bench_points, check
-from launch import command
-from launch.command import GROUPS, ROOT, sweep_points, told
+from launch.inputs import compose
+from launch.inputs.compose import GROUPS, ROOT, sweep_points, told
 
 CONF = Path(ROOT) / "conf"
 
 
 def composed(*overrides: str) -> Config:
-    return command.composed(overrides)
+    return compose.composed(overrides)
 
 
 def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
@@ -158,7 +158,7 @@ def test_paths_are_taken_as_they_are(path: str) -> None:
     if "," not in path:
         assert sweep_points([f"decode.prompts={path}"])[0] in (
             [[f"decode.prompts={path}"]],
-            [[f"decode.prompts={command.QuotedString(path, command.Quote.single).with_quotes()}"]],
+            [[f"decode.prompts={compose.QuotedString(path, compose.Quote.single).with_quotes()}"]],
         )
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.show import PAGES, with_tables
 from helix.layout import HelixLayout
 from launch import reference
-from launch.command import composed, sweep_points
+from launch.inputs.compose import composed, sweep_points
+from launch.records.tables import PAGES, with_tables
 
 ROOT = Path(__file__).parents[2]
 # Named by the pages, and there once files have moved: to be deleted then.

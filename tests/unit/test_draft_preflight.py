@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld
+from helix import build
 from helix.attention.dense import DenseAttention
 from helix.config import Config
+from helix.errors import AlikeError
 from helix.kv_cache import KVCache, token_bytes
 from helix.layout import HelixLayout
 from helix.loading import read_config
@@ -21,9 +23,7 @@ from helix.models import Decoder, spec_from_config
 from helix.request import Request
 from helix.scheduler import Scheduler
 from helix.speculation import DraftModel, ModelDrafter
-from launch import decode
-from launch.distributed import AlikeError
-from launch.preflight import DraftPlan, preflight
+from launch.inputs.preflight import DraftPlan, preflight
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.unit.test_config import composed
 
@@ -139,16 +139,16 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
     draft = DraftModel(model_of(family, layout), layout, world.communicator(0, [0]))
     target = model_of("qwen3", layout)
     sizes = composed("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
-    monkeypatch.setattr(decode, "free_bytes", lambda device: free)
+    monkeypatch.setattr(build, "free_bytes", lambda device: free)
     comm = world.communicator(0, [0])
     page = 32 * token_bytes(target.spec.layers, target.spec.entries(layout, 0), torch.float32)
     first = min(wanted + sizes.speculation.gamma * max_batch, 32)
     beside = 32 * draft.pages(first, block, 32, max_batch) * draft.bytes_per_token
     if page + beside > int(free * sizes.kv.memory_fraction):
         with pytest.raises(AlikeError, match="holds no page"):
-            decode.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
+            build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
         return
-    engine = decode.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
+    engine = build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
     drafter = engine.runner.drafter
     assert isinstance(drafter, ModelDrafter)
 

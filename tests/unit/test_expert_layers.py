@@ -16,7 +16,7 @@ from helix.layers.moe import MoE, MoESpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.loading import randomize
-from kernels.route import route
+from kernels.moe.router import route
 
 HIDDEN, TOKENS = 24, 13
 # Counts and widths that few ranks divide; more ranks than experts; many experts without tokens.

@@ -15,7 +15,7 @@ from typing import TextIO
 import pytest
 
 from helix.files import check_file, read_json, read_text
-from launch.files import check_record, check_writable, claim, write_atomically
+from launch.inputs.files import check_record, check_writable, claim, write_atomically
 
 
 @contextmanager

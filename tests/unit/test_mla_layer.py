@@ -19,8 +19,8 @@ from helix.layers import mla
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, randomize, read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
-from launch.bench_steps import spec_of
-from launch.preflight import check_layout
+from launch.inputs.compose import spec_of
+from launch.inputs.preflight import check_layout
 from tests.e2e.checkpoints import checkpoint
 
 

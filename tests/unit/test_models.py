@@ -21,7 +21,7 @@ from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
-from launch.preflight import make_spec
+from launch.inputs.parts import make_spec
 from tests.unit.test_config import composed
 
 

@@ -19,13 +19,14 @@ from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from helix.simulate.points import Options, Points
 from helix.simulate.step import memory_of, predict
-from launch.auto import choose, ranks, workload
-from launch.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
-from launch.plan import answer, main, parse, regrets, summary
-from launch.preflight import preflight
-from launch.prompts import Prompt
-from launch.recorded import RECORDED, Cell, compare, halves, measured, read_cells
-from launch.simulate import load_spec
+from launch.inputs.auto_layout import choose, ranks, workload
+from launch.inputs.compose import load_spec
+from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
+from launch.inputs.preflight import preflight
+from launch.inputs.prompts import Prompt
+from launch.plan import answer, main, parse
+from launch.records.planner_check import regrets, summary
+from launch.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
 from launch.sweep import skip_reason
 from tests.e2e.checkpoints import checkpoint
 from tests.unit.test_config import composed
@@ -53,7 +54,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     directory = tmp_path_factory.mktemp("hardware")
     for name in ("b200", "gb200", "h100", "h200"):
         (directory / f"{name}.yaml").symlink_to(HARDWARE / f"{name}.yaml")
-    monkeypatch.setattr("launch.hardware.HARDWARE", directory)
+    monkeypatch.setattr("launch.inputs.hardware.HARDWARE", directory)
 
 
 # ---- ranking
@@ -315,7 +316,7 @@ def test_a_calibrated_profile_comes_before_the_shipped_one(tmp_path: Path, monke
     for name, date in (("h200", None), ("mine", "2026-11-21"), ("older", "2026-11-20")):
         of = {"gpus": {None: 8, "2026-11-21": 4, "2026-11-20": 2}[date]}
         (tmp_path / f"{name}.yaml").write_text(json.dumps(data | of | ({"calibrated": {"date": date}} if date else {})))
-    monkeypatch.setattr("launch.hardware.HARDWARE", tmp_path)
+    monkeypatch.setattr("launch.inputs.hardware.HARDWARE", tmp_path)
     assert hardware_of("NVIDIA H200").gpus == 4
 
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helix.config import Config, DecodeConfig, ModelConfig
+from helix.errors import RankError
 from helix.request import Output, Request
-from launch.distributed import RankError
-from launch.prompts import OPTIONS, Prompt, ResultFile, digest, kept_results, read_prompts, to_request
+from launch.inputs.prompts import OPTIONS, Prompt, ResultFile, digest, kept_results, read_prompts, to_request
 from tests.unit.test_files import largest_file
 
 

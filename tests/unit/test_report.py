@@ -13,15 +13,16 @@ import torch
 from tokenizers import Tokenizer
 
 from helix.config import Config, DecodeConfig
+from helix.errors import RankError
 from helix.layout import HelixLayout
 from helix.request import Output
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.timings import Timings
-from launch.distributed import Job, RankError
-from launch.files import check_record
-from launch.needles import ANSWER_TOKENS, make, score
-from launch.preflight import preflight
-from launch.report import Console, Phases, _OneAtATime, percentile_us, summary, write_record
+from launch.inputs.files import check_record
+from launch.inputs.needles import ANSWER_TOKENS, make, score
+from launch.inputs.preflight import preflight
+from launch.job.membership import Job
+from launch.job.report import Console, Phases, _OneAtATime, percentile_us, summary, write_record
 from tests.unit.test_config import composed
 from tests.unit.test_files import largest_file
 

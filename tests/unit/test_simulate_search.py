@@ -12,25 +12,26 @@ import numpy as np
 import pytest
 
 from helix.layout import HelixLayout
-from helix.simulate import report
 from helix.simulate.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
 from helix.simulate.search import best_at, frontier, layouts, search
 from helix.simulate.step import predict
-from launch.bench_steps import spec_of
-from launch.hardware import HARDWARE, load_hardware
-from launch.preflight import check_layout
-from launch.simulate import PAGE, ROOT, load_spec, main, recorded, with_tables
+from launch.inputs.compose import load_spec, spec_of
+from launch.inputs.hardware import HARDWARE, load_hardware
+from launch.inputs.preflight import check_layout
+from launch.records import paper_rows
+from launch.records.paper import PAGE, recorded, with_tables
+from launch.simulate import ROOT, main
 
 M = 10**6
-GB200 = report.Setting(load_hardware("gb200"))
+GB200 = paper_rows.Setting(load_hardware("gb200"))
 BF16 = Options(weights="bf16", kv="bf16", messages="bf16")
 
 
 def test_a_hundred_thousand_points_in_seconds_and_the_same_frontier_in_any_order() -> None:
     spec = load_spec("llama-3.1-405b")
     begin = time.perf_counter()
-    found = search(spec, GB200.hardware, M // 8, report.PAPER, gpus=range(1, 65), batches=np.arange(1, 513))
+    found = search(spec, GB200.hardware, M // 8, paper_rows.PAPER, gpus=range(1, 65), batches=np.arange(1, 513))
     best = frontier(found)
     seconds = time.perf_counter() - begin
     rows = np.array([getattr(found.points, field.name) for field in fields(Points)]).T
@@ -86,24 +87,24 @@ def test_headlines_with_one_set_of_constants(
 ) -> None:
     """Paper: 1.5x and 32x, 1.13x and 4x. Reading alone: 7.49x and 2.69x, worked out from bytes."""
     spec = load_spec(model)
-    row, _, _ = report.headline(spec, GB200)
+    row, _, _ = paper_rows.headline(spec, GB200)
     assert user[0] <= row["user_gain"] <= user[1]
     assert row["batch_gain"] == batch and row["baseline_users"] == 1
     assert row["gpu_gain"] == pytest.approx(batch, rel=0.05)
     bare = replace(GB200, hardware=GB200.hardware.scaled(kernel=0, collective=0, link=1e30))
-    row, _, _ = report.headline(spec, bare)
+    row, _, _ = paper_rows.headline(spec, bare)
     assert row["user_gain"] == pytest.approx(alone, abs=0.005) and row["batch_gain"] == batch_alone
 
 
 def test_away_from_the_corner_the_gain_is_small() -> None:
-    row, base, helix = report.headline(load_spec("deepseek-r1"), GB200)
-    gains = [r["gpu_gain"] for r in report.curve(base, helix)]
+    row, base, helix = paper_rows.headline(load_spec("deepseek-r1"), GB200)
+    gains = [r["gpu_gain"] for r in paper_rows.curve(base, helix)]
     assert gains[0] == row["gpu_gain"] and gains[1] == pytest.approx(4.3, abs=0.05)
     assert max(gains[3:]) < 1.1
 
 
 def test_figure_3_ends_where_the_paper_s_does() -> None:
-    rows = report.figure_3()
+    rows = paper_rows.figure_3()
     ends = {on: max(r["end"] for r in rows if r["hopb"] == on) for on in ("off", "on")}
     assert ends == pytest.approx({"off": 25.6, "on": 17.2}, rel=1e-9)
     for row in rows:

@@ -1,0 +1,119 @@
+"""An engine with its cache and its drafter, in sizes that a config and the memory of all ranks allow."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+from comm.base import Communicator
+from helix.config import Config
+from helix.engine import Engine
+from helix.errors import AlikeError
+from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
+from helix.layout import HelixLayout
+from helix.model_runner import ModelRunner
+from helix.models import Decoder
+from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, ReplayDrafter
+
+
+def make_drafter(
+    config: Config, draft: DraftModel | None, vocab: int, max_batch: int, max_length: int, token_budget: int
+) -> Drafter | None:
+    """The drafter that a config names, for an engine of these sizes; None for none."""
+    speculation, kv = config.speculation, config.kv
+    match speculation.drafter:
+        case "ngram":
+            return NgramDrafter(speculation.gamma, speculation.longest)
+        case "replay":
+            return ReplayDrafter(speculation.gamma, speculation.acceptance, config.seed, vocab)
+        case "model":
+            assert draft is not None, "loaded with the model that it drafts for"
+            return ModelDrafter(
+                draft,
+                speculation.gamma,
+                vocab=vocab,
+                max_batch=max_batch,
+                max_length=max_length,
+                token_budget=token_budget,
+                append_block=kv.append_block,
+                page_size=kv.page_size,
+            )
+        case _:
+            return None
+
+
+def build_engine(
+    layout: HelixLayout,
+    comm: Communicator,
+    model: Decoder,
+    config: Config,
+    max_batch: int,
+    wanted_tokens: int,
+    tokenizer: Any | None = None,
+    draft: DraftModel | None = None,
+) -> Engine:
+    """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
+
+    Args:
+        draft: of speculation.drafter=model; its cache holds as many tokens.
+
+    Raises:
+        AlikeError: kv.tokens does not fit, or not a single page does.
+    """
+    spec, kv = model.spec, config.kv
+    placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
+    entries = spec.entries(layout, comm.rank)
+    dtype, device = model.weights.dtype, comm.device
+    page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
+    drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
+    wanted = kv.tokens or wanted_tokens + drafts * max_batch
+    needed = pages_for_tokens(layout, wanted, kv.append_block, kv.page_size, max_batch)
+
+    def tokens_of(pages: int) -> int:
+        return min(wanted, pages * kv.page_size * layout.kvp)
+
+    def bytes_of(pages: int) -> int:
+        """Of this many pages, and of the draft model's for the tokens that are let in with them."""
+        if draft is None:
+            return pages * page_bytes
+        own = draft.pages(tokens_of(pages), kv.append_block, kv.page_size, max_batch)
+        return pages * page_bytes + own * kv.page_size * draft.bytes_per_token
+
+    free = int(free_bytes(device) * kv.memory_fraction)
+    fitting = max(0, bisect_right(range(needed + 1), free, key=bytes_of) - 1)
+    pages = min(comm.all_gather_object(fitting))
+    if kv.tokens is not None and pages < needed:
+        own_pages = "" if draft is None else ", besides those of the draft model"
+        raise AlikeError(
+            f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
+            "take fewer tokens, or a larger layout.kvp"
+        )
+    if pages == 0:
+        raise AlikeError(
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {page_bytes} bytes: raise "
+            "it, or take a layout whose ranks hold fewer weights"
+        )
+    budget = tokens_of(pages)
+    max_length = min(budget, spec.max_positions)
+    drafter = make_drafter(config, draft, spec.vocab, max_batch, max_length, budget)
+    cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device)
+    runner = ModelRunner(
+        model,
+        layout,
+        comm,
+        cache,
+        placement,
+        max_batch=max_batch,
+        max_length=max_length,
+        drafter=drafter,
+        hopb=config.hopb.chunks,
+    )
+    return Engine(
+        runner,
+        token_budget=budget,
+        prefill_chunk=config.decode.prefill_chunk,
+        run_steps=config.decode.run_steps,
+        adaptive=config.speculation.adaptive,
+        tokenizer=tokenizer,
+    )

@@ -1,0 +1,228 @@
+"""Decode attention: a few queries per sequence over this rank's shard of the paged KV cache.
+
+A fixed grid serves every length. Every program computes the same schedule from the device's bounds: the key tiles of
+all (sequence, KV head, query tile) items in a row, cut into equal runs, one a program. A run that holds a whole item
+writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, which waits beside the first,
+merges the parts with one program for each row and slice of the head dim. (A merge by whichever program comes last was
+slower: benchmarks/LOG.md.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
+from kernels.attention.split_kv import Partial, Parts, _item_at, _schedule, _store_item, _workspace
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.flash_decode import flash_decode as reference
+
+
+@triton.jit
+def _prefetch(at):
+    """Asks for the cache lines at pointers `at` into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_tile(
+    tile, k_cache, v_cache, pages, page_stride, slot_stride, head_stride, head,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Asks for keys and values of a tile into the L2, where it does no harm that a predecessor still writes some."""
+    LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+    page = tl.load(pages + tile * BLOCK_N // PAGE).to(tl.int64)
+    slot = tile * BLOCK_N % PAGE + tl.arange(0, BLOCK_N)
+    column = tl.minimum(tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE, D - 1)
+    at = page * page_stride + head * head_stride + slot[:, None] * slot_stride + column[None, :]
+    _prefetch(k_cache + at)
+    _prefetch(v_cache + at)
+
+
+@triton.jit
+def _flash_decode_kernel(
+    q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
+    q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, lo_b, lo_t, hi_b, hi_t,
+    out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if not EARLY:
+        wait_for_predecessor(PDL)
+    M: tl.constexpr = T * GROUP
+    tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    starts, stops, tiles, ends, run = _schedule(
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N
+    )
+    begin = tl.program_id(0) * run
+    all_tiles = tl.max(ends, 0)
+    end = tl.minimum(begin + run, all_tiles)
+    at = begin
+    # A program without tiles, which goes no further, finds the last item.
+    i, item, item_begin, item_end, start, stop = _item_at(
+        tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
+    )
+    if EARLY:
+        if PDL and PAGE % BLOCK_N == 0:
+            if (begin < end) & (start < stop):
+                # One tile: more hold the predecessor up (benchmarks/LOG.md).
+                _prefetch_tile(
+                    start // BLOCK_N + begin - item_begin, k_cache, v_cache, block_table + i.to(tl.int64) * table_b,
+                    page_stride, slot_stride, head_stride, item // tiles_m, PAGE, D, BLOCK_N,
+                )  # fmt: skip
+        if item >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
+            wait_for_predecessor(PDL)
+    # Not at the end: all programs are on the GPU at once, and the merge, which is small, takes nobody's room.
+    start_successor(PDL)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    while at < end:
+        tile_m = item % tiles_m
+        head = item // tiles_m
+        b = i.to(tl.int64)
+
+        # One row per query token and head of the group: the group's heads read the same keys.
+        row = tile_m * BLOCK_M + m
+        t = row // GROUP
+        q_head = head * GROUP + row % GROUP
+        if T == 1:
+            row_lo, row_hi = tl.where(t < T, start, 0), tl.where(t < T, stop, 0)
+        else:
+            row_lo = tl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
+            row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+        inside = (t < T)[:, None] & (d < D)[None, :]
+        query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
+        first = start // BLOCK_N + at - item_begin
+        last = first + tl.minimum(end, item_end) - at
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        if BLOCK_M > 64:
+            acc, total, peak = attend_tiles_masking_edges(
+                acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
+                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
+        else:  # bound by bytes: there is time for masks
+            acc, total, peak = attend_tiles(
+                acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
+                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
+        _store_item(
+            acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
+            out + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :],
+            lse + b * lse_b + t * lse_t + q_head * lse_h,
+            part, part_lse, inside, t < T, D=D, ROWS=ROWS, SINKS=SINKS,
+        )  # fmt: skip
+        at = tl.minimum(end, item_end)
+        if at < end:
+            i, item, item_begin, item_end, start, stop = _item_at(
+                at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
+            )
+
+
+def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
+    """`tile_shape` for `rows` query rows a KV head: as many as registers hold, since every tile reads all keys."""
+    return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
+
+
+def flash_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sms: int | None = None,
+    early: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
+
+    Query head h reads KV head `h // (Hq // Hkv)`. Local key i of a sequence lies in page
+    `block_table[b, i // page_size]`, slot `i % page_size`. Causal, window and verify bounds are all `[lo, hi)`; the
+    ranges of one sequence's queries together leave no gap. Keys and table entries outside them are never used, so
+    they may hold anything. No size depends on device data: one captured graph serves every length. Deterministic.
+    Launches on one device share a workspace: they must not run at the same time.
+
+    Args:
+        q: [B, T, Hq, D] bf16, fp16 or fp32; last dim contiguous.
+        k_cache: [pages, page_size, Hkv, D] in q's dtype; last dim contiguous.
+        v_cache: like `k_cache`, with the same strides.
+        block_table: [B, max_pages] int32, rows contiguous.
+        lo: [B, T] int32, first local key of each query, at least 0.
+        hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
+        scale: factor on the scores, above 0.
+        sinks: [Hq] fp32, contiguous, or None: each head's score of one more key, of value 0, that all its queries read.
+        out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
+        lse: [B, T, Hq] fp32, written if given.
+        sms: how many streaming multiprocessors to fill; all if None.
+        early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
+
+    Returns:
+        Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
+        the sink) where a query reads no key.
+
+    Source:
+        FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
+        section 2.1.
+    """
+    found = decode_parts(
+        q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse, sms=sms, early=early
+    )
+    found.merge()
+    return found.out, found.lse
+
+
+def decode_parts(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sms: int | None = None,
+    early: bool = False,
+) -> Partial:
+    """`flash_decode` with its arguments, up to the merge."""
+    if not dispatch.on_gpu(q):
+        return Partial(*reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse))
+    B, T, Hq, D = q.shape
+    page_size, Hkv = k_cache.shape[1:3]
+    group = Hq // Hkv
+    assert scale > 0 and Hq % Hkv == 0 and k_cache.dtype == v_cache.dtype == q.dtype
+    assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+    assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
+    if q.numel() == 0:
+        return Partial(out, lse)
+    tile = decode_tile(T * group, D, q.dtype)
+    rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
+    programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
+    part, part_lse = _workspace(q.device, q.dtype, programs, rows, D)
+    _flash_decode_kernel[(programs,)](
+        q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
+        *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
+        scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size,
+        BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, EARLY=early, **overlapped(q), **tile,
+    )  # fmt: skip
+    return Parts(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

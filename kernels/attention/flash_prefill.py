@@ -1,0 +1,141 @@
+"""Prefill attention: chunks of several prompts over this rank's shard of the paged KV cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention import flash_prefill_sm90
+from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
+from kernels.reference.flash_prefill import flash_prefill as reference
+
+
+@triton.jit
+def _flash_prefill_kernel(
+    q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
+    q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_n, out_h, lse_n, lse_h,
+    scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    # The last queries read the most keys: they start first.
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    segment = tl.program_id(2).to(tl.int64)
+    begin = tl.load(cu_q + segment)
+    length = tl.load(cu_q + segment + 1) - begin
+    if tile_m * BLOCK_M < length * GROUP:
+        # One row per query token and head of the group: the group's heads read the same keys.
+        row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = row // GROUP < length
+        n = (begin + row // GROUP).to(tl.int64)
+        q_head = head * GROUP + row % GROUP
+        row_lo = tl.load(lo + n, mask=live, other=0)
+        row_hi = tl.load(hi + n, mask=live, other=0)
+        reads = row_lo < row_hi
+        stop = tl.max(tl.where(reads, row_hi, 0), 0)
+        start = tl.min(tl.where(reads, row_lo, stop), 0)
+
+        first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+        full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
+
+        d = tl.arange(0, BLOCK_D)
+        inside = live[:, None] & (d < D)[None, :]
+        query = tl.load(q + (n * q_n + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
+        pages = block_table + segment * table_i
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        # With branches, as `attend_tiles_masking_edges` has them, this takes 5 to 46% longer (benchmarks/LOG.md).
+        acc, total, peak = attend_tiles(
+            acc, total, peak, query, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        acc, total, peak = attend_tiles(
+            acc, total, peak, query, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        acc, total, peak = attend_tiles(
+            acc, total, peak, query, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
+            page_stride, slot_stride, head_stride, head, scale_log2,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        empty = total == 0.0
+        acc /= tl.where(empty, 1.0, total)[:, None]
+        log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
+        if SINKS:
+            log2, factor = with_sink(log2, tl.load(sinks + q_head))
+            acc *= factor[:, None]
+        tl.store(out + (n * out_n + q_head * out_h)[:, None] + d[None, :], acc, mask=inside)
+        tl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
+
+
+def flash_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_q: torch.Tensor,
+    max_q: int,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of several sequences' prompt chunks over their paged keys: a partial output and its LSE.
+
+    Heads, pages and bounds as in `kernels.attention.flash_decode.flash_decode`.
+
+    Args:
+        q: [N, Hq, D] bf16, fp16 or fp32, the chunks one after another; last dim contiguous.
+        k_cache: [pages, page_size, Hkv, D] in q's dtype; last dim contiguous.
+        v_cache: like `k_cache`, with the same strides.
+        block_table: [n, max_pages] int32, rows contiguous; row i belongs to segment i.
+        cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
+        max_q: length of the longest segment.
+        lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
+        hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
+        scale: factor on the scores, above 0.
+        sinks: as in `flash_decode`.
+        out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
+        lse: [N, Hq] fp32, written if given.
+
+    Returns:
+        Output [N, Hq, D] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf (with sinks:
+        the sink) where a query reads no key.
+
+    Source:
+        FlashAttention-2, with the queries of a KV head's group packed into one tile.
+    """
+    if not dispatch.on_gpu(q):
+        return reference(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, sinks=sinks, out=out, lse=lse)
+    Hq, D = q.shape[1:]
+    page_size, Hkv = k_cache.shape[1:3]
+    group = Hq // Hkv
+    assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
+    assert k_cache.stride() == v_cache.stride() and q.stride(2) == k_cache.stride(3) == block_table.stride(1) == 1
+    assert scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
+    assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
+
+    if q.is_cuda and flash_prefill_sm90.fits(q, k_cache, v_cache, max_q, scale):
+        flash_prefill_sm90.launch(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, sinks, out, lse)
+        return out, lse
+    tile = tile_shape(max_q * group, 64, D, q.dtype)
+    grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
+    _flash_prefill_kernel[grid](
+        q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
+        *q.stride()[:2], *k_cache.stride()[:3], block_table.stride(0),
+        *out.stride()[:2], *lse.stride(),
+        scale * math.log2(math.e), GROUP=group, D=D, PAGE=page_size, SINKS=sinks is not None, **tile,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,312 @@
+"""`kernels.attention.flash_prefill` for long chunks on Hopper, with its asynchronous instructions spelt out.
+
+A program attends 128 rows (query tokens x heads of a KV head) with three groups of warps:
+
+* one warp loads pairs of tiles: the keys of a tile with the values of the one before it, which are needed together;
+* four warps attend 64 of the rows, four others the other 64, at their own pace.
+
+A group issues the products of a pair at once, and weighs the new scores while the values of the tile before are still
+being summed; what the tensor cores have to spare in the meantime goes to the other group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention.paged_tiles import with_sink
+from kernels.sm90 import COPIED, SHARED, silence
+
+D = gl.constexpr(128)  # head dim
+ROWS = gl.constexpr(64)  # of a group of warps
+KEYS = gl.constexpr(128)  # of a tile
+PIECE = gl.constexpr(64)  # keys of one load, all in one page
+STAGES = gl.constexpr(3)  # pairs in shared memory
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT.value, k_width=2))
+MIN_ROWS = 24 << 10  # queries x heads; fewer are faster in programs of one group, which start sooner
+
+
+@gluon.jit
+def _page(pages, tile, piece: gl.constexpr, start, stop, last, PAGE: gl.constexpr):
+    """The page of a piece of a tile; of keys outside [start, stop), that of the nearest inside."""
+    key = gl.minimum(gl.maximum(tile * KEYS + piece * PIECE, start), stop - 1)
+    return gl.load(pages + key // PAGE, mask=tile < last, other=0)
+
+
+@gluon.jit
+def _copy(cache, to, ready, tile, page_0, page_1, page_rows, column, PAGE: gl.constexpr):
+    row_0 = page_0 * page_rows + tile * KEYS % PAGE
+    row_1 = page_1 * page_rows + (tile * KEYS + PIECE) % PAGE
+    tma.async_copy_global_to_shared(cache, [row_0, column], ready, to.slice(0, PIECE))
+    tma.async_copy_global_to_shared(cache, [row_1, column], ready, to.slice(PIECE, PIECE))
+
+
+@gluon.jit
+def _load(keys, values, pages, page_rows, column, tiles, pairs, PAGE: gl.constexpr):
+    """The warp that fills the stages: pair i is the keys of tile i and the values of tile i - 1."""
+    start, stop, _, _, first, last = tiles
+    k_shared, v_shared, ready, free = pairs
+    BYTES: gl.constexpr = KEYS * D * 2
+    if first < last:
+        page_0 = _page(pages, first, 0, start, stop, last, PAGE)
+        page_1 = _page(pages, first, 1, start, stop, last, PAGE)
+        mbarrier.expect(ready.index(0), BYTES)
+        _copy(keys, k_shared.index(0), ready.index(0), first, page_0, page_1, page_rows, column, PAGE)
+        next_0 = _page(pages, first + 1, 0, start, stop, last, PAGE)
+        next_1 = _page(pages, first + 1, 1, start, stop, last, PAGE)
+        stage = 1
+        phase = 1
+        for tile in range(first + 1, last):
+            # One iteration ahead: the numbers of the pages are there when their tile's turn comes.
+            ahead_0 = _page(pages, tile + 1, 0, start, stop, last, PAGE)
+            ahead_1 = _page(pages, tile + 1, 1, start, stop, last, PAGE)
+            here = ready.index(stage)
+            mbarrier.wait(free.index(stage), phase)
+            mbarrier.expect(here, 2 * BYTES)
+            _copy(keys, k_shared.index(stage), here, tile, next_0, next_1, page_rows, column, PAGE)
+            _copy(values, v_shared.index(stage), here, tile - 1, page_0, page_1, page_rows, column, PAGE)
+            page_0 = next_0
+            page_1 = next_1
+            next_0 = ahead_0
+            next_1 = ahead_1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        mbarrier.wait(free.index(stage), phase)
+        mbarrier.expect(ready.index(stage), BYTES)
+        _copy(values, v_shared.index(stage), ready.index(stage), last - 1, page_0, page_1, page_rows, column, PAGE)
+
+
+@gluon.jit
+def _mask(scores, tile, full, full_stop, row_lo, row_hi):
+    """Scores of a tile, -inf for the keys that a row does not read."""
+    if (tile < full) | (tile >= full_stop):
+        key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
+        reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
+        scores = gl.where(reads, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _attend(
+    side: gl.constexpr, lo, hi, sinks, out, lse, strides, scale_log2, q_shared, pairs, chunk, tiles,
+    GROUP: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    """A group's 64 rows, over all tiles."""
+    out_n, out_h, lse_n, lse_h = strides
+    k_shared, v_shared, ready, free = pairs
+    begin, length, row_0, head = chunk
+    start, stop, full, full_stop, first, last = tiles
+    dtype: gl.constexpr = out.dtype.element_ty
+    row = row_0 + side * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
+    live = row // GROUP < length
+    n = (begin + row // GROUP).to(gl.int64)
+    q_head = head * GROUP + row % GROUP
+    row_lo = gl.load(lo + n, mask=live, other=0)
+    row_hi = gl.load(hi + n, mask=live, other=0)
+    acc = gl.zeros([ROWS, D], gl.float32, layout=PRODUCT)
+    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, PRODUCT))
+    # A finite floor: -inf minus -inf would be NaN.
+    peak = gl.full([ROWS], -1.0e38, gl.float32, layout=gl.SliceLayout(1, PRODUCT))
+    if first < last:
+        mbarrier.wait(ready.index(0), 0)
+        scores = gl.zeros([ROWS, KEYS], gl.float32, layout=PRODUCT)
+        scores = warpgroup_mma(q_shared, k_shared.index(0).permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
+        tl.debug_barrier()
+        mbarrier.arrive(free.index(0))
+        scores = _mask(scores, first, full, full_stop, row_lo, row_hi)
+        # Scaled after the maximum, within the subtraction: one instruction a score.
+        peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
+        weights = gl.exp2(scores * scale_log2 - peak[:, None])
+        total = gl.sum(weights, 1)
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        stage = 1
+        phase = 0
+        mbarrier.wait(ready.index(stage), phase)
+        for tile in range(first + 1, last):
+            if (tile - 1) * KEYS < start:
+                silence(v_shared.index(stage), (tile - 1) * KEYS, start, stop)
+            keys = k_shared.index(stage).permute((1, 0))
+            scores = warpgroup_mma(q_shared, keys, scores, use_acc=False, is_async=True)
+            acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=[scores])
+            scores = _mask(scores, tile, full, full_stop, row_lo, row_hi)
+            new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
+            rescale = gl.exp2(peak - new_peak)
+            weights = gl.exp2(scores * scale_log2 - new_peak[:, None])
+            total = total * rescale + gl.sum(weights, 1)
+            peak = new_peak
+            next_p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+            used = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+            # The next pair is waited for here, though it is needed only in the next iteration: ptxas moves the wait for
+            # the sums to the front of its block of instructions, above all of the softmax, so that nothing would
+            # overlap. This wait is a loop, which ends the block.
+            mbarrier.wait(ready.index(stage), phase)
+            # p too: its registers are read until the products are done.
+            acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
+            tl.debug_barrier()
+            mbarrier.arrive(free.index(used))
+            acc = acc * rescale[:, None]
+            p = next_p
+        if ((last - 1) * KEYS < start) | (last * KEYS > stop):
+            silence(v_shared.index(stage), (last - 1) * KEYS, start, stop)
+        acc = warpgroup_mma(p, v_shared.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+
+    empty = total == 0.0
+    log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))
+    factor = 1.0 / gl.where(empty, 1.0, total)
+    if SINKS:
+        log2, shrink = with_sink(log2, gl.load(sinks + q_head))
+        factor = factor * shrink
+    gl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, PRODUCT))
+    rows = out + n * out_n + q_head * out_h
+    gl.store(rows[:, None] + d[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])
+
+
+@gluon.jit
+def _flash_prefill_sm90_kernel(
+    keys, values, q, block_table, cu_q, lo, hi, sinks, out, lse,
+    q_n, q_h, page_rows, table_i, out_n, out_h, lse_n, lse_h, scale_log2,
+    GROUP: gl.constexpr, PAGE: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    # The last queries read the most keys: they start first.
+    row_0 = (gl.num_programs(0) - 1 - gl.program_id(0)) * 2 * ROWS
+    head = gl.program_id(1)
+    segment = gl.program_id(2).to(gl.int64)
+    begin = gl.load(cu_q + segment)
+    length = gl.load(cu_q + segment + 1) - begin
+    if row_0 < length * GROUP:
+        dtype: gl.constexpr = q.dtype.element_ty
+        q_shared = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
+        k_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], SHARED)
+        v_shared = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], SHARED)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(free.index(i), count=2)
+        # One row per query token and head of the group: the group's heads read the same keys.
+        c = gl.arange(0, 64, layout=gl.SliceLayout(0, COPIED))
+        for side in gl.static_range(2):
+            m = row_0 + side * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPIED))
+            rows = q + (begin + m // GROUP).to(gl.int64) * q_n + (head * GROUP + m % GROUP) * q_h
+            inside = (m // GROUP < length)[:, None]
+            for k in gl.static_range(D // 64):
+                x = gl.load(rows[:, None] + (k * 64 + c)[None, :], mask=inside, other=0.0)
+                q_shared.index(side).slice(k * 64, 64, dim=1).store(x)
+        fence_async_shared()
+
+        row = row_0 + gl.arange(0, 2 * ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        live = row // GROUP < length
+        row_lo = gl.load(lo + begin + row // GROUP, mask=live, other=0)
+        row_hi = gl.load(hi + begin + row // GROUP, mask=live, other=0)
+        reads = row_lo < row_hi
+        stop = gl.max(gl.where(reads, row_hi, 0), 0)
+        start = gl.min(gl.where(reads, row_lo, stop), 0)
+        first = start // KEYS
+        last = (stop + KEYS - 1) // KEYS
+        # Tiles of [full, full_stop) are read whole by every row and need no mask.
+        full = (gl.max(gl.where(live, row_lo, 0), 0) + KEYS - 1) // KEYS
+        full_stop = gl.min(gl.where(live, row_hi, stop), 0) // KEYS
+        tl.debug_barrier()
+        pairs = (k_shared, v_shared, ready, free)
+        strides = (out_n, out_h, lse_n, lse_h)
+        chunk = (begin, length, row_0, head)
+        tiles = (start, stop, full, full_stop, first, last)
+        gl.warp_specialize(
+            [
+                (
+                    _attend,
+                    (
+                        0, lo, hi, sinks, out, lse, strides, scale_log2, q_shared.index(0), pairs, chunk, tiles,
+                        GROUP, SINKS,
+                    ),
+                ),
+                (
+                    _attend,
+                    (
+                        1, lo, hi, sinks, out, lse, strides, scale_log2, q_shared.index(1), pairs, chunk, tiles,
+                        GROUP, SINKS,
+                    ),
+                ),
+                (_load, (keys, values, block_table + segment * table_i, page_rows, head * D, tiles, pairs, PAGE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+
+
+def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, max_q: int, scale: float) -> bool:
+    """Whether `launch` takes these arguments of `kernels.attention.flash_prefill`, and is the faster one."""
+    page_size, heads, dim = k_cache.shape[1:]
+    return (
+        max_q * q.shape[1] >= MIN_ROWS
+        and dim == D.value
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and page_size % PIECE.value == 0
+        and k_cache.stride()[1:] == (heads * dim, dim, 1)
+        and k_cache.stride(0) % (heads * dim) == 0
+        and k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0
+        and scale > 0  # the largest score is sought before it is scaled
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    )
+
+
+def _slots(cache: torch.Tensor) -> TensorDescriptor:
+    """The slots as rows of one matrix, those between pages that are apart among them."""
+    width = cache.stride(1)
+    rows = (cache.shape[0] - 1) * (cache.stride(0) // width) + cache.shape[1]
+    slots = cache.as_strided((rows, width), (width, 1))
+    return TensorDescriptor(slots, [rows, width], [width, 1], [PIECE.value, D.value], SHARED.value)
+
+
+def launch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_q: torch.Tensor,
+    max_q: int,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """`kernels.attention.flash_prefill.flash_prefill` of tensors that fit.
+
+    Source:
+        FlashAttention-3 (arXiv:2407.08608), without the turns that its groups take.
+    """
+    page_size, heads = k_cache.shape[1:3]
+    group = q.shape[1] // heads
+    grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, cu_q.shape[0] - 1
+    _flash_prefill_sm90_kernel[grid](
+        _slots(k_cache), _slots(v_cache), q, block_table, cu_q, lo, hi, sinks, out, lse,
+        *q.stride()[:2], k_cache.stride(0) // k_cache.stride(1), block_table.stride(0),
+        *out.stride()[:2], *lse.stride(),
+        scale * math.log2(math.e), GROUP=group, PAGE=page_size, SINKS=sinks is not None, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Append: a step's heads are normalised and rotated, and this rank's new keys and values go into its paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.paged_tiles import ROOMY
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.kv_append import kv_append as reference
+
+
+@dataclass(frozen=True)
+class HeadSlots:
+    """Where a QKV projection's heads go, as `kv_append` says: queries to `q` [N, Hq, D], the others to their slots."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    q: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
+    ) -> HeadSlots:  # fmt: skip
+        """For all `heads` of N rows, x [N, ...]; of its dtype."""
+        kv_heads, D = k_cache.shape[2:]
+        for cache in (k_cache, v_cache):
+            assert cache.stride()[1:] == (kv_heads * D, D, 1), f"a page must be contiguous, got {cache.stride()}"
+            assert cache.dtype == x.dtype
+        assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+        q = torch.empty(len(x), heads - 2 * kv_heads, D, dtype=x.dtype, device=x.device)
+        return cls(cos, sin, slots, k_cache, v_cache, q)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.cos, self.sin, self.slots, self.k_cache, self.v_cache, self.q
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """From a page of keys, and of values, to the next."""
+        return self.k_cache.stride(0), self.v_cache.stride(0)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """As kernels want it."""
+        (_, q_heads, D), (_, page_size, kv_heads, _) = self.q.shape, self.k_cache.shape
+        return dict(Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size)
+
+
+@triton.jit
+def store_heads(
+    first, second, c, s, n, head, d, slot, live, q, k_cache, v_cache, k_page, v_page,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Stores values d and d + D / 2 of heads of tokens n: queries and keys rotated, keys and values in their slots.
+
+    All but the cache and its shape are of one shape, or broadcast to it; the values fp32, not rounded yet.
+    """
+    half: tl.constexpr = D // 2
+    dtype: tl.constexpr = q.dtype.element_ty
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    turned = first * c - second * s
+    other = second * c + first * s
+    is_value = head >= Q_HEADS + KV_HEADS
+    first, second = tl.where(is_value, first, turned).to(dtype), tl.where(is_value, second, other).to(dtype)
+    query = live & (head < Q_HEADS)
+    target = q + (n * Q_HEADS + head) * D + d
+    tl.store(target, first, mask=query)
+    tl.store(target + half, second, mask=query)
+    kept = live & (slot >= 0)
+    key = kept & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    within = slot % PAGE * (KV_HEADS * D) + (head - Q_HEADS) * D + d
+    target = k_cache + slot // PAGE * k_page + within
+    tl.store(target, first, mask=key)
+    tl.store(target + half, second, mask=key)
+    target = v_cache + slot // PAGE * v_page + within - KV_HEADS * D
+    tl.store(target, first, mask=kept & is_value)
+    tl.store(target + half, second, mask=kept & is_value)
+
+
+@triton.jit
+def _kv_append_kernel(
+    qkv, cos, sin, slots, k_cache, v_cache, q, q_norm, k_norm, x_n, x_h, k_page, v_page, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    if D > ROOMY:  # otherwise attention has to find the whole GPU empty, or its programs crowd on some SMs
+        start_successor(PDL)
+    n = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + n)
+    half: tl.constexpr = D // 2
+    d = tl.arange(0, BLOCK)  # over one half of the head dim
+    inside = d < half
+    x = qkv + n * x_n + head * x_h
+    first = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + half + d, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + n * half + d, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + n * half + d, mask=inside, other=0.0).to(tl.float32)
+    if NORMS:
+        if head < Q_HEADS + KV_HEADS:
+            gain = q_norm if head < Q_HEADS else k_norm
+            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / D + eps)
+            dtype: tl.constexpr = qkv.dtype.element_ty
+            # Rounded before and after the weight is applied, as the models were trained.
+            first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
+            second = (second * scale).to(dtype).to(tl.float32) * tl.load(gain + half + d, mask=inside, other=0.0).to(
+                tl.float32
+            )
+    store_heads(
+        first, second, c, s, n, head, d, slot, inside, q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE
+    )
+
+
+def kv_append(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """Rotate queries and keys, write this rank's keys and values into their slots of the cache, return the queries.
+
+    Args:
+        qkv: [N, Hq + 2 Hkv, D]: the query heads, then the key heads, then the value heads; last dim contiguous.
+        cos: [N, D / 2], contiguous; of the angles by which the halves of a head are rotated against each other.
+        sin: like `cos`.
+        k_cache: [pages, page_size, Hkv, D] in qkv's dtype, contiguous within a page; pages may be strided.
+        v_cache: like `k_cache`.
+        slots: [N] int64, `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
+        norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
+
+    Returns:
+        Queries [N, Hq, D] in qkv's dtype.
+
+    Source:
+        RoPE in the half-split form of https://arxiv.org/abs/2104.09864's implementations.
+    """
+    if not dispatch.on_gpu(qkv):
+        return reference(qkv, cos, sin, k_cache, v_cache, slots, norms)
+    N, heads, D = qkv.shape
+    assert qkv.stride(2) == 1
+    to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
+    q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    _kv_append_kernel[N, heads](
+        qkv, *to.tensors, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps,
+        **to.shape, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=1, **overlapped(qkv),
+    )  # fmt: skip
+    return to.q

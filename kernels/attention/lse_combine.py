@@ -1,0 +1,104 @@
+"""Combine: partial attention outputs of several key shards become the attention over all their keys."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.reference.lse_combine import lse_combine as reference
+
+
+@triton.jit
+def _lse_combine_kernel(
+    partials, lse, out, out_lse,
+    p_w, p_n, p_h, l_w, l_n, l_h, o_n, o_h, ol_n, ol_h,
+    W, H, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n, h = row // H, row % H
+    lse += n * l_n + h * l_h
+    partials += n * p_n + h * p_h
+    w = tl.arange(0, BLOCK_W)
+    peak = tl.max(tl.load(lse + w.to(tl.int64) * l_w, mask=w < W, other=float("-inf")), 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    d = tl.arange(0, BLOCK_D)
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    # One source after another: the order of the sum is part of the contract, and unrolling lets the loads overlap.
+    for _ in tl.range(0, W, loop_unroll_factor=8):
+        source_lse = tl.load(lse)
+        weight = tl.exp(source_lse - peak)
+        total += weight
+        # An empty source is not read: what it left in its partial may be NaN. A NaN LSE passes, and surfaces.
+        width = tl.where(source_lse == float("-inf"), 0, D)
+        part = tl.load(partials + d, mask=d < width, other=0.0)
+        acc += weight * part.to(tl.float32)
+        lse += l_w
+        partials += p_w
+    empty = total == 0.0
+    tl.store(out + n * o_n + h * o_h + d, acc / tl.where(empty, 1.0, total), mask=d < D)
+    tl.store(out_lse + n * ol_n + h * ol_h, tl.where(empty, float("-inf"), peak + tl.log(total)))
+
+
+@overload
+def lse_combine(
+    partials: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    out: torch.Tensor | None = ...,
+    out_lse: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def lse_combine(
+    partials: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    out: torch.Tensor | None = ...,
+    out_lse: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def lse_combine(
+    partials: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Rescale and sum partial attention outputs, in fp32 and in the order of the sources.
+
+    A source whose LSE is -inf is not read at all; where every source is empty the result is 0 with LSE -inf.
+    A NaN LSE makes its output NaN.
+
+    Args:
+        partials: [W, N, H, D], each normalised over its own keys; last dim contiguous.
+        lse: [W, N, H] fp32, natural log.
+        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous.
+        out_lse: [N, H] fp32, written if given.
+        return_lse: also return the LSE over all keys.
+
+    Returns:
+        Output [N, H, D] in the dtype of `out`, else of `partials`; with `return_lse` also [N, H] fp32.
+
+    Source:
+        Helix Parallelism (arXiv:2507.07120), section 2.1; FlashDecoding.
+    """
+    W, N, H, D = partials.shape
+    if not dispatch.on_gpu(partials):
+        out, out_lse = reference(partials, lse, out=out, out_lse=out_lse)
+        return (out, out_lse) if return_lse else out
+    out = torch.empty(N, H, D, dtype=partials.dtype, device=partials.device) if out is None else out
+    out_lse = torch.empty(N, H, dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
+    assert partials.stride(3) == out.stride(2) == 1
+    block_d = triton.next_power_of_2(D)
+    _lse_combine_kernel[(N * H,)](
+        partials, lse, out, out_lse,
+        *partials.stride()[:3], *lse.stride(), *out.stride()[:2], *out_lse.stride(),
+        W, H, D=D, BLOCK_W=triton.next_power_of_2(W), BLOCK_D=block_d, num_warps=max(1, block_d // 128),
+    )  # fmt: skip
+    return (out, out_lse) if return_lse else out

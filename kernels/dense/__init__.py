@@ -1,0 +1,1 @@
+"""Projections and what lies between them."""

@@ -1,0 +1,187 @@
+"""Projections of a few rows: as fast as the weights can be read, with bias and gate in the same pass.
+
+A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
+streams some rows of the weight through registers, past all rows of x: with so few of these the multiplications are
+free. On Hopper that serves one row; more are `kernels.dense.linear_sm90`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.dense import linear_sm90
+from kernels.dense.silu_mul import silu_mul
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.peers.mailbox import DTYPES, SumBoxes, send_sum, sum_boxes, sum_words, turn
+from kernels.reference.linear import linear as reference
+
+MAX_ROWS = 4  # of x; beyond, what `linear_sm90` does not take is a library's
+RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
+
+
+@triton.jit
+def stream(
+    x, weight, row, up, x_n, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Products of all rows of x with rows `row` [BLOCK_R] of the weight and, if PAIRED, with rows `up`.
+
+    Returns both, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] in fp32, to be summed over the last.
+    """
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    BLOCK_R: tl.constexpr = row.shape[0]
+    runs: tl.constexpr = BLOCK_K // RUN
+    acc = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_R, runs], tl.float32)
+    x_at = x + (n * x_n)[:, None] + k[None, :]
+    w_at = weight + row[:, None].to(tl.int64) * K + k[None, :]
+    up_at = weight + up[:, None].to(tl.int64) * K + k[None, :]
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = k + begin < K
+        ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0)
+        if PAIRED:
+            us = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
+        xs = tl.load(x_at + begin, mask=(n < N)[:, None] & inside[None, :], other=0.0)
+        xs = tl.reshape(xs.to(tl.float32), [BLOCK_N, 1, runs, RUN])
+        acc += tl.sum(xs * tl.reshape(ws.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+        if PAIRED:
+            ups += tl.sum(xs * tl.reshape(us.to(tl.float32), [1, BLOCK_R, runs, RUN]), 3)
+    return acc, ups
+
+
+@triton.jit
+def _linear_kernel(
+    x, weight, bias, out, peers, count, x_n, N, R, K, rank,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
+    RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    if RANKS > 0:  # Looked up while weights come.
+        dtype: tl.constexpr = weight.dtype.element_ty
+        VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
+        w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
+        tag = turn(count)
+        boxes = sum_boxes(peers, w // SIZE, RANKS, False)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.minimum(r, R - 1)  # beyond the last row: read it again, store nothing
+    n = tl.arange(0, BLOCK_N)
+    acc, ups = stream(x, weight, row, row + R, x_n, N, K, BLOCK_N, BLOCK_K, RUN, GATED, STAGES)
+    start_successor(PDL)
+    y = tl.sum(acc, 2)
+    if BIAS:
+        y += tl.load(bias + row).to(tl.float32)[None, :]
+    if GATED:
+        up = tl.sum(ups, 2)
+        if BIAS:
+            up += tl.load(bias + R + row).to(tl.float32)[None, :]
+        # Rounded as the two projections' outputs would be.
+        y = y.to(out.dtype.element_ty).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up.to(out.dtype.element_ty).to(tl.float32)
+    if RANKS == 0:
+        tl.store(out + (n * R)[:, None] + r[None, :], y, mask=(n < N)[:, None] & (r < R)[None, :])
+    else:
+        words = sum_words(tl.reshape(y, [BLOCK_R]), dtype)
+        send_sum(boxes, words, w // SIZE, w % SIZE, tag, rank, w < R // VALUES, RANKS, PIECES, SIZE)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    exact: bool = False,
+) -> torch.Tensor:
+    """y = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
+
+    Args:
+        x: [N, K], last dim contiguous.
+        weight: [R, K] in x's dtype, contiguous; gated: [2 R, K], the gate's rows before the others.
+        bias: one value for each row of the weight, or None.
+        gated: the result is the gate's.
+        exact: the result, without bias or gate, is fp32 where x's dtype is shorter.
+
+    Returns:
+        [N, R] in x's dtype, unless exact.
+    """
+    N, K = x.shape
+    R = len(weight) // 2 if gated else len(weight)
+    dtype = torch.promote_types(x.dtype, torch.float32) if exact else x.dtype
+    assert not exact or (not gated and bias is None)
+    if not dispatch.on_gpu(x):
+        return reference(x, weight, bias, gated, dtype)
+    if x.is_cuda and linear_sm90.fits(x, weight):
+        out = torch.empty(N, R, dtype=dtype, device=x.device)
+        linear_sm90.launch(x, weight, bias, out, gated)
+        return out
+    if not 0 < N <= MAX_ROWS or R == 0 or K == 0:
+        if dtype != x.dtype and x.is_cuda:
+            return torch.mm(x, weight.mT, out_dtype=dtype)
+        y = F.linear(x.to(dtype), weight.to(dtype), bias)
+        return silu_mul(y) if gated else y
+    assert x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == x.dtype
+    out = torch.empty(N, R, dtype=dtype, device=x.device)
+    tile = _tile(N, R, K, gated)
+    _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
+        x, weight, bias, out, None, None, x.stride(0), N, R, K, 0,
+        RUN=RUN, BIAS=bias is not None, GATED=gated, RANKS=0, PIECES=0, SIZE=0, **tile, **overlapped(x),
+    )  # fmt: skip
+    return out
+
+
+def sends(x: torch.Tensor, weight: torch.Tensor, two_shot: bool) -> bool:
+    """Whether `linear_send` takes these tensors."""
+    if not dispatch.on_gpu(x) or 0 in weight.shape or len(weight) * weight.itemsize % 4:
+        return False
+    if x.is_cuda and linear_sm90.fits(x, weight):
+        return True
+    plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.dtype in DTYPES
+    return plain and len(x) == 1 and not two_shot
+
+
+def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: SumBoxes) -> None:
+    """A projection whose sum over ranks is next, sent to where that is made: phase 1 of
+    `kernels.peers.all_reduce_norm`.
+
+    Args:
+        x: [N, K], last dim contiguous.
+        weight: [H, K] in x's dtype, contiguous.
+        bias: [H] or None.
+        sums: of the ranks, of as many slices a row as `H` values take.
+    """
+    if x.is_cuda and linear_sm90.fits(x, weight):
+        linear_sm90.launch(x, weight, bias, sums, False)
+        return
+    R, K = weight.shape
+    assert len(x) == 1 and not sums.two_shot and x.stride(1) == 1 and weight.is_contiguous()
+    tile = _tile(1, R, K, False)
+    _linear_kernel[(triton.cdiv(R, tile["BLOCK_R"]),)](
+        x, weight, bias, None, sums.peers, sums.count, x.stride(0), 1, R, K, sums.rank,
+        RUN=RUN, BIAS=bias is not None, GATED=False, RANKS=sums.peers.numel(), PIECES=sums.pieces,
+        SIZE=sums.slice_words, **tile, **overlapped(x),
+    )  # fmt: skip
+
+
+def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
+    """Launch options, as measured on an H200: few weights a thread, or more of a matrix that has many rows."""
+    short = R <= 2048
+    if N == 1 and not gated and K <= 512:  # more warps would find nothing to read
+        rows, warps, stages = 8, 2, 1
+    elif N > 2:  # the products of more rows of x want the registers: weights wait in shared memory
+        rows, warps, stages = (4, 1, 3) if gated else (4, 4, 3) if short else (8, 1, 3)
+    elif gated:
+        rows, warps, stages = 2, 4 if short else 2, 1
+    elif short:
+        rows, warps, stages = 2, 8, 1
+    else:
+        rows, warps, stages = (8, 2, 1) if N == 2 and K <= 1024 else (4, 4, 1)
+    # The warps lie side by side along K, so that x and the weights are cut into the same threads' runs.
+    return dict(
+        BLOCK_N=triton.next_power_of_2(N), BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=stages, num_warps=warps
+    )  # fmt: skip

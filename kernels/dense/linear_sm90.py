@@ -1,0 +1,312 @@
+"""`kernels.dense.linear` for 2 to 32 rows of x on Hopper: weights by the tensor memory accelerator, products by wgmma.
+
+Weights are older than the kernels of a step: as many as shared memory takes are on their way before the predecessor is
+done. A program needs few rows of weights for all to share a matrix, and tensor cores 64 at once. So both operands are
+read as [rows, slices of K, columns of a slice], where each slice of a row is a row to the tensor cores: of its products
+with the slices of a row of x only that with the equal one counts, and their sum over slices is the projection. The
+others cost nothing, as long as weights are what everybody waits for.
+
+Beyond, programs split K among themselves, into more slices or, where these would not begin at 16 bytes, into runs of
+steps. Of two that meet at a node of a tree the second adds what the first has left in a workspace, by one exchange that
+tells who is second; the last of an odd number goes on alone. Nobody waits, and sums do not depend on who comes when.
+
+Sums that ranks add up next go straight into the boxes of `kernels.peers.all_reduce_norm`, heads to where
+`kernels.dense.qkv_append` wants them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.attention.kv_append import HeadSlots, store_heads
+from kernels.attention.paged_tiles import ROOMY
+from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
+from kernels.overlap import sm_count
+from kernels.peers.mailbox import TURN, SumBoxes, sum_shape
+
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
+MIN_ROWS, MAX_ROWS = 2, 32  # of x; one row is as fast without tensor cores, and more are a library's
+SHARED_KB = 108  # of a program: two fit an SM
+STREAMED_KB = 100  # a matrix with more to an SM keeps two programs on most of them
+
+
+@gluon.jit
+def _load_weights(weights, row, apart, part, column, w, ups, ready, PAIRED: gl.constexpr, BYTES: gl.constexpr):
+    """Asks for a step's weights, and announces all BYTES of the step."""
+    mbarrier.expect(ready, BYTES)
+    tma.async_copy_global_to_shared(weights, [row, part * w.shape[1], column], ready, w)
+    if PAIRED:
+        tma.async_copy_global_to_shared(weights, [row + apart, part * w.shape[1], column], ready, ups)
+
+
+@gluon.jit
+def _load_x(xs, row, part, column, x, ready):
+    tma.async_copy_global_to_shared(xs, [row, part * x.shape[1], column], ready, x)
+
+
+@gluon.jit
+def _multiply(w, x, acc):
+    columns = x.reshape([x.shape[0] * x.shape[1], x.shape[2]]).permute((1, 0))
+    return warpgroup_mma(w.reshape([w.shape[0] * w.shape[1], w.shape[2]]), columns, acc, is_async=True)
+
+
+@gluon.jit
+def _wait(acc, ups, STEPS: gl.constexpr, PAIRED: gl.constexpr):
+    """Until the products of at most STEPS steps are under way."""
+    if PAIRED:
+        return warpgroup_mma_wait(num_outstanding=2 * STEPS, deps=[acc, ups])
+    else:
+        return warpgroup_mma_wait(num_outstanding=STEPS, deps=[acc]), ups
+
+
+@gluon.jit
+def _sum_slices(acc, LAYOUT: gl.constexpr):
+    """[rows, rows of x]: sums of the products of equal slices."""
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+    column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    acc = gl.where((row % SLICES)[:, None] == (column % SLICES)[None, :], acc, 0.0)
+    acc = gl.reshape(acc, [acc.shape[0] // SLICES, SLICES, acc.shape[1] // SLICES, SLICES])
+    return gl.convert_layout(gl.sum(gl.sum(acc, 3), 1), LAYOUT)
+
+
+@gluon.jit(do_not_specialize=["N", "R", "steps", "rank"])
+def _linear_sm90_kernel(
+    weights, xs, bias, out, words, peers, count, N, R, steps, rank,
+    cos, sin, slots, k_cache, v_cache, q, k_page, v_page,
+    SPLIT: gl.constexpr, SLICED: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight; a pair has to end in one program
+    HEADS: gl.constexpr = D > 0
+    EARLY: gl.constexpr = not HEADS or D > ROOMY  # as in `kernels.attention.kv_append`
+    PAIRED: gl.constexpr = GATED or HEADS  # a program has rows `apart` from each other
+    M: gl.constexpr = ROWS * SLICES
+    COLUMNS: gl.constexpr = N_MAX * SLICES
+    BYTES: gl.constexpr = ((2 if PAIRED else 1) * M + COLUMNS) * BLOCK_K * 2
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    LANES: gl.constexpr = [16, 2] if SENDS else [32, 1]
+    RESULT: gl.constexpr = gl.BlockedLayout([1, 1], LANES, [1, 4], [0, 1])
+    dtype: gl.constexpr = weights.dtype
+    w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
+    x_shared = gl.allocate_shared_memory(dtype, [STAGES, N_MAX, SLICES, BLOCK_K], SHARED)
+    up_shared = w_shared
+    if PAIRED:
+        up_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, SLICES, BLOCK_K], SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    fence_async_shared()
+    tl.debug_barrier()
+
+    part = gl.program_id(0) % SPLIT
+    row = gl.program_id(0) // SPLIT * ROWS  # of results
+    top, apart = row, R  # its row of the weight
+    if HEADS:
+        top, apart = row + row // (D // 2) * (D // 2), D // 2
+    own = part  # its slices, and the column of these that it begins at
+    k = 0
+    if not SLICED:
+        own = 0
+        first = part * steps // SPLIT
+        k = first * BLOCK_K
+        steps = (part + 1) * steps // SPLIT - first
+    ahead = gl.minimum(steps, STAGES)
+    for s in range(ahead):
+        w, up, here = w_shared.index(s), up_shared.index(s), ready.index(s)
+        _load_weights(weights, top, apart, own, k + s * BLOCK_K, w, up, here, PAIRED, BYTES)
+    TILE_ROWS: gl.constexpr = ROWS // 2 if SENDS else ROWS  # sums of a row of x, or pairs of these
+    i = gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, RESULT))
+    r = 2 * i if SENDS else i
+    if BIAS:
+        y_bias = gl.load(bias + top + r, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+        if PAIRED or SENDS:
+            ups_at = top + r + (1 if SENDS else apart)
+            up_bias = gl.load(bias + ups_at, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
+    gdc_wait()
+    n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
+    if SENDS:  # looked up while weights come
+        tag = gl.load(count) // TURN + 1
+        column = (row + r)[:, None] // 2 + (n * 0)[None, :]  # of words
+        piece = column // SIZE + n[None, :] * ((R // 2 + SIZE - 1) // SIZE)
+        boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+    live = (row + r < R)[:, None] & (n < N)[None, :]
+    if HEADS:
+        head, d = row // (D // 2), row % (D // 2) + i[:, None]
+        place = gl.load(slots + n, mask=n < N, other=-1)[None, :]
+        angle = (n * (D // 2))[None, :] + d
+        cosine = gl.load(cos + angle, mask=live, other=0.0).to(gl.float32)
+        sine = gl.load(sin + angle, mask=live, other=0.0).to(gl.float32)
+    for s in range(ahead):
+        _load_x(xs, 0, own, k + s * BLOCK_K, x_shared.index(s), ready.index(s))
+    if steps <= STAGES and EARLY:
+        gdc_launch_dependents()
+
+    # The first step is apart: sums that only some ways lead to products of would keep ptxas from overlapping any.
+    acc = gl.zeros([M, COLUMNS], gl.float32, layout=PRODUCT)
+    ups = acc
+    mbarrier.wait(ready.index(0), 0)
+    acc = _multiply(w_shared.index(0), x_shared.index(0), acc)
+    if PAIRED:
+        ups = _multiply(up_shared.index(0), x_shared.index(0), ups)
+    acc, ups = _wait(acc, ups, 1, PAIRED)
+    last = 0
+    phase = 0
+    for step in range(1, steps):
+        slot = gl.where(last == STAGES - 1, 0, last + 1)
+        phase = gl.where(slot == 0, phase ^ 1, phase)
+        mbarrier.wait(ready.index(slot), phase)
+        acc = _multiply(w_shared.index(slot), x_shared.index(slot), acc)
+        if PAIRED:
+            ups = _multiply(up_shared.index(slot), x_shared.index(slot), ups)
+        acc, ups = _wait(acc, ups, 1, PAIRED)
+        ahead = step - 1 + STAGES
+        if ahead < steps:
+            tl.debug_barrier()  # all warps are done with what the step before read
+            w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
+            _load_weights(weights, top, apart, own, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
+            _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
+            if ahead == steps - 1 and EARLY:  # nothing is left to be asked for
+                gdc_launch_dependents()
+        last = slot
+    acc, ups = _wait(acc, ups, 0, PAIRED)
+    if SENDS:
+        NEIGHBOURS: gl.constexpr = gl.BlockedLayout([2, 1], LANES, [1, 4], [0, 1])
+        y, up = pairs(_sum_slices(acc, NEIGHBOURS), RESULT)
+    else:
+        y = _sum_slices(acc, RESULT)
+        up = _sum_slices(ups, RESULT)
+
+    cell = words + i[:, None] + (n * TILE_ROWS)[None, :]
+    node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # the first of a level of this tile's tree
+    for level in gl.static_range(4):
+        if ((SPLIT - 1) >> level) > 0:
+            at = cell + (node + (part >> (level + 1))) * (TILE_ROWS * N_MAX)
+            # The last of an odd number meets nobody.
+            if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
+                y, up, live = meet(at, y, up, live, PAIRED or SENDS)
+            node += (((SPLIT - 1) >> level) + 1) // 2
+    if BIAS:
+        y += y_bias
+    if (PAIRED or SENDS) and BIAS:
+        up += up_bias
+    if GATED:
+        # Rounded as the two projections' outputs would be.
+        y = y.to(dtype).to(gl.float32)
+        y = y / (1.0 + gl.exp(-y)) * up.to(dtype).to(gl.float32)
+    if SENDS:
+        send_pairs(y, up, live, piece, column % SIZE, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+    elif HEADS:
+        store_heads(
+            y, up, cosine, sine, n[None, :].to(gl.int64), head, d, place, live,
+            q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE,
+        )  # fmt: skip
+    else:
+        gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(out.dtype.element_ty), mask=live)
+
+
+@cache
+def _split(R: int, K: int, paired: bool, sms: int) -> int:
+    """How many programs share K, as measured on an H200 over matrices of 3 to 120 MB.
+
+    One program on each SM, as far as K can be cut in halves; two on most of them, if they have more to read than both
+    hold, and then any number of programs rather than a third of the SMs without one.
+    """
+    tiles = triton.cdiv(R, ROWS.value)
+    splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # slices begin at 16 bytes
+    once = max((split for split in splits if tiles * split <= sms), default=1)
+    if R * K * (4 if paired else 2) > STREAMED_KB * 1024 * sms:
+        twice = [split for split in splits if 1.5 * sms <= tiles * split <= 2 * sms]
+        if twice:
+            return twice[-1]
+        if 3 * tiles * once < 2 * sms:
+            return min(8, 2 * sms // tiles)
+    return once
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `launch` takes these tensors of `kernels.dense.linear.linear`, and is the faster one."""
+    N, K = x.shape
+    return (
+        MIN_ROWS <= N <= MAX_ROWS
+        and len(weight) > 0
+        and K > 0
+        and K % (8 * SLICES.value) == 0
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+        and x.stride(0) % 8 == x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | SumBoxes | HeadSlots,
+    gated: bool,
+    split: int | None = None,
+    shared_kb: int = SHARED_KB,
+) -> None:
+    """`kernels.dense.linear` of tensors that fit, into out [N, R], contiguous, for ranks to add up, or for attention.
+
+    Args:
+        split: programs that share K, up to 8 and to its steps; None: as is fastest.
+        shared_kb: KiB of shared memory that a program's stages may fill.
+    """
+    N, K = x.shape
+    heads = out if isinstance(out, HeadSlots) else None
+    paired = gated or heads is not None
+    R = len(weight) // 2 if paired else len(weight)
+    split = split or _split(R, K, paired, sm_count(x.device))
+    n_max = max(8, triton.next_power_of_2(N))
+    sliced = K % (8 * SLICES.value * split) == 0
+    slices = SLICES.value * (split if sliced else 1)
+    columns = K // slices
+    block_k = 64 if paired or n_max > 16 or not sliced else 128
+    steps = triton.cdiv(columns, block_k)
+    most = steps if sliced else triton.cdiv(steps, split)  # of a program
+    assert sliced or split <= steps, f"{split} programs cannot share {steps} steps of K = {K}"
+    stage = ((2 if paired else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
+    weights, xs = (
+        TensorDescriptor(
+            t, [len(t), slices, columns], [t.stride(0), columns, 1], [rows, SLICES.value, block_k], SHARED.value
+        )
+        for t, rows in ((weight, ROWS.value), (x, n_max))
+    )  # fmt: skip
+    # A step's slot is asked for again while the next is multiplied: it takes two.
+    stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
+    tiles = triton.cdiv(R, ROWS.value)
+    words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
+    sums = out if isinstance(out, SumBoxes) else None
+    _linear_sm90_kernel[(tiles * split,)](
+        weights, xs, bias, out if isinstance(out, torch.Tensor) else None,
+        words if paired or sums else words.view(torch.int32),
+        *(sums.peers, sums.count) if sums else (None, None), N, R, steps, sums.rank if sums else 0,
+        *(*heads.tensors, *heads.strides) if heads else (*[None] * 6, 0, 0),
+        SPLIT=split, SLICED=sliced, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None, GATED=gated,
+        **sum_shape(sums),
+        **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0),
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""From a layer's input to its queries and cached keys in one launch: QKV projection, rotation, append.
+
+A program has rows d and d + D / 2 of some head, which the rotation turns against each other, so that what it writes are
+queries, and keys and values in their slots. One row of x streams its weights as in `kernels.dense.linear`, more do on
+Hopper as in `kernels.dense.linear_sm90`. Heads that are normalised first need all of their rows:
+`kernels.attention.kv_append` after the projection.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.kv_append import HeadSlots, kv_append, store_heads
+from kernels.attention.paged_tiles import ROOMY
+from kernels.dense import linear_sm90
+from kernels.dense.linear import MAX_ROWS, RUN, linear, stream
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+
+WARPS = 48  # that an SM has registers for
+
+
+@triton.jit
+def _qkv_append_kernel(
+    x, weight, bias, cos, sin, slots, k_cache, v_cache, q, x_n, N, K, k_page, v_page,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    half: tl.constexpr = D // 2
+    pairs: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * half
+    p = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = p < pairs
+    pair = tl.minimum(p, pairs - 1)  # beyond the last: read it again, store nothing
+    head, d = pair // half, pair % half
+    row = head * D + d
+    n = tl.arange(0, BLOCK_N)
+    # Looked up while weights come.
+    slot = tl.load(slots + n, mask=n < N, other=-1)
+    at = (n * half)[:, None] + d[None, :]
+    c = tl.load(cos + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
+    s = tl.load(sin + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
+    acc, ups = stream(x, weight, row, row + half, x_n, N, K, BLOCK_N, BLOCK_K, RUN, True, STAGES)
+    if D > ROOMY:  # as in `kernels.attention.kv_append`
+        start_successor(PDL)
+    first, second = tl.sum(acc, 2), tl.sum(ups, 2)
+    if BIAS:
+        first += tl.load(bias + row).to(tl.float32)[None, :]
+        second += tl.load(bias + row + half).to(tl.float32)[None, :]
+    store_heads(
+        first, second, c, s, n[:, None].to(tl.int64), head[None, :], d[None, :], slot[:, None],
+        (n < N)[:, None] & live[None, :], q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE,
+    )  # fmt: skip
+
+
+def qkv_append(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> torch.Tensor:
+    """Project rows to heads, rotate queries and keys, write this rank's keys and values, return the queries.
+
+    Args:
+        x: [N, H], last dim contiguous.
+        weight: [(Hq + 2 Hkv) D, H] in x's dtype, contiguous: rows of the query, the key, the value heads.
+        bias: one value for each row of the weight, or None.
+        cos, sin, k_cache, v_cache, slots, norms: of `kernels.attention.kv_append.kv_append`.
+
+    Returns:
+        Queries [N, Hq, D] in x's dtype.
+    """
+    D = k_cache.shape[3]
+    if norms is not None or not _fuses(x, weight, D):
+        qkv = linear(x, weight, bias).unflatten(-1, (-1, D))
+        return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms)
+    heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
+    if _on_hopper(x, weight, D):
+        linear_sm90.launch(x, weight, bias, heads, False)
+        return heads.q
+    (N, K), pairs = x.shape, len(weight) // 2
+    tile = _tile(N, pairs, K, sm_count(x.device))
+    _qkv_append_kernel[(triton.cdiv(pairs, tile["BLOCK_R"]),)](
+        x, weight, bias, *heads.tensors, x.stride(0), N, K, *heads.strides,
+        **heads.shape, BLOCK_N=triton.next_power_of_2(N), RUN=RUN, BIAS=bias is not None, **tile, **overlapped(x),
+    )  # fmt: skip
+    return heads.q
+
+
+def _tile(N: int, pairs: int, K: int, sms: int) -> dict[str, int]:
+    """Launch options, as measured on an H200: many warps, as long as all are there at once and have much to read."""
+    wide = N == 1 and K > 3072 and 8 * pairs <= WARPS * sms
+    rows, warps = (1, 8 if wide else 4) if N == 1 else (2, 4)
+    return dict(BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=1, num_warps=warps)
+
+
+def _fuses(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
+    if not dispatch.on_gpu(x) or 0 in weight.shape or D % 2:
+        return False
+    plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
+    return plain and (0 < len(x) <= MAX_ROWS or _on_hopper(x, weight, D))
+
+
+def _on_hopper(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
+    """Whether tiles of `linear_sm90` lie in one half of a head each."""
+    return x.is_cuda and D % (2 * linear_sm90.ROWS.value) == 0 and linear_sm90.fits(x, weight)

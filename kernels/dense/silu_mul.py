@@ -1,0 +1,39 @@
+"""The gate of a gated FFN: silu(gate) * up."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.reference.silu_mul import silu_mul as reference
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, row, F, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + n * row + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + n * row + F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(out + n * F + f, gate / (1.0 + tl.exp(-gate)) * up, mask=f < F)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu of the first half of the columns times the second half, in fp32, rounded once.
+
+    Args:
+        gate_up: [N, 2 F], last dim contiguous.
+
+    Returns:
+        [N, F] in the same dtype.
+    """
+    if not dispatch.on_gpu(gate_up):
+        return reference(gate_up)
+    N, F = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(N, F, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():  # a rank may hold no column
+        block = min(1024, triton.next_power_of_2(F))
+        _silu_mul_kernel[N, triton.cdiv(F, block)](gate_up, out, gate_up.stride(0), F, BLOCK=block, num_warps=4)
+    return out

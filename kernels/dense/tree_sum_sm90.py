@@ -1,0 +1,73 @@
+"""Sums of programs that split K among themselves, on Hopper.
+
+Of two programs that meet at a node of a tree, the second adds what the first has left in a workspace. One exchange
+tells which of them is the second. Nobody waits, and sums do not depend on who comes when.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
+
+
+@gluon.jit
+def pairs(y, LAYOUT: gl.constexpr):
+    """[rows, n] -> even rows and odd rows, [rows / 2, n] each."""
+    y = gl.permute(gl.reshape(y, [y.shape[0] // 2, 2, y.shape[1]]), (0, 2, 1))
+    even, odd = gl.split(y)
+    return gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)
+
+
+@gluon.jit
+def send_pairs(
+    even, odd, live, piece, w, boxes, peers, tag, rank, dtype: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+):  # fmt: skip
+    """Words of two neighbouring sums, word `w` of `piece`, into boxes of `kernels.peers.all_reduce_norm`."""
+    low = even.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
+    high = odd.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
+    word = (tag << 32) | (high << 16) | low
+    at = (((tag & 1) * RANKS + rank) * PIECES + piece) * SIZE + w
+    if TWO_SHOT:
+        gl.store(boxes.to(gl.pointer_type(gl.int64)) + at, word, mask=live)
+    else:
+        for step in gl.static_range(RANKS):
+            to = gl.load(peers + (rank + 1 + step) % RANKS)
+            gl.store(to.to(gl.pointer_type(gl.int64)) + at, word, mask=live)
+
+
+@gluon.jit
+def _word(y, up, TWO: gl.constexpr):
+    """Sums as one number to exchange: int32, or int64 of two."""
+    word = y.to(gl.int32, bitcast=True)
+    if TWO:
+        word = (up.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (word.to(gl.int64) & 0xFFFFFFFF)
+    return word
+
+
+@gluon.jit
+def _float(word):
+    return word.to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def meet(at, y, up, live, TWO: gl.constexpr):
+    """Leaves sums, alone or two in a word, at a node of the tree, or adds what is there; and which are still ours."""
+    found = gl.atomic_xchg(at, _word(y, up, TWO), mask=live, sem="relaxed")
+    live = live & (found != EMPTY)
+    gl.store(at, gl.full_like(found, EMPTY), mask=live)
+    y += _float(found)
+    if TWO:
+        up += _float(found >> 32)
+    return y, up, live
+
+
+@cache
+def workspace(device: torch.device, words: int) -> torch.Tensor:
+    """Words that are empty between launches; allocated once, shared by all launches on one stream."""
+    return torch.full((words,), EMPTY.value, dtype=torch.int64, device=device)

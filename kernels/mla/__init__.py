@@ -1,0 +1,1 @@
+"""Attention over latents (DeepSeek's MLA)."""

@@ -1,0 +1,128 @@
+"""What lies between MLA's projections and its attention: absorb, rotate, normalise, append, in one launch.
+
+Programs of two kinds: some take a head and columns of its W_UK, read before the predecessor is done, and move queries
+into latent space; the others take a token, whose latent and rotated key go to the cache, or some of its heads, whose
+queries they rotate.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.mla.per_head_linear import MAX_ROWS, head_blocks, head_product, head_weight
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.mla_append import mla_append as reference
+from kernels.reference.per_head_linear import each_head
+
+
+@triton.jit
+def _mla_append_kernel(
+    q, kv, cos, sin, gain, weight, cache, slots, out,
+    q_n, q_h, kv_n, w_h, w_a, page_stride, out_n, out_h, N, absorbs, eps,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # Attention may start at once: an SM has room for one of its programs.
+    if tl.program_id(0) < absorbs:
+        head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # nobody writes it
+        wait_for_predecessor(PDL)
+        start_successor(PDL)
+        head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, N, NOPE, R, BLOCK_N, BLOCK_A)
+    else:
+        wait_for_predecessor(PDL)
+        start_successor(PDL)
+        each: tl.constexpr = 1 + (HEADS + BLOCK_H - 1) // BLOCK_H  # programs of a token
+        token = ((tl.program_id(0) - absorbs) // each).to(tl.int64)
+        part = (tl.program_id(0) - absorbs) % each
+        half: tl.constexpr = P // 2
+        d = tl.arange(0, BLOCK)  # over one half of the rotated part
+        inside = d < half
+        c = tl.load(cos + token * half + d, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * half + d, mask=inside, other=0.0).to(tl.float32)
+        if part == 0:
+            slot = tl.load(slots + token)
+            if slot >= 0:
+                target = cache + (slot // PAGE) * page_stride + (slot % PAGE) * (R + P)
+                row = kv + token * kv_n
+                r = tl.arange(0, BLOCK_R)
+                x = tl.load(row + r, mask=r < R, other=0.0).to(tl.float32)
+                scaled = x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)
+                # Rounded before the gain is applied, as the models were trained.
+                rounded = scaled.to(cache.dtype.element_ty).to(tl.float32)
+                tl.store(target + r, rounded * tl.load(gain + r, mask=r < R, other=0.0).to(tl.float32), mask=r < R)
+                first = tl.load(row + R + d, mask=inside, other=0.0).to(tl.float32)
+                second = tl.load(row + R + half + d, mask=inside, other=0.0).to(tl.float32)
+                tl.store(target + R + d, first * c - second * s, mask=inside)
+                tl.store(target + R + half + d, second * c + first * s, mask=inside)
+        else:
+            heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+            mask = (heads < HEADS)[:, None] & inside[None, :]
+            source = q + token * q_n + NOPE + heads[:, None] * q_h + d[None, :]
+            first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+            target = out + token * out_n + R + heads[:, None] * out_h + d[None, :]
+            tl.store(target, first * c[None, :] - second * s[None, :], mask=mask)
+            tl.store(target + half, second * c[None, :] + first * s[None, :], mask=mask)
+
+
+def mla_append(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    w_uk: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Write this rank's latents and rotated keys into their slots of the cache; queries absorbed and rotated.
+
+    Args:
+        q: [N, Hq, nope + P], queries before absorption and rotation; last dim contiguous.
+        kv: [N, R + P], a token's latent and its key's rope part before rotation; last dim contiguous.
+        cos: [N, P / 2], contiguous; of the angles by which the halves of a rope part are rotated against each other.
+        sin: like `cos`.
+        gain: [R], contiguous; weight of the latent's RMSNorm.
+        eps: of that norm.
+        w_uk: [Hq, nope, R], each head's up-projection of keys; last dim contiguous.
+        cache: [pages, page_size, R + P] in kv's dtype, contiguous within a page; pages may be strided.
+        slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
+
+    Returns:
+        Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T of the first `nope` values, and the others rotated.
+
+    Source:
+        DeepSeek-V2 (arXiv:2405.04434), section 2.1; RoPE in the half-split form of kv_append.
+    """
+    if not dispatch.on_gpu(q):
+        return reference(q, kv, cos, sin, gain, eps, w_uk, cache, slots)
+    N, heads, _ = q.shape
+    _, nope, R = w_uk.shape
+    P = kv.shape[1] - R
+    assert q.shape[2] == nope + P and cache.stride()[1:] == (R + P, 1), f"a page must be contiguous: {cache.stride()}"
+    assert cache.dtype == kv.dtype == q.dtype == w_uk.dtype and gain.shape == (R,) and len(w_uk) == heads
+    assert q.stride(2) == kv.stride(1) == w_uk.stride(2) == gain.stride(0) == 1
+    assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
+    out = torch.empty(N, heads, R + P, dtype=q.dtype, device=q.device)
+    if N == 0:
+        return out
+    blocks = head_blocks(nope, 64, q.dtype)
+    absorbs = 0
+    if N <= MAX_ROWS:
+        absorbs = heads * triton.cdiv(R, blocks["BLOCK_B"])
+    else:
+        each_head(q[..., :nope], w_uk, out[..., :R])
+    block_h = min(8, triton.next_power_of_2(max(heads, 1)))
+    _mla_append_kernel[(absorbs + N * (1 + triton.cdiv(heads, block_h)),)](
+        q, kv, cos, sin, gain, w_uk, cache, slots, out,
+        *q.stride()[:2], kv.stride(0), *w_uk.stride()[:2], cache.stride(0), *out.stride()[:2], N, absorbs, eps,
+        HEADS=heads, NOPE=nope, R=R, P=P, PAGE=cache.shape[1], **blocks,
+        BLOCK_R=triton.next_power_of_2(R), BLOCK_H=block_h, BLOCK=triton.next_power_of_2(P // 2),
+        num_warps=4 if absorbs else 1, **overlapped(q),
+    )  # fmt: skip
+    return out

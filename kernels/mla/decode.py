@@ -1,0 +1,164 @@
+"""Decode attention of MLA: a few absorbed queries per sequence over this rank's shard of the paged latents."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.split_kv import Partial, Parts, _item_at, _schedule, _store_item, _workspace
+from kernels.mla import decode_common_sm90, decode_few_rows_sm90, decode_many_rows_sm90
+from kernels.mla.latent_tiles import attend_latents, latent_tile
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.mla_decode import mla_decode as reference
+
+
+@triton.jit
+def _mla_decode_kernel(
+    q, cache, block_table, lo, hi, out, lse, part, part_lse,
+    q_b, q_t, q_h, page_stride, table_b, lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    scale_log2, B, T: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if not EARLY:
+        wait_for_predecessor(PDL)
+    tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
+    starts, stops, tiles, ends, run = _schedule(
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N
+    )
+    begin = tl.program_id(0) * run
+    end = tl.minimum(begin + run, tl.max(ends, 0))
+    if EARLY:
+        wait_for_predecessor(PDL)
+    m = tl.arange(0, BLOCK_M)
+    r = tl.arange(0, BLOCK_R)
+    p = tl.arange(0, BLOCK_P)
+    at = begin
+    while at < end:
+        i, tile_m, item_begin, item_end, start, stop = _item_at(at, starts, stops, tiles, ends, tiles_m, BLOCK_B)
+        b = i.to(tl.int64)
+
+        # One row per query token and head: all heads read the same keys.
+        row = tile_m * BLOCK_M + m
+        t = row // GROUP
+        head = row % GROUP
+        if T == 1:
+            row_lo, row_hi = tl.where(t < T, start, 0), tl.where(t < T, stop, 0)
+        else:
+            row_lo = tl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
+            row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
+        inside = (t < T)[:, None] & (r < R)[None, :]
+        rows = q + b * q_b + (t * q_t + head * q_h)[:, None]
+        q_latent = tl.load(rows + r[None, :], mask=inside, other=0.0)
+        q_rope = tl.load(rows + R + p[None, :], mask=(t < T)[:, None] & (p < P)[None, :], other=0.0)
+        first = start // BLOCK_N + at - item_begin
+        last = first + tl.minimum(end, item_end) - at
+        acc, total, peak = attend_latents(
+            tl.zeros([BLOCK_M, BLOCK_R], tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.full([BLOCK_M], -1.0e38, tl.float32),  # A finite floor: -inf minus -inf would be NaN.
+            q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, block_table + b * table_b,
+            page_stride, scale_log2,
+            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+        )  # fmt: skip
+        _store_item(
+            acc, total, peak, begin, end, item_begin, item_end, run, None,
+            out + b * out_b + (t * out_t + head * out_h)[:, None] + r[None, :],
+            lse + b * lse_b + t * lse_t + head * lse_h,
+            part, part_lse, inside, t < T, D=R, ROWS=ROWS, SINKS=False,
+        )  # fmt: skip
+        at = tl.minimum(end, item_end)
+    # Not before: the successor's programs would take the room of ours that have not started yet.
+    start_successor(PDL)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    latent: int,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    programs: int | None = None,
+    early: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of absorbed queries over paged latents: a partial output in latent space and its LSE.
+
+    A slot of the cache holds R latent values and P rotated ones: all R + P are the key of every head, the first R its
+    value. Pages, bounds and what they promise as in `kernels.attention.flash_decode.flash_decode`.
+
+    Args:
+        q: [B, T, Hq, R + P] bf16, fp16 or fp32; last dim contiguous.
+        cache: [pages, page_size, R + P] in q's dtype, contiguous within a page; pages may be strided.
+        block_table: [B, max_pages] int32, rows contiguous.
+        lo: [B, T] int32, first local key of each query, at least 0.
+        hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
+        scale: factor on the scores.
+        latent: R.
+        out: [B, T, Hq, R] in q's dtype, written if given; last dim contiguous.
+        lse: [B, T, Hq] fp32, written if given.
+        programs: the grid; one on every SM if None.
+        early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
+
+    Returns:
+        Output [B, T, Hq, R] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
+        query reads no key.
+
+    Source:
+        DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashDecoding; stream-K (arXiv:2301.03598).
+    """
+    found = decode_parts(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse, programs=programs, early=early)
+    found.merge()
+    return found.out, found.lse
+
+
+def decode_parts(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    latent: int,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    programs: int | None = None,
+    early: bool = False,
+) -> Partial:
+    """`mla_decode` with its arguments, up to the merge."""
+    if not dispatch.on_gpu(q):
+        return Partial(*reference(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse))
+    B, T, Hq, width = q.shape
+    P = width - latent
+    assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
+    assert cache.dtype == q.dtype and q.stride(3) == block_table.stride(1) == 1
+    out = torch.empty(B, T, Hq, latent, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(B, T, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
+    assert out.stride(3) == 1
+    if q.numel() == 0:
+        return Partial(out, lse)
+
+    if q.is_cuda and decode_common_sm90.fits(q, cache, latent):
+        on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
+        return on_hopper.launch(q, cache, block_table, lo, hi, scale, latent, out, lse, programs, early)
+    tile = latent_tile(T * Hq, latent, P, q.dtype)
+    rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
+    programs = programs or sm_count(q.device)
+    part, part_lse = _workspace(q.device, q.dtype, programs, rows, latent)
+    _mla_decode_kernel[(programs,)](
+        q, cache, block_table, lo, hi, out, lse, part, part_lse,
+        *q.stride()[:3], cache.stride(0), block_table.stride(0),
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
+        scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
+        BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,
+    )  # fmt: skip
+    return Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])

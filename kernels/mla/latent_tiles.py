@@ -1,0 +1,100 @@
+"""What mla_decode and mla_prefill share: the inner loop over paged latents, and the shape of its tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]:
+    """Launch options of a kernel around `attend_latents`, one program an SM.
+
+    Args:
+        rows: query rows (tokens x heads) there are for one tile, at most.
+        R: latent values of a slot.
+        P: rotated values of a slot.
+        dtype: of queries and cache.
+    """
+    if dtype == torch.float32:  # no tensor cores at full precision: to be compared with, not to be fast
+        block_m, block_n, warps, stages = 16, 16, 8, 2
+    elif rows > 32:
+        # What fits beside 64 rows of queries (72 KiB): tiles of 36 KiB, three of them.
+        block_m, block_n, warps, stages = 64, 32, 8, 3
+    else:
+        # Two tiles of 72 KiB: one is computed with while the other arrives. At 16 rows 4 warps are 3 to 4% faster than
+        # 8, though a few addresses spill; 32 rows of accumulators need 8.
+        block_m = max(16, triton.next_power_of_2(rows))
+        block_n, warps, stages = 64, 4 if block_m == 16 else 8, 3
+    return dict(
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_R=max(16, triton.next_power_of_2(R)),  # the least that tl.dot takes
+        BLOCK_P=max(16, triton.next_power_of_2(P)),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@triton.jit
+def _weigh(scores, total, peak, dtype: tl.constexpr):
+    """Weights of a tile's scores, the factor on what came before, and the running sum and peak."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    rescale = tl.exp2(peak - new_peak)
+    weights = tl.exp2(scores - new_peak[:, None])
+    return weights.to(dtype), rescale, total * rescale + tl.sum(weights, 1), new_peak
+
+
+@triton.jit
+def attend_latents(
+    acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, last, cache, pages, page_stride, scale_log2,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """`kernels.attention.paged_tiles.attend_tiles` for one head whose keys are R + P values and whose values are the
+    first R of them.
+
+    Each tile is loaded once. A slot follows another within a page at R + P values, known to the compiler: with a stride
+    from outside, every address of a tile would take a register.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    p = tl.arange(0, BLOCK_P)
+    # A page that holds whole tiles is looked up once a tile, any other page once a key.
+    step = 0 if PAGE % BLOCK_N == 0 else lane
+    # Carried one iteration ahead: an index loaded where it is used would stop the pipelining of the tiles.
+    ahead = tl.maximum(first * BLOCK_N + step, start)
+    next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
+    for tile in range(first, last):
+        page = next_page.to(tl.int64)
+        ahead = (tile + 1) * BLOCK_N + step
+        next_page = tl.load(pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
+        key = tile * BLOCK_N + lane
+        live = (key >= start) & (key < stop)
+        # Dead lanes are zero: as values, the NaN of an unused slot would survive a weight of zero.
+        mask_r = live[:, None] & (r < R)[None, :] if MASKED else (r < R)[None, :]
+        mask_p = live[:, None] & (p < P)[None, :] if MASKED else (p < P)[None, :]
+        if PAGE % BLOCK_N == 0:
+            base = cache + page * page_stride + tile * BLOCK_N % PAGE * (R + P)
+            within = (lane * (R + P))[:, None]
+        else:
+            base = cache
+            within = (page * page_stride + (key % PAGE).to(tl.int64) * (R + P))[:, None]
+        latent = tl.load(base + (within + r[None, :]), mask=mask_r, other=0.0)
+        rope = tl.load(base + (within + (R + p)[None, :]), mask=mask_p, other=0.0)
+        scores = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+        scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision="ieee") * scale_log2
+        if MASKED:
+            reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
+            scores = tl.where(reads, scores, float("-inf"))
+        if BLOCK_M >= 64:
+            # Always true. Without the branch, the compiler sees a chain of products, keeps whole rows of scores in each
+            # warp, and has both groups of 4 warps compute the same 64 rows.
+            weights = tl.zeros(scores.shape, latent.dtype)
+            rescale = tl.full(peak.shape, 1.0, tl.float32)
+            if tile * BLOCK_N < stop:
+                weights, rescale, total, peak = _weigh(scores, total, peak, latent.dtype)
+        else:
+            weights, rescale, total, peak = _weigh(scores, total, peak, latent.dtype)
+        acc = tl.dot(weights, latent, acc * rescale[:, None], input_precision="ieee")
+    return acc, total, peak

@@ -1,0 +1,134 @@
+"""Prefill attention of MLA: chunks of several prompts over this rank's shard of the paged latents."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.mla.latent_tiles import attend_latents, latent_tile
+from kernels.reference.mla_prefill import mla_prefill as reference
+
+
+@triton.jit
+def _mla_prefill_kernel(
+    q, cache, block_table, cu_q, lo, hi, out, lse,
+    q_n, q_h, page_stride, table_i, out_n, out_h, lse_n, lse_h,
+    scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    # The last queries read the most keys: they start first.
+    tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment = tl.program_id(1).to(tl.int64)
+    begin = tl.load(cu_q + segment)
+    length = tl.load(cu_q + segment + 1) - begin
+    if tile_m * BLOCK_M < length * GROUP:
+        # One row per query token and head: all heads read the same keys.
+        row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = row // GROUP < length
+        n = (begin + row // GROUP).to(tl.int64)
+        head = row % GROUP
+        row_lo = tl.load(lo + n, mask=live, other=0)
+        row_hi = tl.load(hi + n, mask=live, other=0)
+        reads = row_lo < row_hi
+        stop = tl.max(tl.where(reads, row_hi, 0), 0)
+        start = tl.min(tl.where(reads, row_lo, stop), 0)
+
+        # Tiles of [full, full_stop) are read whole by every row and need no mask; the rest lies left and right of them.
+        first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+        shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
+        shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
+        full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
+        full_stop = tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
+
+        r = tl.arange(0, BLOCK_R)
+        p = tl.arange(0, BLOCK_P)
+        inside = live[:, None] & (r < R)[None, :]
+        rows = q + (n * q_n + head * q_h)[:, None]
+        q_latent = tl.load(rows + r[None, :], mask=inside, other=0.0)
+        q_rope = tl.load(rows + R + p[None, :], mask=live[:, None] & (p < P)[None, :], other=0.0)
+        pages = block_table + segment * table_i
+        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
+        acc, total, peak = attend_latents(
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, first, full, cache, pages,
+            page_stride, scale_log2,
+            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+        )  # fmt: skip
+        acc, total, peak = attend_latents(
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full, full_stop, cache, pages,
+            page_stride, scale_log2,
+            MASKED=False, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+        )  # fmt: skip
+        acc, total, peak = attend_latents(
+            acc, total, peak, q_latent, q_rope, row_lo, row_hi, start, stop, full_stop, last, cache, pages,
+            page_stride, scale_log2,
+            MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
+        )  # fmt: skip
+        empty = total == 0.0
+        acc /= tl.where(empty, 1.0, total)[:, None]
+        natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        tl.store(out + (n * out_n + head * out_h)[:, None] + r[None, :], acc, mask=inside)
+        tl.store(lse + n * lse_n + head * lse_h, natural, mask=live)
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_q: torch.Tensor,
+    max_q: int,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    scale: float,
+    latent: int,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of several sequences' prompt chunks over their paged latents: a partial output and its LSE.
+
+    Slots of the cache as in `kernels.mla.decode.mla_decode`, bounds as in `kernels.attention.flash_prefill`.
+
+    Args:
+        q: [N, Hq, R + P] bf16, fp16 or fp32, absorbed, the chunks one after another; last dim contiguous.
+        cache: [pages, page_size, R + P] in q's dtype, contiguous within a page; pages may be strided.
+        block_table: [n, max_pages] int32, rows contiguous; row i belongs to segment i.
+        cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
+        max_q: length of the longest segment.
+        lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
+        hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
+        scale: factor on the scores.
+        latent: R.
+        out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
+        lse: [N, Hq] fp32, written if given.
+
+    Returns:
+        Output [N, Hq, R] normalised over these keys, and natural-log LSE [N, Hq] fp32; 0 and -inf where a query
+        reads no key.
+
+    Source:
+        DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashAttention-2.
+    """
+    if not dispatch.on_gpu(q):
+        return reference(q, cache, block_table, cu_q, max_q, lo, hi, scale, latent, out=out, lse=lse)
+    N, Hq, width = q.shape
+    P = width - latent
+    assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
+    assert cache.dtype == q.dtype and q.stride(2) == block_table.stride(1) == 1
+    assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
+    out = torch.empty(N, Hq, latent, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(N, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
+    assert out.stride(2) == 1
+
+    tile = latent_tile(max_q * Hq, latent, P, q.dtype)
+    _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), cu_q.shape[0] - 1](
+        q, cache, block_table, cu_q, lo, hi, out, lse,
+        *q.stride()[:2], cache.stride(0), block_table.stride(0), *out.stride()[:2], *lse.stride(),
+        scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,496 @@
+"""A rank's experts of those that tokens go to: gather, two grouped products, weighted sum, with no copy of x.
+
+A pair is a token and one of its experts. Four ways, by static shapes, none of whose grids depends on ids:
+
+- A few tokens: experts hardly meet, and time is latency. Programs take a pair and some rows of its expert's gate and
+  up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
+  programs take some rows of down and walk through their token's experts, so that nothing is left to be summed.
+- Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids by itself, which costs less
+  than a launch that would sort them, and feeds the rows past 16 pairs at a time through the tensor cores; an
+  expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
+  order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
+- Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
+- Instead of the first two, a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, where programs share the
+  weights of the local experts that have tokens, and ask for them ahead of need.
+
+The kernel that has a token's sum stores it, or sends it where ranks add up: phase 1 of `kernels.peers.all_reduce_norm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.dense.linear import RUN
+from kernels.moe import experts_sm90
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.peers.mailbox import DTYPES, SumBoxes, send_sum, sum_boxes, sum_shape, sum_words, turn
+from kernels.reference.experts import ALPHA
+from kernels.reference.experts import moe as reference
+
+Way = Literal["few", "some", "many"]
+_ALPHA: tl.constexpr = tl.constexpr(ALPHA)
+ENOUGH = 1.8  # programs an SM, with which a launch fills the GPU
+
+
+@triton.jit
+def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Rows of gate and up in turns, so that one tile holds both of a column; the last column again beyond the end."""
+    r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    return tl.minimum(r // 2, F - 1) + r % 2 * F
+
+
+@triton.jit
+def _activation(y, limit, CLAMPED: tl.constexpr):
+    """The gate of y [.., 2], gate and up."""
+    gate, up = tl.split(y)
+    if CLAMPED:  # by comparison: a minimum would swallow NaN
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        return gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _gate_up_few_kernel(
+    x, ids, weights, gate_up, bias, h, x_n, first, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = _gated_row(tile, F, BLOCK_R)
+    wait_for_predecessor(PDL)
+    if EARLY:  # down's programs take the places of those that are done, and read ids
+        start_successor(PDL)
+    expert = tl.load(ids + pair) - first
+    if (expert >= 0) & (expert < EXPERTS):
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + (pair // TOP_K) * x_n + k
+        w_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row[:, None] * H + k[None, :]
+        acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
+        for begin in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+            inside = k < H - begin
+            ws = tl.load(w_at + begin, mask=inside[None, :], other=0.0).to(tl.float32)
+            xs = tl.load(x_at + begin, mask=inside, other=0.0).to(tl.float32)
+            products = tl.reshape(xs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN])
+            acc += tl.sum(products, 2)
+        y = tl.sum(acc, 1)
+        if BIAS:
+            y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
+        y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), limit, CLAMPED) * tl.load(weights + pair)
+        f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
+        tl.store(h + pair * F + f, y, mask=f < F)
+    if not EARLY:
+        start_successor(PDL)
+
+
+@triton.jit
+def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Of the words of BLOCK values of row n, from `first` on: pieces, places in these, whether the row has them."""
+    VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2
+    column = first // VALUES + tl.arange(0, BLOCK // VALUES)
+    return n * ((H // VALUES + SIZE - 1) // SIZE) + column // SIZE, column % SIZE, column < H // VALUES
+
+
+@triton.jit
+def _down_few_kernel(
+    h, ids, weights, down, bias, plus, out, peers, turns, first, rank,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
+    RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr,
+    EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.minimum(r, H - 1)
+    if RANKS > 0:
+        tag = turn(turns)
+        piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, down.dtype.element_ty, H, BLOCK_R, SIZE)
+        boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
+    # Ids, weights and the experts are older than the predecessor: only h has to be waited for.
+    slot = tl.arange(0, BLOCK_S)
+    expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
+    local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
+    place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
+    count = tl.sum(local.to(tl.int32), 0)
+    if count >= 0:  # Always: the compiler would have moved the wait to before the ids.
+        wait_for_predecessor(PDL)
+    if EARLY:
+        start_successor(PDL)
+    k = tl.arange(0, BLOCK_K)
+    chunks: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros([BLOCK_R, BLOCK_K // RUN], tl.float32)
+    for i in tl.range(0, count * chunks, num_stages=STAGES):
+        here = place == i // chunks
+        e = tl.sum(tl.where(here, expert, 0), 0)
+        pair = n * TOP_K + tl.sum(tl.where(here, slot, 0), 0)
+        column = i % chunks * BLOCK_K + k
+        w_at = down + e.to(tl.int64) * (H * F) + row[:, None] * F + column[None, :]
+        ws = tl.load(w_at, mask=(column < F)[None, :], other=0.0).to(tl.float32)
+        hs = tl.load(h + pair * F + column, mask=column < F, other=0.0).to(tl.float32)
+        acc += tl.sum(tl.reshape(hs[None, :] * ws, [BLOCK_R, BLOCK_K // RUN, RUN]), 2)
+    if not EARLY:
+        start_successor(PDL)
+    y = tl.sum(acc, 1)
+    if BIAS:
+        weight = tl.load(weights + n * TOP_K + slot, mask=local, other=0.0)
+        biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
+        y += tl.sum(weight[:, None] * biases, 0)
+    if PLUS:
+        y += tl.load(plus + n * H + row).to(tl.float32)
+    if RANKS > 0:
+        words = sum_words(y, down.dtype.element_ty)
+        send_sum(boxes, words, piece, w, tag, rank, in_row, RANKS, PIECES, SIZE)
+    else:
+        tl.store(out + n * H + r, y, mask=r < H)
+
+
+@triton.jit
+def _expert_pairs(
+    block, ids, bounds, block_ends, P, first, shares,
+    EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    SORTED: tl.constexpr,
+):  # fmt: skip
+    """A program's local expert, and its pairs: a block of sorted ones, or all of an expert.
+
+    The pairs of each of the first ALWAYS experts, which are many, `shares` programs have between them if not sorted.
+
+    Returns the expert, where its pairs begin and end, and, of pairs that are not sorted, how many of the expert's there
+    are up to each.
+    """
+    if SORTED:
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(block_ends + e, mask=e < EXPERTS, other=0x7FFFFFFF)
+        expert = tl.sum((ends <= block).to(tl.int32), 0)  # EXPERTS, where no pairs begin, in a block past the last one
+        before = tl.max(tl.where(ends <= block, ends, 0), 0)
+        begin = tl.load(bounds + expert) + (block - before) * BLOCK_N
+        stop = tl.minimum(tl.load(bounds + tl.minimum(expert + 1, EXPERTS)), begin + BLOCK_N)
+        return expert, begin, stop, ends
+    else:
+        p = tl.arange(0, BLOCK_P)
+        expert, share, last = block, 0, 0
+        if ALWAYS:
+            many = block < ALWAYS * shares
+            expert = tl.where(many, block // shares, block - ALWAYS * (shares - 1))
+            share, last = tl.where(many, block % shares, 0), tl.where(many, shares - 1, 0)
+        mine = (tl.load(ids + p, mask=p < P, other=first - 1) == first + expert).to(tl.int32)
+        begin, stop = share * BLOCK_N, tl.sum(mine, 0)
+        if ALWAYS:
+            stop = tl.where(share < last, tl.minimum(stop, begin + BLOCK_N), stop)
+        return expert, begin, stop, tl.cumsum(mine, 0)
+
+
+@triton.jit
+def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
+    """The pairs at places `lane` [BLOCK_N] of the order, or of the expert's own; 0 from `stop` on."""
+    if SORTED:
+        pair = tl.load(order + lane, mask=lane < stop, other=0)
+    else:
+        # The i-th pair of the expert stands behind all those up to which it has at most i.
+        pair = tl.sum((counts[:, None] <= lane[None, :]).to(tl.int32), 0)
+    return tl.where(lane < stop, pair, 0).to(tl.int64)
+
+
+@triton.jit
+def _product(
+    rows_at, x_at, valid, K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of a weight times rows of x, given where each begins: [BLOCK_R, BLOCK_N] in fp32."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        inside = k < K - begin
+        w = tl.load(rows_at[:, None] + (begin + k)[None, :], mask=inside[None, :], other=0.0)
+        xs = tl.load(x_at[None, :] + (begin + k)[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
+        acc = tl.dot(w, xs, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gate_up_kernel(
+    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, shares, limit,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    row = _gated_row(tile, F, BLOCK_R)
+    wait_for_predecessor(PDL)
+    if EARLY:  # as of few; down's programs look for their pairs
+        start_successor(PDL)
+    expert, begin, stop, counts = _expert_pairs(
+        tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+    )
+    for at in range(begin, stop, BLOCK_N):
+        lane = at + tl.arange(0, BLOCK_N)
+        valid = lane < stop
+        pair = _pairs_at(lane, stop, counts, order, SORTED)
+        rows_at = gate_up + expert.to(tl.int64) * (2 * F * H) + row * H
+        y = _product(rows_at, x + pair // TOP_K * x_n, valid, H, BLOCK_R, BLOCK_N, BLOCK_K, STAGES)
+        if BIAS:
+            y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)[:, None]
+        y = tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1])
+        weight = tl.load(weights + pair, mask=valid, other=0.0)
+        y = _activation(y, limit, CLAMPED) * weight[None, :]
+        f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
+        tl.store(h + (pair * F)[None, :] + f[:, None], y, mask=(f < F)[:, None] & valid[None, :])
+    if not EARLY:
+        start_successor(PDL)
+
+
+@triton.jit
+def _down_kernel(
+    h, ids, weights, down, bias, outputs, order, bounds, block_ends, P, first, shares,
+    EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) * TILES
+    tiles = tl.minimum(TILES, (H + BLOCK_R - 1) // BLOCK_R - tile)
+    chunks: tl.constexpr = (max(F, 1) + BLOCK_K - 1) // BLOCK_K  # without columns, there may be a bias
+    k = tl.arange(0, BLOCK_K)
+    # Which pairs these are is older than the predecessor.
+    expert, begin, stop, counts = _expert_pairs(
+        tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
+    )
+    for at in range(begin, stop, BLOCK_N):
+        lane = at + tl.arange(0, BLOCK_N)
+        valid = lane < stop
+        pair = _pairs_at(lane, stop, counts, order, SORTED)
+        wait_for_predecessor(PDL)  # after the first time, this returns at once
+        start_successor(PDL)
+        if BIAS:
+            weight = tl.load(weights + pair, mask=valid, other=0.0)
+        acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+        for i in tl.range(0, tiles * chunks, num_stages=STAGES):
+            r = (tile + i // chunks) * BLOCK_R + tl.arange(0, BLOCK_R)
+            row = tl.minimum(r, H - 1)
+            column = i % chunks * BLOCK_K + k
+            w_at = down + expert.to(tl.int64) * (H * F) + (row * F)[:, None] + column[None, :]
+            w = tl.load(w_at, mask=(column < F)[None, :], other=0.0)
+            h_at = h + (pair * F)[None, :] + column[:, None]
+            hs = tl.load(h_at, mask=(column < F)[:, None] & valid[None, :], other=0.0)
+            acc = tl.dot(w, hs, acc, input_precision="ieee")
+            if i % chunks == chunks - 1:
+                if BIAS:
+                    acc += weight[None, :] * tl.load(bias + expert * H + row).to(tl.float32)[:, None]
+                tl.store(outputs + (pair * H)[None, :] + r[:, None], acc, mask=(r < H)[:, None] & valid[None, :])
+                acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    wait_for_predecessor(PDL)  # those without pairs, too
+    start_successor(PDL)
+
+
+@triton.jit
+def _sum_kernel(
+    outputs, ids, plus, out, peers, turns, first, rank,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr,
+    RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(TOP_K):
+        expert = tl.load(ids + n * TOP_K + s) - first
+        width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # what no expert wrote may be NaN
+        acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
+    if PLUS:
+        acc += tl.load(plus + n * H + c, mask=c < H).to(tl.float32)
+    if RANKS > 0:
+        dtype: tl.constexpr = outputs.dtype.element_ty
+        piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK, dtype, H, BLOCK, SIZE)
+        boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
+        send_sum(boxes, sum_words(acc, dtype), piece, w, turn(turns), rank, in_row, RANKS, PIECES, SIZE)
+    else:
+        tl.store(out + n * H + c, acc, mask=c < H)
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Sum over a token's chosen local experts of weight * (down(act(gate_up x))), not yet made: a part of ranks' sum.
+
+    `act` is silu(gate) * up; with `limit` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above and
+    up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output, are
+    rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
+
+    Attributes:
+        x: [N, H], last dim contiguous.
+        ids: [N, k] int32, contiguous; those outside [first, first + E_local) count nothing.
+        weights: [N, k] fp32, contiguous.
+        gate_up: [E_local, 2 F, H] in x's dtype, contiguous; the gate's F rows before the others.
+        down: [E_local, H, F] in x's dtype, contiguous.
+        first: global id of local expert 0.
+        gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
+        down_bias: [E_local, H], likewise; added once an expert, before its weight.
+        limit: bound of the clamps, or None.
+        plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
+        of: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are chosen here.
+        always: of the local experts the first, to which every token goes. A hint at where most of the work is.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    first: int
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    limit: float | None = None
+    plus: torch.Tensor | None = None
+    of: int | None = None
+    always: int = 0
+
+    @property
+    def _empty(self) -> bool:
+        nothing = 0 in (*self.x.shape, len(self.down), self.ids.shape[1])
+        return nothing or (self.down.shape[2] == 0 and self.down_bias is None)
+
+    def make(self) -> torch.Tensor:
+        """[N, H] in x's dtype; `plus`, or zeros, for a token without local experts."""
+        x, plus = self.x, self.plus
+        if not dispatch.on_gpu(x):
+            given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias, self.limit, plus
+            return reference(x, self.ids, self.weights, *given)
+        if self._empty:
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._launch(out)
+        return out
+
+    def sends(self, two_shot: bool) -> bool:
+        x = self.x
+        return dispatch.on_gpu(x) and not self._empty and x.dtype in DTYPES and x.shape[1] * x.itemsize % 4 == 0
+
+    def send(self, sums: SumBoxes) -> None:
+        self._launch(sums)
+
+    def _launch(self, out: torch.Tensor | SumBoxes) -> None:
+        x, ids, weights, gate_up, down, first = self.x, self.ids, self.weights, self.gate_up, self.down, self.first
+        (N, H), top_k = x.shape, ids.shape[1]
+        E, _, F = down.shape
+        assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
+        assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
+        assert self.plus is None or (self.plus.shape == x.shape and self.plus.dtype == x.dtype)
+        given = (ids, weights, gate_up, down, self.gate_up_bias, self.down_bias, self.plus)
+        assert all(t is None or t.is_contiguous() for t in given)
+        P = N * top_k
+        h = torch.empty(P, F, dtype=x.dtype, device=x.device)
+        if x.is_cuda and experts_sm90.fits(x, gate_up, down):
+            experts_sm90.launch(
+                x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, self.limit, self.plus, h, out
+            )
+            return
+        sums = out if isinstance(out, SumBoxes) else None
+        to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
+        rank = sums.rank if sums else 0
+        boxes = sum_shape(sums)
+        shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
+        clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.limit is not None)
+        bound = 0.0 if self.limit is None else self.limit
+        summand = dict(PLUS=self.plus is not None, **boxes)
+        way = _way(N, top_k, E)
+        if way == "few":
+            tile, down_tile = _few_tiles(N, F)
+            _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
+                x, ids, weights, gate_up, self.gate_up_bias, h, x.stride(0), first, bound,
+                TOP_K=top_k, **clamp, **shape, **tile,
+            )  # fmt: skip
+            _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
+                h, ids, weights, down, self.down_bias, self.plus, *to, first, rank,
+                TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=self.down_bias is not None,
+                **summand, **shape, **down_tile,
+            )  # fmt: skip
+            return
+
+        touched = E * (1 - (1 - 1 / (self.of or E)) ** P)  # experts, where pairs lie evenly
+        tile, down_tile = _tiles(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
+        is_sorted = way == "many"
+        plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
+        shares = triton.cdiv(N, tile["BLOCK_N"])
+        if is_sorted:
+            blocks = P // tile["BLOCK_N"] + E  # at most: all full ones, and the last of each expert
+        else:
+            blocks = E + self.always * (shares - 1)
+        searched = 1 if is_sorted else triton.next_power_of_2(P)
+        find = dict(ALWAYS=self.always, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+        outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
+        _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
+            x, ids, weights, gate_up, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares, bound, TOP_K=top_k,
+            **clamp, **shape, **find, **tile,
+        )  # fmt: skip
+        _down_kernel[triton.cdiv(H, down_tile["BLOCK_R"] * down_tile["TILES"]), blocks](
+            h, ids, weights, down, self.down_bias, outputs, *plan, P, first, shares, BIAS=self.down_bias is not None,
+            **shape, **find, **down_tile,
+        )  # fmt: skip
+        del shape["F"]
+        _sum_kernel[N, triton.cdiv(H, 1024)](
+            outputs, ids, self.plus, *to, first, rank, TOP_K=top_k, BLOCK=1024, num_warps=4, **summand, **shape
+        )
+
+
+def _way(N: int, top_k: int, E: int) -> Way:
+    """Which of these three serves N tokens over E local experts, as measured on an H200.
+
+    Few, as long as programs that find another rank's expert, or one that a neighbour has read, do not outweigh.
+    """
+    pairs = N * top_k
+    if N <= 2 or (N <= 8 and 2 * pairs <= E):
+        return "few"
+    return "some" if pairs <= 512 or N <= 64 else "many"  # each program of `some` looks through all pairs
+
+
+def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs in the order of their local experts, where each expert's begin [E + 1], where its blocks end [E]; int32."""
+    local = ids.flatten() - first
+    keys, order = torch.where((local >= 0) & (local < E), local, E).sort(stable=True)
+    bounds = torch.searchsorted(keys, torch.arange(E + 1, dtype=torch.int32, device=ids.device), out_int32=True)
+    ends = (bounds.diff() + block - 1).div(block, rounding_mode="floor").cumsum(0, dtype=torch.int32)
+    return order.int(), bounds, ends
+
+
+def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Launch options of the two products of a few tokens, as measured on an H200."""
+    least = N <= 2
+    warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
+    both = dict(RUN=RUN, EARLY=least)  # the successors of more programs would crowd
+    gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * RUN, STAGES=3 if least else 1, num_warps=warps)
+    block_k = min(down_warps * 32 * RUN, max(2 * RUN, triton.next_power_of_2(F)))
+    return gate_up | both, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | both
+
+
+def _tiles(
+    way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Launch options of the others' two products of P pairs with `touched` of E experts, counted an SM.
+
+    They are bound by reading weights, and in the end by multiplications. Of some tokens a program of down takes up to
+    200 KB of rows, so that fewer look for their pairs, as long as ENOUGH remain. With that many down starts early;
+    fewer would crowd on the SMs that are free first.
+    """
+    if dtype == torch.float32:
+        tile = dict(BLOCK_R=32, BLOCK_N=16, BLOCK_K=32, STAGES=2, num_warps=4)
+        return tile | dict(EARLY=False), tile | dict(TILES=2)
+    if way == "some":
+        tile = dict(BLOCK_R=64, BLOCK_N=16, BLOCK_K=128, STAGES=3, num_warps=4)
+        rows = 64
+        while rows < H and 2 * rows * F <= 100 << 10 and touched * triton.cdiv(H, 2 * rows) >= ENOUGH:
+            rows *= 2
+        early = touched * triton.cdiv(H, rows) >= ENOUGH
+        return tile | dict(EARLY=early), tile | dict(TILES=rows // 64)
+    if P < 128 * E:
+        tile = dict(BLOCK_R=128, BLOCK_N=64, BLOCK_K=64, STAGES=4, num_warps=4)
+    else:
+        tile = dict(BLOCK_R=128, BLOCK_N=128, BLOCK_K=64, STAGES=4, num_warps=8)
+    return tile | dict(EARLY=False), tile | dict(TILES=1)

@@ -1,0 +1,341 @@
+"""`kernels.moe.experts` for few tokens and wide experts on Hopper: weights by the tensor memory accelerator, products
+by wgmma.
+
+Time is that of reading the weights of the experts that the tokens chose, once, however few of them are on this rank. So
+the work is theirs, cut into equal shares for a fixed grid, two programs an SM: each program finds from ids which local
+experts have tokens; 64 rows of a weight (in the first launch 32 of gate and the same of up, by eights in turns) are a
+tile, 128 columns of it a step; and the steps of all tiles, in one row, are dealt out in equal runs. A program without
+tokens on its rank asks for nothing. All shared memory is filled with weights asked for ahead; in the second launch,
+which knows ids as soon as it starts, before the first is done. Tokens are the columns of the products; those without
+the expert at hand are zeros, so that a down tile's sum over its experts needs no other place than the accumulator.
+
+Programs whose runs share a tile add up in a tree. Of two that meet at a node the second adds what the first has left in
+a workspace, by one exchange that tells who is second: nobody waits for another program, there is nothing to spin on,
+and sums do not depend on who comes when. A program begins inside one tile at most, so that a node is the program where
+its right half begins. The last one at the root of an element has its sum, and writes or sends it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
+from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts, weights_of
+from kernels.overlap import sm_count
+from kernels.peers.mailbox import TURN, SumBoxes, sum_shape
+from kernels.reference.experts import ALPHA
+from kernels.sm90 import COPIED, SHARED
+
+MAX_TOKENS = 8  # as many columns as a product has at least
+# Columns of an expert. As measured on an H200 beside the other ways, 96 are 3 to 7% slower, 256 4%; 360 are 3% faster,
+# 384 from 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
+MIN_WIDTH = 320
+ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
+STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of what they are multiplied with: 102 KB
+LEVELS = gl.constexpr(4)  # of the tree
+GATE_UP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5))
+DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+PRODUCT = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, MAX_TOKENS, 16])
+)
+NEIGHBOURS = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))  # of rows of down that share a word
+WORDS = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1]))
+_ALPHA = gl.constexpr(ALPHA)
+
+
+@gluon.jit
+def _share(tiles, steps, program, programs):
+    """This program's run of the steps of all tiles, how many programs have one, and all steps.
+
+    Few tiles are cut evenly, each by its own programs, as many as the tree has places for; of more, a run is longer
+    than half a tile.
+    """
+    total = tiles * steps
+    active = gl.minimum(programs, total)
+    if tiles * 2 <= programs:
+        active = tiles * gl.minimum(gl.minimum(programs // gl.maximum(tiles, 1), steps), 1 << LEVELS)
+    begin = gl.minimum(program, active) * total // gl.maximum(active, 1)
+    end = gl.minimum(program + 1, active) * total // gl.maximum(active, 1)
+    return begin, end, active, total
+
+
+@gluon.jit
+def _sharers(tile, steps, active, total):
+    """The first program with steps of a tile, and how many have some."""
+    begin = ((tile * steps + 1) * active - 1) // total
+    return begin, ((tile + 1) * steps * active - 1) // total - begin + 1
+
+
+@gluon.jit
+def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
+    """Adds what other programs have of a tile; the last one of all elements keeps them live."""
+    begin, count = _sharers(tile, steps, active, total)
+    me = gl.program_id(0) - begin
+    for level in gl.static_range(LEVELS):
+        if (me ^ 1) < count:
+            right = begin + ((me | 1) << level)
+            at = words + right.to(gl.int64) * offset.shape[0] * offset.shape[1] + offset
+            y, up, live = meet(at, y, up, live, GATE)
+        me = me >> 1
+        count = (count + 1) >> 1
+    return y, up, live
+
+
+@gluon.jit
+def _step(at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr):
+    """A step's tile (of one expert in gate and up, of all in down), local expert and first column."""
+    STEPS: gl.constexpr = ((H if GATE else F) + BLOCK_K - 1) // BLOCK_K
+    if GATE:
+        TILES: gl.constexpr = (F + HALF - 1) // HALF
+        tile = at // STEPS
+        return tile % TILES, nth_expert(places, tile // TILES, EXPERTS), at % STEPS * BLOCK_K
+    else:
+        tile = at // (count * STEPS)
+        rest = at % (count * STEPS)
+        return tile, nth_expert(places, rest // STEPS, EXPERTS), rest % STEPS * BLOCK_K
+
+
+@gluon.jit
+def _ask(
+    step, begin, w, places, count, w_shared, ready,
+    GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """Asks for the weights of a step."""
+    tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F)
+    here, slot = ready.index(step % STAGES), w_shared.index(step % STAGES)
+    mbarrier.expect(here, ROWS * BLOCK_K * 2)
+    if GATE:
+        slot = slot.reshape([1, HALF // 8, 2, 8, BLOCK_K])
+        tma.async_copy_global_to_shared(w, [e, tile * (HALF // 8), 0, 0, column], here, slot)
+    else:
+        tma.async_copy_global_to_shared(w, [e, tile * ROWS, column], here, slot.reshape([1, ROWS, BLOCK_K]))
+
+
+@gluon.jit
+def _bring(
+    step, begin, x, x_n, of, first, places, count, x_shared,
+    GATE: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """Copies what a step multiplies the weights with: rows of x, or of h; zeros of tokens without the expert."""
+    _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F)
+    n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
+    k = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
+    pair = pairs_with(of, n, e + first, TOP_K)
+    if GATE:
+        rows = x + n * (x_n * 8)  # so that it is known to be a multiple of 8
+        inside = k < H
+    else:
+        rows = x + pair * F
+        inside = k < F
+    inside = (pair >= 0)[:, None] & inside[None, :]
+    async_copy.async_copy_global_to_shared(x_shared.index(step % X_STAGES), rows[:, None] + k[None, :], mask=inside)
+
+
+@gluon.jit(do_not_specialize=["x_n", "N", "first", "rank"])
+def _moe_sm90_kernel(
+    w, x, ids, weights, bias, plus, out, words, peers, turns, x_n, N, first, limit, rank,
+    TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
+    GATE: gl.constexpr, BIAS: gl.constexpr, PLUS: gl.constexpr, CLAMPED: gl.constexpr,
+    RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
+):  # fmt: skip
+    SENDS: gl.constexpr = RANKS > 0  # of two rows of down, in a word
+    dtype: gl.constexpr = w.dtype
+    w_shared = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_K], SHARED)
+    x_shared = gl.allocate_shared_memory(dtype, [X_STAGES, COLUMNS, BLOCK_K], SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    hopper.fence_async_shared()
+    tl.debug_barrier()
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if GATE:
+        gdc_wait()
+    places, count = touched_experts(ids, N * TOP_K, first, EXPERTS, BLOCK_P)
+    if GATE:
+        tiles, tile_steps = count * ((F + HALF - 1) // HALF), (H + BLOCK_K - 1) // BLOCK_K
+    else:
+        tiles, tile_steps = gl.minimum(count, 1) * ((H + ROWS - 1) // ROWS), count * ((F + BLOCK_K - 1) // BLOCK_K)
+    begin, end, active, total = _share(tiles, tile_steps, program, programs)
+    steps = end - begin
+    of = slots(ids, gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED)), N, TOP_K)
+    for s in range(gl.minimum(steps, STAGES - 1)):
+        _ask(s, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
+    if not GATE:
+        gdc_wait()
+    if SENDS:
+        tag = gl.load(turns) // TURN + 1
+        ROW_PIECES: gl.constexpr = (H // 2 + SIZE - 1) // SIZE
+    if steps <= STAGES - 1:
+        gdc_launch_dependents()
+
+    for s in gl.static_range(X_STAGES - 1):
+        if s < steps:
+            _bring(s, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F)
+        async_copy.commit_group()
+    at, step = begin, 0
+    while at < end:
+        stop = gl.minimum(end, (at // tile_steps + 1) * tile_steps)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout=PRODUCT)
+        extra = acc
+        for here in range(at, stop):
+            if BIAS and not GATE:
+                tile, e, column = _step(here, places, count, GATE, EXPERTS, H, F)
+                if column == 0:
+                    n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
+                    r = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
+                    weight = weights_of(slots(ids, n, N, TOP_K), weights, n, e + first, TOP_K)
+                    row_bias = gl.load(bias + e * H + r, mask=r < H, other=0.0).to(gl.float32)
+                    extra += row_bias[:, None] * weight[None, :]
+            async_copy.wait_group(X_STAGES - 2)
+            mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
+            hopper.fence_async_shared()
+            tl.debug_barrier()  # all warps are done with the step before
+            x_slot = x_shared.index(step % X_STAGES).permute((1, 0))
+            acc = hopper.warpgroup_mma(w_shared.index(step % STAGES), x_slot, acc, is_async=True)
+            if step - 1 + STAGES < steps:
+                _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
+                if step + STAGES == steps:  # nothing is left to be asked for
+                    gdc_launch_dependents()
+            ahead = step - 1 + X_STAGES
+            if ahead < steps:
+                _bring(ahead, begin, x, x_n, of, first, places, count, x_shared, GATE, TOP_K, EXPERTS, H, F)
+            async_copy.commit_group()
+            acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+            step += 1
+        whole = at // tile_steps
+        tile, e, _ = _step(at, places, count, GATE, EXPERTS, H, F)
+        if GATE:
+            y = gl.permute(gl.reshape(acc, [HALF // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
+            y, up = gl.split(gl.reshape(y, [HALF, COLUMNS, 2]))
+        else:
+            y = acc + extra if BIAS else acc
+            up = y
+            if SENDS:
+                y, up = pairs(gl.convert_layout(y, NEIGHBOURS), WORDS)
+        TILE: gl.constexpr = y.shape[0]
+        i = gl.arange(0, TILE, layout=gl.SliceLayout(1, y.type.layout))
+        n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, y.type.layout))
+        r = tile * TILE + i
+        if SENDS:
+            r = r * 2
+        if GATE:
+            experts = slots(ids, n, N, TOP_K)
+            pair = pairs_with(experts, n, e + first, TOP_K)
+            weight = weights_of(experts, weights, n, e + first, TOP_K)
+            live = (r < F)[:, None] & (pair >= 0)[None, :]
+            cell = (pair * F)[None, :] + r[:, None]
+            if BIAS:
+                gate_bias = gl.load(bias + e * (2 * F) + r, mask=r < F, other=0.0).to(gl.float32)
+                up_bias = gl.load(bias + e * (2 * F) + F + r, mask=r < F, other=0.0).to(gl.float32)
+        else:
+            live = (r < H)[:, None] & (n < N)[None, :]
+            cell = (n * H)[None, :] + r[:, None]
+            if PLUS:
+                summand = gl.load(plus + cell, mask=live, other=0.0).to(gl.float32)
+                if SENDS:
+                    odd_summand = gl.load(plus + cell + 1, mask=live, other=0.0).to(gl.float32)
+            if SENDS:
+                column = r[:, None] // 2 + (n * 0)[None, :]
+                piece = column // SIZE + n[None, :] * ROW_PIECES
+                boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+        offset = i[:, None] * COLUMNS + n[None, :]
+        y, up, live = _meet(y, up, live, words, offset, whole, tile_steps, active, total, GATE or SENDS)
+        if GATE:
+            if BIAS:
+                y += gate_bias[:, None]
+                up += up_bias[:, None]
+            if CLAMPED:  # by comparison: a minimum would swallow NaN
+                y = gl.where(y > limit, limit, y)
+                up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+                y = y / (1.0 + gl.exp(y * -_ALPHA)) * (up + 1.0)
+            else:
+                y = y / (1.0 + gl.exp(-y)) * up
+            y *= weight[None, :]
+        if PLUS:
+            y += summand
+            if SENDS:
+                up += odd_summand
+        if SENDS:
+            w_at = column % SIZE
+            send_pairs(y, up, live, piece, w_at, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT)
+        else:
+            gl.store(out + cell, y.to(dtype), mask=live)
+        at = stop
+    async_copy.wait_group(0)
+    if not GATE:
+        if count == 0:
+            FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            VALUES: gl.constexpr = 2 if SENDS else 1
+            c = gl.arange(0, 128, layout=FLAT)
+            for i in range(program * 128, N * H // VALUES, programs * 128):
+                place = i + c
+                left = place < N * H // VALUES
+                nothing = gl.zeros([128], dtype, layout=FLAT)
+                more = nothing
+                if PLUS:
+                    nothing = gl.load(plus + place * VALUES, mask=left, other=0.0)
+                if SENDS:
+                    if PLUS:
+                        more = gl.load(plus + place * VALUES + 1, mask=left, other=0.0)
+                    column = place % (H // 2)
+                    piece = column // SIZE + place // (H // 2) * ROW_PIECES
+                    boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
+                    even, odd = nothing.to(gl.float32), more.to(gl.float32)
+                    w_at = column % SIZE
+                    send_pairs(
+                        even, odd, left, piece, w_at, boxes, peers, tag, rank, dtype, RANKS, PIECES, SIZE, TWO_SHOT
+                    )  # fmt: skip
+                else:
+                    gl.store(out + place, nothing, mask=left)
+
+
+def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether `launch` takes these tensors of `kernels.moe.experts.RoutedExperts`, and is the fastest way."""
+    (N, H), F = x.shape, down.shape[2]
+    return (
+        0 < N <= MAX_TOKENS
+        and F >= MIN_WIDTH
+        and H % 8 == F % 8 == 0
+        and x.dtype == torch.bfloat16
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == x.data_ptr() % 16 == gate_up.data_ptr() % 16 == down.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def launch(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, first: int,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, limit: float | None, plus: torch.Tensor | None,
+    h: torch.Tensor, out: torch.Tensor | SumBoxes,
+) -> None:  # fmt: skip
+    """`kernels.moe.experts.RoutedExperts` of tensors that fit, into out [N, H] or where ranks add up.
+
+    Between the products lies h [N k, F], a row for a pair; it and `out` are contiguous.
+    """
+    (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
+    gates = TensorDescriptor(
+        gate_up, [E, F // 8, 2, 8, H], [2 * F * H, 8 * H, F * H, H, 1], [1, HALF.value // 8, 2, 8, BLOCK_K.value],
+        GATE_UP.value,
+    )  # fmt: skip
+    downs = TensorDescriptor(down, [E, H, F], [H * F, F, 1], [1, ROWS.value, BLOCK_K.value], DOWN.value)
+    programs = 2 * sm_count(x.device)
+    words = workspace(x.device, programs * ROWS.value * MAX_TOKENS // 2)
+    sums = out if isinstance(out, SumBoxes) else None
+    both = (True, gates, x, gate_up_bias, None, h, None), (False, downs, h, down_bias, plus, out, sums)
+    for gate, w, xs, bias, summand, y, to in both:
+        _moe_sm90_kernel[(programs,)](
+            w, xs, ids, weights, bias, summand, None if to else y, words if gate or to else words.view(torch.int32),
+            *(to.peers, to.count) if to else (None, None), xs.stride(0) // 8, N,
+            first, limit if limit is not None else 0.0, to.rank if to else 0,
+            TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), GATE=gate,
+            BIAS=bias is not None, PLUS=summand is not None, CLAMPED=limit is not None, **sum_shape(to),
+            num_warps=4, launch_pdl=True,
+        )  # fmt: skip

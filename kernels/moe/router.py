@@ -1,0 +1,145 @@
+"""Which experts a token goes to, and how much each counts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.router import route as reference
+
+Scoring = Literal["softmax", "top_softmax", "sigmoid"]
+
+
+@triton.jit
+def _ordered(score):
+    """int32 keys in the order of the scores, both zeros alike, NaN above all; none is the smallest int32."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _route_kernel(
+    logits, choice_bias, ids, weights, logits_n, scale,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
+    ALWAYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a token. Scores are compared as integers, of which a warp finds the largest in one instruction."""
+    n = tl.program_id(0)
+    size: tl.constexpr = EXPERTS // GROUPS
+    never: tl.constexpr = -0x80000000  # below every key: padding, dropped groups, experts already chosen
+    nowhere: tl.constexpr = 0x7FFFFFFF  # past every id
+    group = tl.arange(0, BLOCK_G)
+    member = tl.arange(0, BLOCK_E)
+    real = (group < GROUPS)[:, None] & (member < size)[None, :]
+    expert = tl.where(real, group[:, None] * size + member[None, :], nowhere)
+    if BIAS:
+        bias = tl.load(choice_bias + expert, mask=real, other=0.0)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    scores = tl.load(logits + n.to(tl.int64) * logits_n + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if SCORING == "softmax":
+        scores = tl.exp(scores - tl.max(tl.max(scores, 1), 0))
+        scores /= tl.sum(tl.sum(scores, 1), 0)
+    elif SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    choice = scores
+    if BIAS:
+        choice += bias
+    keys = tl.where(real, _ordered(choice), never)
+    if GROUPS > 1:
+        choice = tl.where(choice == choice, choice, float("inf"))  # a NaN is chosen, and so is its group
+        choice = tl.where(real, choice, float("-inf"))
+        best = tl.max(choice, 1)
+        if GROUP_SCORE == 2:
+            place = tl.min(tl.where(choice == best[:, None], member[None, :], nowhere), 1)
+            best += tl.max(tl.where(member[None, :] == place[:, None], float("-inf"), choice), 1)
+        group_keys = tl.where(group < GROUPS, _ordered(best), never)
+        kept = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            place = tl.min(tl.where(group_keys == tl.max(group_keys, 0), group, nowhere), 0)
+            kept |= group == place
+            group_keys = tl.where(group == place, never, group_keys)
+        keys = tl.where(kept[:, None], keys, never)
+
+    keys = tl.ravel(keys)
+    scores = tl.ravel(scores)
+    expert = tl.ravel(expert)
+    slot = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    weight = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    for s in tl.static_range(TOP_K):
+        place = tl.min(tl.where(keys == tl.max(keys, 0), expert, nowhere), 0)
+        hit = expert == place
+        chosen = tl.where(slot == s, place, chosen)
+        weight = tl.where(slot == s, tl.sum(tl.where(hit, scores, 0.0), 0), weight)
+        keys = tl.where(hit, never, keys)
+    if SCORING == "top_softmax":
+        weight = tl.exp(weight - tl.max(weight, 0))
+        weight /= tl.sum(weight, 0)
+    if NORMALISE:
+        weight /= tl.sum(tl.where(slot < TOP_K, weight, 0.0), 0) + 1e-20
+    at = n.to(tl.int64) * (TOP_K + ALWAYS) + slot
+    tl.store(ids + at, tl.where(slot < TOP_K, chosen + ALWAYS, slot - TOP_K), mask=slot < TOP_K + ALWAYS)
+    tl.store(weights + at, tl.where(slot < TOP_K, weight * scale, 1.0), mask=slot < TOP_K + ALWAYS)
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: int = 1,
+    normalise: bool = False,
+    scale: float = 1.0,
+    always: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` best experts of each token, best first, ties by the lowest id; all in fp32.
+
+    Experts that every token goes to come behind them, with weight 1 and the lowest ids: the others' are moved up.
+
+    Args:
+        logits: [N, E], any float dtype, last dim contiguous.
+        top_k: experts a token, at most those of `top_groups` groups.
+        scoring: `softmax` over all experts; `top_softmax`: over the chosen ones alone (gpt-oss); `sigmoid` of each
+            logit (DeepSeek-V3).
+        bias: [E] fp32, added to the scores for choosing alone.
+        groups: contiguous groups of E / groups experts.
+        top_groups: the best so many groups' experts may be chosen.
+        group_score: a group counts as much as its best expert (1: DeepSeek-V2) or its best two together (2:
+            DeepSeek-V3), bias included.
+        normalise: the weights of a token sum to one.
+        scale: factor on the weights in the end.
+        always: experts besides the E that every token goes to.
+
+    Returns:
+        Expert ids [N, top_k + always] int32 and weights [N, top_k + always] fp32.
+
+    Source:
+        DeepSeek-V2 (arXiv:2405.04434), section 2.2.2; DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+    """
+    size = logits.shape[1] // groups
+    assert logits.shape[1] == size * groups and group_score <= size and top_k <= size * top_groups <= size * groups
+    if not dispatch.on_gpu(logits):
+        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalise, scale, always)
+    N = len(logits)
+    assert logits.stride(1) == 1
+    ids = torch.empty(N, top_k + always, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(N, top_k + always, dtype=torch.float32, device=logits.device)
+    if N:
+        _route_kernel[(N,)](
+            logits, bias, ids, weights, logits.stride(0), scale,
+            EXPERTS=logits.shape[1], TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, GROUP_SCORE=group_score,
+            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, ALWAYS=always,
+            BLOCK_G=triton.next_power_of_2(groups), BLOCK_E=triton.next_power_of_2(size),
+            BLOCK_K=triton.next_power_of_2(top_k + always), num_warps=1, **overlapped(logits),
+        )  # fmt: skip
+    return ids, weights

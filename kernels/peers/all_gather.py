@@ -1,0 +1,72 @@
+"""All-gather of a few words in one kernel: what sampling passes between ranks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.peers.mailbox import box, boxes_of, end_turn, patience, receive, send, turn
+
+SLICE_WORDS = 256
+
+
+@triton.jit
+def _all_gather_kernel(
+    x, out, peers, count, status, rank, n, spins,
+    RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PHASES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    piece = tl.program_id(0)
+    w = tl.arange(0, SIZE)
+    at = piece * SIZE + w
+    tag = turn(count)
+    if PHASES & 1:
+        words = tl.load(x + at, mask=at < n, other=0)
+        for step in tl.static_range(RANKS):
+            to = (rank + 1 + step) % RANKS
+            send(box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, at < n)
+    if PHASES & 4:
+        source = tl.arange(0, BLOCK_RANKS)
+        inside = (source < RANKS)[:, None] & (at < n)[None, :]
+        here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
+        words = receive(here, tag, inside, source[:, None], status, patience(status, spins))
+        tl.store(out + source[:, None] * n + at[None, :], words, mask=inside)
+        end_turn(count, piece, tl.num_programs(0))
+
+
+def all_gather(
+    x: torch.Tensor,
+    peers: torch.Tensor,
+    count: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    rank: int,
+    pieces: int,
+    spins: int,
+    phases: int = 7,
+) -> torch.Tensor:
+    """x of every rank, in rank order.
+
+    Args:
+        x: contiguous, a multiple of 4 bytes; the same shape on all ranks.
+        peers: [W] int64, addresses of the ranks' boxes: int64 [2, W, pieces, SLICE_WORDS], zeroed before first use.
+        count: int64 [1], zeroed, of turns.
+        status, rank, pieces, spins, phases: as in `kernels.peers.all_reduce_norm`.
+
+    Returns:
+        [W, *x.shape].
+    """
+    ranks = len(peers)
+    words = x.numel() * x.itemsize // 4
+    out = x.new_empty(ranks, *x.shape)
+    assert x.is_contiguous() and words * 4 == x.numel() * x.itemsize and triton.cdiv(words, SLICE_WORDS) <= pieces
+    _all_gather_kernel[(triton.cdiv(words, SLICE_WORDS),)](
+        x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), peers, count, status, rank, words, spins,
+        RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=SLICE_WORDS, PHASES=phases,
+        num_warps=4, **overlapped(x),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,163 @@
+"""All-reduce, residual addition and RMSNorm in one kernel: what stands between two projections of a step.
+
+A row is cut into slices of 256 words, one program each. One shot: a program sends its slice to every rank and adds up
+what comes. Two shots, for more bytes: it sends it to one owner, who adds up and sends the sum to everyone. The sum of
+squares of a whole row passes between the programs of the row in the same way, through local boxes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+
+SLICE_WORDS = 256
+
+
+@triton.jit
+def _all_reduce_norm_kernel(
+    x, residual, weight, y, total, peers, squares, count, status,
+    rank, H, eps, spins,
+    ROW_WORDS: tl.constexpr, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and nothing else of what it writes is read here
+    if not EARLY:
+        wait_for_predecessor(PDL)
+    # Behind a norm there is a projection, which reads nothing before its own wait but weights. With two shots its
+    # programs would lie in the way of those that still multiply (benchmarks/LOG.md).
+    LATE: tl.constexpr = EARLY and TWO_SHOT
+    if not LATE:
+        start_successor(PDL)
+    piece = tl.program_id(0)
+    n = (piece // SLICES).to(tl.int64)
+    w = tl.arange(0, SIZE)
+    column = piece % SLICES * SIZE + w  # of words
+    inside = column < ROW_WORDS
+    at = n * ROW_WORDS + column
+    tag = turn(count)
+    looks = patience(status, spins)
+    source = tl.arange(0, BLOCK_RANKS)
+    owner = piece % RANKS
+    # Nothing of this waits for a peer.
+    gain = tl.load(weight + column, mask=inside, other=0)
+    kept = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else gain
+
+    if PHASES & 1:
+        words = tl.load(x + at, mask=inside, other=0)
+        if TWO_SHOT:
+            send(box(boxes_of(peers, owner), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside)
+        else:
+            for step in tl.static_range(RANKS):
+                to = (rank + 1 + step) % RANKS
+                send(box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE) + w, words, tag, inside)
+    all_inside = (source < RANKS)[:, None] & inside[None, :]
+    here = box(boxes_of(peers, rank), tag, source, piece, RANKS, PIECES, SIZE)[:, None] + w[None, :]
+    if TWO_SHOT:
+        if PHASES & 2:
+            if owner == rank:
+                words = receive(here, tag, all_inside, source[:, None], status, looks)
+                words = pack(tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0), DTYPE)
+                for step in tl.static_range(RANKS):
+                    to = (rank + 1 + step) % RANKS
+                    send(box(boxes_of(peers, RANKS + to), tag, 0, piece, 1, PIECES, SIZE) + w, words, tag, inside)
+    if PHASES & 4:
+        if TWO_SHOT:
+            sum_at = box(boxes_of(peers, RANKS + rank), tag, 0, piece, 1, PIECES, SIZE) + w
+            words = receive(sum_at, tag, inside, owner, status, looks)
+            first, second = low(words, DTYPE), high(words, DTYPE)
+        else:
+            words = receive(here, tag, all_inside, source[:, None], status, looks)
+            words = tl.where(all_inside, words, 0)
+            first, second = tl.sum(low(words, DTYPE), 0), tl.sum(high(words, DTYPE), 0)
+        if RESIDUAL:
+            first += low(kept, DTYPE)
+            second += high(kept, DTYPE)
+        # The sum is kept in the model's dtype, and what is normalised is what is kept.
+        words = pack(first, second, DTYPE)
+        if EARLY:
+            # Results may lie where the predecessor's operands did. Always true: it holds the wait behind the sums.
+            if tl.sum(words & 1, 0) >= 0:
+                wait_for_predecessor(PDL)
+            if LATE:
+                start_successor(PDL)
+        tl.store(total + at, words, mask=inside)
+        first = tl.where(inside, low(words, DTYPE), 0.0)
+        second = tl.where(inside, high(words, DTYPE), 0.0)
+        square = tl.sum(first * first + second * second, 0)
+        if SLICES > 1:
+            mine = squares + piece - piece % SLICES  # the launch before has ended: its squares have been read
+            send(mine + piece % SLICES, square.to(tl.int32, bitcast=True), tag, True)
+            s = tl.arange(0, BLOCK_SLICES)
+            bits = receive(mine + s, tag, s < SLICES, rank + 0 * s, status, looks)
+            square = tl.sum(tl.where(s < SLICES, bits.to(tl.float32, bitcast=True), 0.0), 0)
+        scale = tl.rsqrt(square / H + eps)
+        # Rounded before the weight is applied, as the models were trained.
+        words = pack(first * scale, second * scale, DTYPE)
+        words = pack(low(words, DTYPE) * low(gain, DTYPE), high(words, DTYPE) * high(gain, DTYPE), DTYPE)
+        tl.store(y + at, words, mask=inside)
+        end_turn(count, piece, tl.num_programs(0))
+
+
+def all_reduce_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    peers: torch.Tensor,
+    squares: torch.Tensor,
+    count: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    rank: int,
+    pieces: int,
+    spins: int,
+    two_shot: bool,
+    slice_words: int = SLICE_WORDS,
+    phases: int = 7,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = weight * s / rms(s), s = residual + the sum of x over ranks: in fp32, in rank order, the same on all ranks.
+
+    Args:
+        x: [N, H], a multiple of 4 bytes a row; contiguous. Without phase 1 its shape alone counts.
+        residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
+        weight: [H].
+        peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
+            slice_words], and for two shots those of the sums, [2, pieces, slice_words].
+        squares: int64 [pieces], zeroed, local.
+        count: int64 [1], zeroed, of turns. Boxes, squares and count serve calls with one shot only, or with two only.
+        status: [1] int32, set where a rank does not come within `spins` looks.
+        rank: this rank in the world.
+        pieces: room in the boxes, at least N times the slices of a row.
+        two_shot: by way of an owner.
+        slice_words: of a program; the same in all calls that share boxes.
+        phases: 1 sends (or a projection did: `kernels.dense.linear.linear_send`), 2 adds up at the owner (two shots), 4
+            finishes; each rank has to run all of them.
+
+    Returns:
+        y [N, H] and s [N, H] in x's dtype.
+    """
+    N, H = x.shape
+    words = H * x.itemsize // 4
+    slices = triton.cdiv(words, slice_words)
+    ranks = peers.shape[1]
+    assert words * 4 == H * x.itemsize and N * slices <= pieces and len(peers) >= 1 + two_shot
+    assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    y, total = torch.empty_like(x), torch.empty_like(x)
+
+    def as_words(t: torch.Tensor) -> torch.Tensor:
+        return t.view(torch.int32)
+
+    _all_reduce_norm_kernel[(N * slices,)](
+        as_words(x), as_words(x if residual is None else residual), as_words(weight), as_words(y), as_words(total),
+        peers, squares, count, status, rank, H, eps, spins,
+        ROW_WORDS=words, SLICES=slices, BLOCK_SLICES=triton.next_power_of_2(slices),
+        RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=slice_words,
+        DTYPE=DTYPES[x.dtype], RESIDUAL=residual is not None, TWO_SHOT=two_shot, PHASES=phases,
+        num_warps=4, **overlapped(x),
+    )  # fmt: skip
+    return y, total

@@ -1,0 +1,127 @@
+"""The Helix re-partition in one kernel: partials go to the rank that owns their head, and are combined on arrival."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
+
+IN_GROUP = 1 << 16  # what `status` says of a source is its place in the group, told apart from ranks of the world
+PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, on a 64-byte boundary
+
+
+@triton.jit
+def _combine(parts, logs, real, DTYPE: tl.constexpr):
+    """Words of exact attention [n], of those of partial outputs [SOURCES, n] and their LSEs where a source is real."""
+    logs = tl.where(real, logs.to(tl.float32, bitcast=True), float("-inf"))
+    peak = tl.max(logs, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp(logs - peak)
+    total = tl.sum(weights, 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    # An empty source counts for nothing, whatever it left in its words. A NaN LSE passes, and surfaces.
+    some = (logs != float("-inf"))[:, None]
+    first = tl.sum(tl.where(some, low(parts, DTYPE) * weights[:, None], 0.0), 0) / total
+    second = tl.sum(tl.where(some, high(parts, DTYPE) * weights[:, None], 0.0), 0) / total
+    return pack(first, second, DTYPE)
+
+
+@triton.jit
+def _exchange_kernel(
+    out, lse, result, starts, peers, sent, received, status,
+    out_n, out_h, lse_n, lse_h, rank, lanes, spins,
+    RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, PUSH: tl.constexpr, WAIT: tl.constexpr,
+    IN_GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    piece = tl.program_id(0)  # a token and a lane: the lane-th head of each destination
+    n = (piece // lanes).to(tl.int64)
+    lane = piece % lanes
+    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # oneself comes last
+    w = tl.arange(0, BLOCK)
+    if PUSH:
+        head = tl.load(starts + to) + lane
+        live = head < tl.load(starts + to + 1)
+        words = tl.load(out + n * out_n + head * out_h + w, mask=live & (w < WORDS), other=0)
+        log = tl.load(lse + n * lse_n + head * lse_h, mask=live, other=float("-inf"))
+        tag = turn(sent)
+        there = box(boxes_of(peers, to), tag, rank, piece, RANKS, PIECES, SIZE)
+        send(there + w, words, tag, w < WORDS)
+        send(there + WORDS, log.to(tl.int32, bitcast=True), tag, True)
+        end_turn(sent, piece * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
+    if WAIT:
+        if to == rank:
+            expected = turn(received)
+            source = tl.arange(0, BLOCK_RANKS)
+            real = source < RANKS
+            here = box(boxes_of(peers, rank), expected, source, piece, RANKS, PIECES, SIZE)
+            looks = patience(status, spins)
+            parts = receive(
+                here[:, None] + w[None, :],
+                expected,
+                real[:, None] & (w < WORDS)[None, :],
+                source[:, None] + IN_GROUP,
+                status,
+                looks,
+            )
+            logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks)
+            words = _combine(parts, logs, real, DTYPE)
+            mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
+            at = result + (n * mine + lane) * WORDS + w
+            tl.store(at, words, mask=(lane < mine) & (w < WORDS))
+            end_turn(received, piece, tl.num_programs(0))
+
+
+def exchange(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    result: torch.Tensor,
+    starts: torch.Tensor,
+    peers: torch.Tensor,
+    counts: tuple[torch.Tensor, torch.Tensor],
+    status: torch.Tensor,
+    *,
+    rank: int,
+    lanes: int,
+    pieces: int,
+    spins: int,
+    push: bool = True,
+    wait: bool = True,
+) -> torch.Tensor:
+    """Sends each head's partial output to its owner and combines what arrives for the own heads, in fp32.
+
+    Args:
+        out: [N, heads, D], a multiple of 4 bytes a head; last dim contiguous.
+        lse: [N, heads] fp32, natural log; -inf where a rank has no keys.
+        result: [N, own heads, D], written; contiguous.
+        starts: [K + 1] int32, the first head of each rank of the group.
+        peers: [K] int64, addresses of the group's boxes: int64 [2, K, pieces, PIECE_WORDS], zeroed before first use.
+        counts: two zeroed int64 [1], of turns: sent and received.
+        status: [1] int32; where a rank does not come within `spins` looks, one more than its place + IN_GROUP.
+        rank: this rank in the group.
+        lanes: the most heads that a rank owns.
+        pieces: room in the boxes, at least N * lanes.
+        push: send; wait: combine. With one of them alone the other has to be called for the same arguments.
+
+    Source:
+        Helix Parallelism (arXiv:2507.07120), section 2.1.2.
+    """
+    N, _, D = out.shape
+    ranks = len(peers)
+    words = D * out.itemsize // 4
+    assert N * lanes <= pieces and words < PIECE_WORDS and words * 4 == D * out.itemsize
+    assert out.stride(2) == 1 and result.is_contiguous() and lse.dtype == torch.float32
+    out_words = out.view(torch.int32)
+    _exchange_kernel[N * lanes, ranks if push else 1](
+        out_words, lse, result.view(torch.int32), starts, peers, *counts, status,
+        *out_words.stride()[:2], *lse.stride(), rank, lanes, spins,
+        RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces, SIZE=PIECE_WORDS,
+        WORDS=words, BLOCK=triton.next_power_of_2(words), DTYPE=DTYPES[out.dtype], PUSH=push, WAIT=wait,
+        IN_GROUP=IN_GROUP, num_warps=1, **overlapped(out),
+    )  # fmt: skip
+    return result

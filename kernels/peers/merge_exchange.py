@@ -1,0 +1,140 @@
+"""The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention.split_kv import Parts, _item_of, _merge_shape, _merge_slice, _schedule
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _combine
+from kernels.peers.mailbox import DTYPES, TURN, box, boxes_of, end_turn, pack, patience, receive, send, turn
+
+
+@triton.jit
+def _merge_exchange_kernel(
+    lo, hi, sinks, out, lse, part, part_lse, result, starts, peers, sent, received, status,
+    lo_b, lo_t, hi_b, hi_t, out_b, out_t, out_h, lse_b, lse_t, lse_h, B, programs, rank, lanes, spins,
+    T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, PUSH: tl.constexpr, WAIT: tl.constexpr, IN_GROUP: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    SLICES: tl.constexpr = (D + SLICE - 1) // SLICE
+    VALUES: tl.constexpr = 1 if tl.float32 == DTYPE else 2  # of a word
+    WORDS: tl.constexpr = D // VALUES
+    tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
+    piece = tl.program_id(0) // SLICES  # a query and a lane: the lane-th head of each destination
+    n = piece // lanes
+    lane = piece % lanes
+    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # oneself comes last
+    # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
+    _, _, tiles, ends, run = _schedule(
+        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N
+    )
+    head = tl.load(starts + to) + lane
+    live = head < tl.load(starts + to + 1)
+    head = tl.minimum(head, HEADS * GROUP - 1)
+    i = n // T
+    t = n % T
+    item_begin, length, row = _item_of(i, t, head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
+    first = item_begin // run
+    parts = tl.where(live, (item_begin + length - 1) // run - first + 1, 0)
+    boxes = boxes_of(peers, to)
+    own = boxes_of(peers, rank)
+    if parts >= 0:  # Always: it holds the wait behind the schedule, as in the merge.
+        wait_for_predecessor(PDL)
+    # A projection of more rows asks for its weights ahead. One of a single row waits first, and its programs, more than
+    # the GPU takes at once, would lie in the way of those that still receive (benchmarks/LOG.md).
+    if AHEAD:
+        start_successor(PDL)
+    # Looked up before the parts, which take as long to come.
+    tag = turn(sent)
+    expected = turn(received)
+    looks = patience(status, spins)
+    s = tl.program_id(0) % SLICES
+    w = s * (SLICE // VALUES) + tl.arange(0, SLICE // VALUES)
+    if PUSH:
+        d = s * SLICE + tl.arange(0, SLICE)
+        if parts > 1:
+            values, log2 = _merge_slice(
+                part, part_lse, sinks + head if SINKS else sinks, item_begin, run, first, parts, row, d,
+                D, ROWS, PARTS, SLICE, SINKS,
+            )  # fmt: skip
+            log = log2 * 0.6931471805599453
+        else:  # one program has written the result, or the destination has no such head
+            at = i.to(tl.int64) * out_b + t * out_t + head * out_h + d
+            values = tl.load(out + at, mask=live & (d < D), other=0.0).to(tl.float32)
+            at_lse = i.to(tl.int64) * lse_b + t * lse_t + head * lse_h
+            log = tl.load(lse + at_lse, mask=live, other=float("-inf"))
+        if VALUES == 1:
+            words = values.to(tl.int32, bitcast=True)
+        else:
+            first_of, second_of = tl.split(tl.reshape(values, [SLICE // 2, 2]))
+            words = pack(first_of, second_of, DTYPE)
+        there = box(boxes, tag, rank, piece, RANKS, PIECES, SIZE)
+        send(there + w, words, tag, w < WORDS)
+        send(there + WORDS, log.to(tl.int32, bitcast=True), tag, s == 0)
+        tl.debug_barrier()  # all threads have looked at the turn
+        end_turn(sent, tl.program_id(0) * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
+    if WAIT:
+        if to == rank:
+            source = tl.arange(0, BLOCK_RANKS)
+            real = source < RANKS
+            here = box(own, expected, source, piece, RANKS, PIECES, SIZE)
+            inside = real[:, None] & (w < WORDS)[None, :]
+            theirs = receive(here[:, None] + w[None, :], expected, inside, source[:, None] + IN_GROUP, status, looks)
+            logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks)
+            words = _combine(theirs, logs, real, DTYPE)
+            mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
+            at = result + (n.to(tl.int64) * mine + lane) * WORDS + w
+            tl.store(at, words, mask=(lane < mine) & (w < WORDS))
+            tl.debug_barrier()
+            end_turn(received, tl.program_id(0), tl.num_programs(0))
+
+
+def merge_exchange(
+    parts: Parts,
+    result: torch.Tensor,
+    starts: torch.Tensor,
+    peers: torch.Tensor,
+    counts: tuple[torch.Tensor, torch.Tensor],
+    status: torch.Tensor,
+    *,
+    rank: int,
+    lanes: int,
+    pieces: int,
+    spins: int,
+    push: bool = True,
+    wait: bool = True,
+) -> torch.Tensor:
+    """`kernels.peers.exchange.exchange` of what `parts.merge()` would give, but for the order of sums.
+
+    Args:
+        parts: of queries [B, T], in the exchange's order.
+        result: [B * T, own heads, D], written; contiguous.
+        starts, peers, counts, status, rank, lanes, pieces, spins, push, wait: as there; boxes and counts too.
+    """
+    B, T, Hq, D = parts.out.shape
+    ranks, N = len(peers), B * T
+    assert N * lanes <= pieces and D * parts.out.itemsize // 4 < PIECE_WORDS and D * parts.out.itemsize % 4 == 0
+    assert result.is_contiguous()
+    part = parts.part
+    at_once, width, warps = _merge_shape(N * lanes * ranks, D, part.itemsize, parts.items, parts.programs)
+    grid = N * lanes * triton.cdiv(D, width)
+    assert grid * ranks < TURN.value
+    _merge_exchange_kernel[grid, ranks if push else 1](
+        parts.lo, parts.hi, parts.sinks, parts.out, parts.lse, part, parts.part_lse, result.view(torch.int32),
+        starts, peers, *counts, status,
+        *parts.lo.stride(), *parts.hi.stride(), *parts.out.stride()[:3], *parts.lse.stride(),
+        B, parts.programs, rank, lanes, spins,
+        T=T, HEADS=parts.heads, GROUP=Hq // parts.heads, D=D, BLOCK_B=triton.next_power_of_2(B),
+        BLOCK_M=parts.block_m, BLOCK_N=parts.block_n, ROWS=part.shape[1], PARTS=at_once, SLICE=width,
+        SINKS=parts.sinks is not None, RANKS=ranks, BLOCK_RANKS=triton.next_power_of_2(ranks), PIECES=pieces,
+        SIZE=PIECE_WORDS, DTYPE=DTYPES[result.dtype], PUSH=push, WAIT=wait, IN_GROUP=IN_GROUP,
+        AHEAD=N > 1, num_warps=warps, **overlapped(result),
+    )  # fmt: skip
+    return result

@@ -1,0 +1,11 @@
+"""each_head in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def each_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Each head's rows times its matrix; shapes as in `kernels.mla.per_head_linear.each_head`."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out

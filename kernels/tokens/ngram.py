@@ -1,0 +1,91 @@
+"""Drafts by prompt lookup: what followed the last time that a sequence read as it does now at its end."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.ngram import ngram as reference
+
+BLOCK = 4096  # places that a program compares
+
+
+@triton.jit
+def _find_kernel(
+    history, lengths, best, history_b, LONGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    last = tl.load(lengths + b) - 1
+    begin = tl.program_id(1).to(tl.int64) * BLOCK
+    score = tl.full([], -1, tl.int64)
+    if begin < last:
+        place = begin + tl.arange(0, BLOCK)
+        row = history + b * history_b
+        inside = place < last
+        same = inside
+        matched = tl.zeros([BLOCK], tl.int64)
+        for i in tl.static_range(LONGEST):
+            suffix = tl.load(row + last - i, mask=last >= i, other=-1)
+            earlier = tl.load(row + place - i, mask=inside & (place >= i), other=-2)
+            same = same & (earlier == suffix)
+            matched += same.to(tl.int64)
+        score = tl.max(tl.where(inside & (matched > 0), (matched << 40) + place, -1), 0)
+    tl.store(best + b * tl.num_programs(1) + tl.program_id(1), score)
+    start_successor(PDL)
+
+
+@triton.jit
+def _propose_kernel(
+    history, lengths, best, out, history_b, blocks, drafts, BLOCKS: tl.constexpr, DRAFTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    last = tl.load(lengths + b) - 1
+    block = tl.arange(0, BLOCKS)
+    score = tl.max(tl.load(best + b * blocks + block, mask=block < blocks, other=-1), 0)
+    at = tl.where(score >= 0, score & ((1 << 40) - 1), last - 1)  # no match: as if the last token were to come again
+    period = tl.maximum(last - at, 1)
+    i = tl.arange(0, DRAFTS)
+    ahead = tl.minimum(tl.maximum(at + 1 + i % period, 0), tl.maximum(last, 0))
+    tl.store(out + b * drafts + i, tl.load(history + b * history_b + ahead).to(tl.int64), mask=i < drafts)
+
+
+def ngram(history: torch.Tensor, lengths: torch.Tensor, drafts: int, longest: int) -> torch.Tensor:
+    """The tokens that followed the latest place where the most of a sequence's last `longest` tokens stood before.
+
+    What follows is read on past the end with the distance as its period. A sequence whose last token is new repeats
+    it: a draft may be anything, since all are verified. No size depends on device data.
+
+    Args:
+        history: [B, L] int32, each sequence's tokens from its first on; rows contiguous.
+        lengths: [B] int64, how many tokens each has, at most L; at least 1 where the result matters.
+        drafts: tokens to propose.
+        longest: most tokens that are compared.
+
+    Returns:
+        [B, drafts] int64.
+
+    Source:
+        Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding), with the longest suffix.
+    """
+    if not dispatch.on_gpu(history):
+        return reference(history, lengths, drafts, longest)
+    assert history.dtype == torch.int32 and history.stride(1) == 1 and lengths.is_contiguous()
+    B, L = history.shape
+    blocks = triton.cdiv(L, BLOCK)
+    best = torch.empty(B, blocks, dtype=torch.int64, device=history.device)
+    out = torch.empty(B, drafts, dtype=torch.int64, device=history.device)
+    _find_kernel[B, blocks](
+        history, lengths, best, history.stride(0), LONGEST=longest, BLOCK=BLOCK, num_warps=8, **overlapped(history)
+    )
+    _propose_kernel[B,](
+        history, lengths, best, out, history.stride(0), blocks, drafts, BLOCKS=triton.next_power_of_2(blocks),
+        DRAFTS=triton.next_power_of_2(drafts), num_warps=1, **overlapped(history),
+    )  # fmt: skip
+    return out

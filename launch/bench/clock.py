@@ -1,0 +1,47 @@
+"""Timing one kernel: CUDA-graph replays over inputs that together do not fit the L2."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from helix.graphs import seconds_of_each
+
+READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
+PAGE, DIM = 64, 128
+ROTATED = 256 << 20  # bytes of KV that pass before the first one is read again: four times the L2
+K = 1024
+WARM_UP_S = 0.05  # a GPU that was idle takes its time to come up to speed: up to 10% at the first few launches
+
+
+def replays(
+    run: Callable[[int], Any], copies: int, device: torch.device, least: int, times: int, warm_up_s: float = WARM_UP_S
+) -> list[float]:
+    """Seconds of one run within a graph of `least` or more, one behind the other over rotated copies; sorted."""
+    if device.type != "cuda":
+        return seconds_of_each(lambda: run(0), 1, device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what the run reads may still be on its way
+    with torch.cuda.stream(stream):
+        run(0)
+        graph = torch.cuda.CUDAGraph()
+        launches = max(copies, least)
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                run(i % copies)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < warm_up_s:
+            graph.replay()
+            stream.synchronize()
+        found = seconds_of_each(graph.replay, times + 1, device)[1:]  # the first begins while the host launches it
+    graph.reset()
+    return sorted(s / launches for s in found)
+
+
+def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:
+    """Median time of one run within a graph, over rotated copies."""
+    return median(replays(run, copies, device, least=4, times=15))

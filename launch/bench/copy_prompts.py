@@ -1,0 +1,29 @@
+"""Prompts that copy: a file, and the beginning of the same file with a name replaced, which the model goes on with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launch.inputs.compose import ROOT
+
+LINES, GIVEN = 100, 30  # of a file; of its edited copy
+
+
+def edits(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict[str, object]]:
+    """Prompts that ask for each Python file in a directory of LINES lines or more, edited; lines of a prompt file."""
+    files = {file.name: file.read_text(encoding="utf-8").splitlines() for file in sorted(directory.glob("*.py"))}
+    return [
+        {"id": name, "prompt": _prompt(lines[:LINES]), "max_new_tokens": new_tokens}
+        for name, lines in files.items()
+        if len(lines) >= LINES
+    ]
+
+
+def _prompt(lines: list[str]) -> str:
+    """The edit renames what the file declares with a type and mentions most."""
+    before = "\n".join(lines)
+    declared = re.findall(r"\b([a-z]\w{3,}): [a-zA-Z]", before)
+    name = max(sorted(set(declared)), key=lambda n: len(re.findall(rf"\b{n}\b", before)))
+    after = re.sub(rf"\b{name}\b", f"new_{name}", "\n".join(lines[:GIVEN]))
+    return f"{before}\n\n\n# The same file with {name} renamed to new_{name}.\n{after}"

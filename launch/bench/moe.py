@@ -1,0 +1,119 @@
+"""Times the routed experts of a rank, routing included: `python -m launch.bench moe`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kernels.moe.experts import RoutedExperts
+from kernels.moe.router import Scoring, route
+from kernels.reference.experts import moe as reference
+from launch.bench.clock import ROTATED, seconds
+
+
+@dataclass(frozen=True)
+class Experts:
+    """All experts of a layer; of them, a rank of a tpf x ep grid holds 1 / ep, and of each 1 / tpf of its columns.
+
+    With ep = 1 those that `always` are chosen, shared ones, are among them.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    scoring: Scoring = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    clamped: bool = False
+    always: int = 0
+
+
+MODELS = [
+    Experts("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    Experts("gpt-oss-20b", 32, 4, 2880, 2880, "top_softmax", clamped=True),
+    Experts("DeepSeek-R1", 256, 8, 7168, 2048, "sigmoid", 8, 4, always=1),
+    Experts("DeepSeek-V2-Lite", 64, 6, 2048, 1408, always=2),
+]
+GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+INPUTS = 32  # at least, each with a choice of experts of its own
+
+
+@torch.inference_mode()
+def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device) -> dict[str, Any]:
+    """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    always = model.always if ep == 1 else 0
+    E, F, H = model.experts // ep + always, model.width // tpf, model.hidden
+    scoring: dict[str, Any] = dict(scoring=model.scoring, normalise=model.scoring != "top_softmax", always=always)
+    if model.groups > 1:
+        bias = torch.zeros(model.experts, device=device)
+        scoring |= dict(groups=model.groups, top_groups=model.top_groups, group_score=2, bias=bias)
+    expert_bytes = (3 * H * F + model.clamped * (2 * F + H)) * dtype.itemsize
+    expected = (always + (E - always) * (1 - (1 - model.top_k / model.experts) ** tokens)) * expert_bytes
+    # Copies of all weights, of which each input touches a part; and several times as many inputs where that part hangs
+    # on chance: a rank that holds few experts has no pair at times, or twice as many as at the mean.
+    shards = min(48, -(-ROTATED // int(expected))) if device.type == "cuda" else 1
+    copies = shards * -(-INPUTS // shards) if device.type == "cuda" else 1
+
+    def normal(*shape: int, fan_in: int = 1) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype) * fan_in**-0.5
+
+    xs = [normal(tokens, H) for _ in range(copies)]
+    logits = [torch.randn(tokens, model.experts, device=device) for _ in range(copies)]
+    weights = [(normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F)) for _ in range(shards)]
+    clamps: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, limit=None)
+    if model.clamped:
+        clamps = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), limit=7.0)
+    options = clamps | dict(of=model.experts + always, always=always)
+
+    def ours(i: int) -> torch.Tensor:
+        chosen = route(logits[i], model.top_k, **scoring)
+        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, **options).make()
+
+    chosen = [route(score, model.top_k, **scoring) for score in logits]
+    wanted = reference(xs[0], *chosen[0], *weights[0], 0, **clamps, plus=None).float()
+    error = float((ours(0).float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
+    # Four roundings to bf16 here or there, of 2^-9 each.
+    assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {model.name}, {tpf} x {ep}, {tokens} tokens"
+    touched = sum(len(ids[ids < E].unique()) for ids, _ in chosen) / copies
+    return {
+        "kind": "moe",
+        "model": model.name,
+        "tpf": tpf,
+        "ep": ep,
+        "tokens": tokens,
+        "always": always,
+        "experts": touched,
+        "bytes": touched * expert_bytes,
+        "us": seconds(ours, copies, device) * 1e6,
+        "route_us": seconds(lambda i: route(logits[i], model.top_k, **scoring), copies, device) * 1e6,
+        "bar_us": touched * expert_bytes / 4.2e12 * 1e6 + 8,
+    }
+
+
+def run(device: torch.device) -> Iterator[dict[str, Any]]:
+    """All models, grids of eight ranks and batches (the smallest alone on a CPU)."""
+    cases = [(model, *grid, tokens) for model in MODELS for grid in GRIDS for tokens in TOKENS]
+    if device.type != "cuda":
+        cases = [(Experts("tiny", 8, 2, 32, 16), 1, 2, 3)]
+    rows = []
+    for case in cases:
+        rows.append(measure(*case, device))
+        yield rows[-1]
+        print(".", end="", flush=True)
+    table = Table("experts", "tpf x ep", "tokens", "read", "ours us", "of it route", "TB/s", "bar us")
+    for r in rows:
+        table.add_row(
+            r["model"], f"{r['tpf']} x {r['ep']}", str(r["tokens"]), f"{r['experts']:.1f}", f"{r['us']:.1f}",
+            f"{r['route_us']:.1f}", f"{r['bytes'] / r['us'] / 1e6:.2f}", f"{r['bar_us']:.1f}",
+        )  # fmt: skip
+    print()
+    Console(width=110).print(table)

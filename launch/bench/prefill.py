@@ -1,0 +1,115 @@
+"""Times prefill: the kernel beside torch's attention on one GPU, and whole prompts over all GPUs.
+
+`python -m launch.bench prefill`; a prompt is a job of its own (`bench=prefill`) with random weights of the real shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console as Terminal
+from rich.table import Table
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from helix.graphs import seconds_of_each
+from kernels.attention.flash_prefill import flash_prefill
+from launch.bench.attention import TORCH
+from launch.bench.clock import DIM, PAGE
+from launch.inputs import parts
+from launch.job import spawn
+
+K = 1024
+KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
+PROMPTS = ["1x32768", "1x131072", "1x262144", "1x1048576"]
+
+
+def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, device: torch.device) -> dict[str, Any]:
+    """The last `queries` tokens of a prompt of `length`: ours with causal bounds, the peers over all keys."""
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    pages = length // PAGE
+    shape = (pages, PAGE, kv_heads, DIM)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    table = torch.randperm(pages, device=device).int()[None]
+    q = torch.randn(queries, q_heads, DIM, device=device, dtype=dtype)
+    hi = (torch.arange(queries, device=device) + length - queries + 1).int()
+    cu_q = torch.tensor([0, queries], dtype=torch.int32, device=device)
+
+    def ours() -> torch.Tensor:
+        return flash_prefill(
+            q, k_cache, v_cache, table, cu_q, queries, torch.zeros_like(hi), hi, DIM**-0.5
+        )[0]  # fmt: skip
+
+    k, v = (c[table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in (k_cache, v_cache))
+    last = scaled_dot_product_attention(q[-1, None, :, None].float(), k.float(), v.float(), enable_gqa=True)[0, :, 0]
+    error = (ours()[-1].float() - last).norm() / last.norm()
+    # bf16 weights and outputs: two roundings of 2^-9 each.
+    assert error < 1e-2, f"flash_prefill is off by {float(error):.1e} of its norm"
+    work = 4 * q_heads * DIM
+    row: dict[str, Any] = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
+    row["tflops"] = work * float(hi.double().sum()) / _seconds(ours, device) / 1e12
+    peer = partial(scaled_dot_product_attention, q.transpose(0, 1)[None], k, v, enable_gqa=True)
+    for name, backend in TORCH.items():
+        row[f"{name}_tflops"] = None
+        if gpu:
+            with sdpa_kernel(backend):
+                seconds = _seconds(peer, device)
+            row[f"{name}_tflops"] = work * queries * length / seconds / 1e12
+    return row
+
+
+def matrix_tflops(device: torch.device) -> float:
+    """The library's rate on a large bf16 product of random values."""
+    gpu = device.type == "cuda"
+    n = 8192 if gpu else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16 if gpu else torch.float32) for _ in range(2))
+    return 2 * n**3 / _seconds(lambda: a @ b, device) / 1e12
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median of a few runs, behind one that does not count."""
+    run()
+    return median(seconds_of_each(run, 5, device))
+
+
+def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case.
+
+    Prompts alone where GPUs play these ranks: the kernel is the same.
+    """
+    gpu = device.type == "cuda"
+    rate = matrix_tflops(device)
+    shapes = [] if parts.played(ranks) else KERNELS if gpu else [(4, 2, 128, 512)]
+    rows = []
+    for shape in shapes:
+        rows.append({**measure_kernel(*shape, device), "matrix_tflops": rate})
+        yield rows[-1]
+    table = Table("heads", "queries", "keys", "ours TFLOP/s", "of the matrix rate", "cuDNN", "flash")
+    for r in rows:
+        peers = [f"{r[f'{p}_tflops']:.0f}" if r[f"{p}_tflops"] else "-" for p in TORCH]
+        share = r["tflops"] / rate
+        table.add_row(r["heads"], str(r["q_tokens"]), str(r["length"]), f"{r['tflops']:.0f}", f"{share:.0%}", *peers)
+    Terminal(width=110).print(table)
+    torch.cuda.empty_cache() if gpu else None
+    prompts = ",".join(PROMPTS if gpu else ["1x600"])
+    model = "qwen2.5-7b" if gpu else "demo"
+    done = spawn.measure(
+        ranks,
+        [
+            f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{prompts}]",
+            "decode.prefill_chunk=8192",
+        ],
+    )  # fmt: skip
+    for point in done["points"]:
+        if "failed" in point:
+            print(f"{point['batch']} x {point['length']:,} tokens: {point['failed']}")
+            yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}
+            continue
+        seconds, rate = point["prefill_s"], point["tokens_per_s"]
+        print(f"{point['batch']} x {point['length']:,} tokens: {seconds:.2f} s, {rate:,.0f} tokens/s")
+        yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}

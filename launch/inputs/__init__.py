@@ -1,0 +1,1 @@
+"""What the user gives, checked before anything starts."""

@@ -1,0 +1,103 @@
+"""`layout=auto`: the layout that the planner takes for what a run is asked to do.
+
+Every rank computes it for itself, from what all of them see, before they meet; ranks then compare what they chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from helix.config import Config, LayoutConfig, bench_points
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.simulate.plan import Question, plan
+from helix.simulate.points import Options
+from launch.inputs import parts
+from launch.inputs.hardware import hardware_of
+from launch.inputs.prompts import Prompt
+
+TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
+
+
+def ranks(config: Config) -> int:
+    """How many processes a run without a launcher has: the ranks of its layout, under `auto` every GPU (one on a CPU).
+
+    Raises:
+        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to play ranks
+            and there is none.
+    """
+    layout = config.layout
+    if config.comm.backend == "stand_in":
+        if not (processes := parts.processes()):
+            raise ValueError("comm.backend=stand_in: GPUs play ranks of a larger layout, and this machine has none")
+        return processes
+    if layout.mode == "auto":
+        return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
+    world_size = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
+    if world_size > (most := parts.most_ranks()):
+        raise ValueError(
+            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {world_size} ranks, and this host runs {most} at most: set "
+            "layout.kvp and layout.tpa to fewer, or spread the ranks over hosts (launch/agent.sh)"
+        )
+    return world_size
+
+
+def choose(
+    config: Config, spec: DecoderSpec, prompts: Sequence[Prompt], world_size: int, device: str | None
+) -> tuple[HelixLayout, str]:
+    """The layout, and why it was taken.
+
+    Args:
+        prompts: what is decoded; without any, `bench.points` say how many tokens there are.
+        device: name of the GPU, None on a CPU.
+
+    Raises:
+        ValueError: widths are set as well, nobody has described the device, or nothing fits on it.
+    """
+    widths = ("kvp", "tpa", "tpf", "ep")
+    if given := [f"layout.{key}" for key in widths if getattr(config.layout, key) != getattr(LayoutConfig(), key)]:
+        raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave unset, or set layout=helix")
+    if device is None:
+        tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
+        chosen = HelixLayout.create("helix", world_size // tpa, tpa)
+        allowed = f"tpa as wide as {spec.kv_heads} KV heads and {world_size} ranks allow, kvp the rest"
+        return chosen, f"on CPUs nothing is predicted: {allowed}"
+    hardware = hardware_of(device)
+    if config.comm.backend == "nccl":
+        hardware = hardware.over_nccl()
+    batch, length = workload(config, prompts)
+    options = planned(config, spec)
+    ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
+    asked = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}"
+    return ranking.choices[0].layout, f"{asked}: {ranking.reason} {ranking.verdict}"
+
+
+def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Sequences at a time and tokens of each: of the longest prompt with its new tokens, or of the largest point."""
+    if not prompts:
+        return max(bench_points(config.bench), key=lambda point: point[0] * point[1])
+    new = config.decode.max_new_tokens
+    # What is no number will be refused, with its request.
+    asked = (prompt.options.get("max_new_tokens") for prompt in prompts)
+    lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, asked, strict=True)]
+    return min(len(prompts), config.decode.max_batch), max(lengths)
+
+
+def planned(config: Config, spec: DecoderSpec) -> Options:
+    """What the planner is told of a config: dtypes and the cache.
+
+    Raises:
+        ValueError: steps in this dtype are not predicted.
+    """
+    dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    if dtype == "float32":
+        raise ValueError("steps in model.dtype=float32 are not predicted: set model.dtype=bfloat16, or the layout")
+    # fp16 has as many bytes as bf16, and is as fast.
+    kv = config.kv
+    return Options("bf16", "bf16", "bf16", memory_fraction=kv.memory_fraction, page_size=kv.page_size)
+
+
+def _tokens(prompt: Prompt) -> int:
+    return len(prompt.ids) if prompt.ids is not None else -(-len((prompt.text or "").encode()) // TEXT_BYTES)

@@ -1,0 +1,270 @@
+"""The command line: settings as Hydra's overrides, and a sentence for each mistake before anything is composed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import NoneType
+from typing import Any, cast, get_args, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from helix.config import Config
+from helix.models import DecoderSpec
+from launch.inputs.parts import make_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+PATHS = ("model.path", "decode.prompts", "decode.output", "record", "speculation.model.path")
+SWEEP_DIR = "hydra.sweep.dir"
+SWEEP = "for several use `python -m launch.sweep -m ...`"
+# The groups of conf/ that a run has; the simulator reads `hardware`.
+GROUPS = {
+    folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir() and folder.name in (*get_type_hints(Config), "experiment")
+}
+EXPECTED = {
+    int: "an integer of at most 64 bits",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list[str]: "a list of texts, such as [a,b]",
+    list[int]: "a list of integers, such as [0,4]",
+    dict[str, Any]: "keys and values, such as {num_hidden_layers:4}",
+}
+
+OmegaConf.register_new_resolver("root", lambda: str(ROOT))
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The config of a run.
+
+    Raises:
+        ValueError: a mistake in the overrides, in one line.
+    """
+    return as_config(_compose([_checked(text, sweeps=False) for text in overrides]))
+
+
+def told(arguments: Sequence[str]) -> str | None:
+    """What `--help` or `--cfg job` print; None where neither is there.
+
+    Raises:
+        ValueError: a mistake in the overrides, or another value of `--cfg`.
+    """
+    arguments = [*arguments]
+    options = {"-h": "help", "--help": "help", "-c": "cfg", "--cfg": "cfg"}
+    wanted = next((options[text] for text in arguments if text in options), None)
+    if wanted is None:
+        return None
+    if wanted == "cfg" and "job" not in arguments:
+        raise ValueError("--cfg prints what is in effect as `--cfg job`")
+    overrides = [_checked(text, sweeps=False) for text in arguments if text not in (*options, "job")]
+    config = OmegaConf.to_yaml(_compose(overrides), resolve=False)
+    if wanted == "cfg":
+        return config
+    groups = "\n".join(f"  {name}: {', '.join(found)}" for name, found in GROUPS.items())
+    return (CONF / "help.txt").read_text(encoding="utf-8").replace("$GROUPS", groups).replace("$CONFIG", config)
+
+
+def sweep_points(arguments: Sequence[str]) -> tuple[list[list[str]], Path | None]:
+    """The overrides of each point of a sweep, and its directory where `hydra.sweep.dir` names one.
+
+    Raises:
+        ValueError: a mistake in the overrides.
+    """
+    axes: dict[str, list[str]] = {}
+    directory = None
+    for text in arguments:
+        if text.startswith(f"{SWEEP_DIR}="):
+            directory = Path(text.partition("=")[2])
+            continue
+        text = _checked(text, sweeps=True)
+        override = _parsed(text)
+        axes[override.get_key_element()] = (
+            [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            if override.is_sweep_override()
+            else [text]
+        )
+    return [list(point) for point in product(*axes.values())], directory
+
+
+def as_config(config: DictConfig) -> Config:
+    """The dataclasses behind a composed config.
+
+    Raises:
+        ValueError: a key that they do not have was added to it (`+key=value`), or a value cannot be resolved.
+    """
+    _refuse_unknown(config, Config, "")
+    try:
+        return cast(Config, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key or 'the config'}: {_line(error)}") from error
+
+
+def _compose(overrides: list[str]) -> DictConfig:
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("config", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"the settings do not go together: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _checked(text: str, sweeps: bool) -> str:
+    """One override as Hydra reads it: a path is taken literally, everything else by Hydra's grammar.
+
+    Raises:
+        ValueError: it sets nothing that there is, or to what it cannot be.
+    """
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError(f"{text!r} is no UTF-8")
+    if text in ("-m", "--multirun"):
+        why = "; under torchrun every rank would run the whole sweep" if "TORCHELASTIC_RUN_ID" in os.environ else ""
+        raise ValueError(f"one run has one config{why}: {SWEEP}")
+    if text.startswith("-"):
+        raise ValueError(f"{text} is no option: there are --help and --cfg job; a setting is KEY=VALUE")
+    found = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
+    assert found is not None, "any text matches"
+    sign, key, equals, value = found.groups()
+    if not key or (not equals and sign != "~"):
+        raise ValueError(f"{text!r}: a setting is KEY=VALUE")
+    kind = None if key in GROUPS else _kind_of(key)
+    beneath_dict = key not in GROUPS and kind is None
+    if sign == "~" and not beneath_dict:
+        raise ValueError(f"{text}: only keys of model.config can be taken out; {key} is set as {key}=VALUE")
+    if sign == "+" and not beneath_dict:
+        raise ValueError(f"{text}: {key} is there already: leave out the +")
+    if key in PATHS:
+        text = f"{sign}{key}={_literal_paths(key, value, sweeps)}"
+    elif beneath_dict and not sign:
+        text = f"++{text}"
+    override = _parsed(text)
+    if override.is_sweep_override():
+        if not sweeps:
+            raise ValueError(f"{text}: one run has one config; {SWEEP}")
+        if not override.is_discrete_sweep():
+            raise ValueError(f"{text}: an interval has no points; use a,b or range(a,b)")
+        for one in override.sweep_string_iterator():
+            _checked(f"{sign}{key}={one}", sweeps=False)
+    elif key in GROUPS:
+        if override.value() not in (*GROUPS[key], *([None] if key == "experiment" else [])):
+            raise ValueError(f"{text}: {key} has no option {value}; known: {', '.join(GROUPS[key])}")
+    elif not beneath_dict:
+        _check_value(key, kind, value, override.value())
+    return text
+
+
+def _literal_paths(key: str, text: str, sweeps: bool) -> str:
+    """Paths in quotes, so that Hydra reads nothing into their characters: one, or those that a sweep separates."""
+    if text in ("", "null"):
+        return text
+    if re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL) or (sweeps and re.fullmatch(r"\w+\(.*\)", text)):
+        try:
+            _parsed(f"{key}={text}")  # in quotes already, or a function of Hydra's sweeps
+            return text
+        except ValueError:
+            pass
+    if sweeps and "," in text:
+        return ",".join(_literal_paths(key, part, sweeps) for part in text.split(","))
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def _kind_of(key: str) -> Any:
+    """The type of a key; None of those in a dict, which may be any.
+
+    Raises:
+        ValueError: the schema does not have it.
+    """
+    kind: Any = Config
+    for depth, name in enumerate(parts := key.split(".")):
+        if not is_dataclass(kind):
+            if kind == dict[str, Any]:
+                return None
+            raise ValueError(f"{key} is unknown: {'.'.join(parts[:depth])} has no keys of its own")
+        kinds = get_type_hints(kind)
+        if name not in kinds:
+            raise ValueError(_unknown("".join(f"{part}." for part in parts[:depth]), name, cast(type, kind)))
+        kind = kinds[name]
+    return kind
+
+
+def _unknown(prefix: str, name: str, schema: type) -> str:
+    return f"{prefix}{name} is unknown; known: {', '.join(prefix + known for known in get_type_hints(schema))}"
+
+
+def _check_value(key: str, kind: Any, text: str, value: Any) -> None:
+    if is_dataclass(kind):
+        keys = ", ".join(f"{key}.{name}" for name in get_type_hints(kind))
+        raise ValueError(f"{key}={text}: {key} is set by its keys: {keys}")
+    optional = NoneType in get_args(kind)
+    kind = next(k for k in get_args(kind) if k is not NoneType) if optional else kind
+    try:
+        OmegaConf.update(OmegaConf.structured(Config), key, value)
+        fits = not (isinstance(value, list) and any(isinstance(one, list | dict) for one in value))
+        fits &= not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
+        fits &= not (key in PATHS and value == "")
+    except OmegaConfBaseException:
+        fits = False
+    if not fits:
+        expected = "a path" if key in PATHS else EXPECTED[kind]
+        raise ValueError(f"{key}={text} must be {expected}{', or null' if optional else ''}")
+
+
+def _parsed(text: str) -> Override:
+    try:
+        return _parser().parse_override(text)
+    except HydraException as error:
+        key = text.partition("=")[0]
+        raise ValueError(f"{text}: the value cannot be read; put it in quotes, as in \"{key}='VALUE'\"") from error
+
+
+@cache
+def _parser() -> OverridesParser:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OverridesParser.create(GlobalHydra.instance().config_loader())
+
+
+def _refuse_unknown(config: DictConfig, schema: type, prefix: str) -> None:
+    """Raises ValueError for a key that is no field of the dataclass `schema`, or of those in it."""
+    kinds = get_type_hints(schema)
+    for key, value in config.items_ex(resolve=False):
+        name = str(key)
+        if name not in kinds:
+            raise ValueError(_unknown(prefix, name, schema))
+        if is_dataclass(kinds[name]) and isinstance(value, DictConfig):
+            _refuse_unknown(value, cast(type, kinds[name]), f"{prefix}{name}.")
+
+
+def spec_of(model: str, *overrides: str) -> DecoderSpec:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return make_spec(as_config(compose("config", [f"model={model}", *overrides])))
+
+
+@cache
+def load_spec(model: str) -> DecoderSpec:
+    """The shape in `conf/model/`.
+
+    Raises:
+        ValueError: there is none of this name; the message lists those known.
+    """
+    known = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+    if model not in known:
+        raise ValueError(f"unknown model {model!r}; known: {', '.join(known)} (or add conf/model/{model}.yaml)")
+    return spec_of(model)

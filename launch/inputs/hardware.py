@@ -1,0 +1,64 @@
+"""Hardware descriptions: those of `conf/hardware/`, the user's own, and the one that a device goes by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from helix.simulate.hardware import Hardware
+
+HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"
+CALIBRATE = "python -m launch.calibrate --output conf/hardware/mine.yaml"
+
+
+def known_hardware() -> list[str]:
+    return sorted(path.stem for path in HARDWARE.glob("*.yaml"))
+
+
+def read_hardware(path: Path) -> dict[str, Any]:
+    """A description as it is written.
+
+    Raises:
+        ValueError: the file cannot be read, or is no YAML.
+    """
+    try:
+        data: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"hardware {path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"hardware {path} is no mapping")
+    return data
+
+
+def load_hardware(name: str) -> Hardware:
+    """A description in `conf/hardware/`, or in a file of its own (`path/mine.yaml`).
+
+    Raises:
+        ValueError: there is none of this name (the message lists those known), or it is incomplete.
+    """
+    if name.endswith(".yaml"):
+        return Hardware.from_mapping(read_hardware(Path(name)))
+    if name not in known_hardware():
+        raise ValueError(
+            f"unknown hardware {name!r}; known: {', '.join(known_hardware())} (or add conf/hardware/{name}.yaml, "
+            f"which `{CALIBRATE}` measures)"
+        )
+    return Hardware.from_mapping(read_hardware(HARDWARE / f"{name}.yaml"))
+
+
+def hardware_of(device: str) -> Hardware:
+    """The description whose `name` a device goes by; of several, one that was calibrated, the newest.
+
+    Raises:
+        ValueError: nobody has described this device; the message says which are, and how to describe it.
+    """
+    found = [(name, read_hardware(HARDWARE / f"{name}.yaml")) for name in known_hardware()]
+    fitting = [(data.get("calibrated", {}).get("date", ""), data) for _, data in found if data.get("name") == device]
+    if not fitting:
+        described = ", ".join(f"{data.get('name')} ({name})" for name, data in found)
+        raise ValueError(f"no hardware profile is called {device!r}; there are {described}: run `{CALIBRATE}`")
+    return Hardware.from_mapping(max(fitting, key=lambda dated: dated[0])[1])

@@ -1,0 +1,107 @@
+"""The parts that a config names: layout, shape, weights, tokenizer, processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comm.emulated import PROCESSES
+from comm.loopback import LoopbackWorld
+from helix.attention.dense import DenseAttention
+from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, load_spec_config
+from helix.models import Decoder, DecoderSpec, spec_from_config
+from launch.inputs.preflight import check_tokenizer_files
+
+
+def make_layout(config: LayoutConfig) -> HelixLayout:
+    """Raises ValueError where the widths do not form a layout."""
+    return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep)
+
+
+def make_spec(config: Config) -> DecoderSpec:
+    """Raises ValueError where the model is none that the runtime knows."""
+    path = None if config.model.path is None else Path(config.model.path)
+    return spec_from_config(load_spec_config(path, config.model.config))
+
+
+def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
+    """Those of a rank, without memory for them."""
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+    return Decoder(spec, layout, comm, DenseAttention(), dtype, torch.device("meta")).weights
+
+
+def make_checkpoint(
+    config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int
+) -> tuple[Checkpoint | None, DecoderSpec]:
+    """The weights of a model, None for random ones, and its spec with their head.
+
+    Raises:
+        ValueError: they do not fit its config.
+    """
+    if config.load != "checkpoint":
+        return None, spec
+    if config.path is None:
+        raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
+    checkpoint = Checkpoint(Path(config.path))
+    spec = checkpoint.with_head(spec)
+    checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)
+    return checkpoint, spec
+
+
+def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:
+    """The draft model's layout over `world_size` ranks; raises ValueError where the widths do not form one."""
+    kvp, tpa = config.kvp, config.tpa
+    if kvp is None and tpa is None:
+        widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
+        tpa = world_size if config.mode == "tp" else widest
+    if tpa is None:
+        tpa = max(1, world_size // max(1, kvp or 1))
+    if kvp is None:
+        kvp = max(1, world_size // max(1, tpa))
+    return HelixLayout.create(config.mode, kvp, tpa, config.tpf, config.ep)
+
+
+def has_tokenizer(config: ModelConfig) -> bool:
+    return config.path is not None and os.path.lexists(Path(config.path) / "tokenizer.json")
+
+
+def load_tokenizer(config: Config) -> Any | None:
+    """The model's tokenizer, None where it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not has_tokenizer(config.model):
+        return None
+    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
+
+    check_tokenizer_files(config.model)
+    path = Path(str(config.model.path))
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except BaseException as error:  # the library's own, whatever it met in the files; it may even panic
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        what = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error
+
+
+def played(ranks: int) -> bool:
+    """Whether a benchmark of so many ranks has one or two GPUs to stand in for them: there are GPUs, and fewer."""
+    return 0 < torch.cuda.device_count() < ranks
+
+
+def processes() -> int:
+    """Of those that stand in for ranks."""
+    return min(PROCESSES, torch.cuda.device_count())
+
+
+def most_ranks() -> int:
+    """Ranks that this host runs at most: on CPUs several share a core, to try a layout."""
+    return max(32, 8 * (os.cpu_count() or 1))

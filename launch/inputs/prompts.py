@@ -1,0 +1,260 @@
+"""Prompt files in, result files out: JSON lines both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from helix.config import Config, DecodeConfig
+from helix.errors import RankError
+from helix.files import parse_json, read_text
+from helix.request import Output, Request
+from helix.sampling import SamplingParams
+from launch.inputs.files import claim, replace
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+REAL = ("temperature", "top_p", "min_p")  # the other numbers are integers
+OPTIONS = ("max_new_tokens", *SAMPLING, "stop")
+KEYS = ("id", "prompt", "prompt_ids", *OPTIONS)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file: either `text` or `ids` is set.
+
+    Attributes:
+        options: what the line sets of OPTIONS.
+    """
+
+    id: str | int
+    text: str | None
+    ids: tuple[int, ...] | None
+    options: Mapping[str, Any]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a JSON-lines file; blank lines do not count, and a missing id is the prompt's number from 0.
+
+    Raises:
+        ValueError: with file and line, where a line is no prompt or an id occurs twice; or the file is unreadable.
+    """
+    try:
+        lines = read_text(path).split("\n")  # other line ends may stand inside of JSON's texts
+    except ValueError as error:
+        raise ValueError(f"decode.prompts={error}") from error
+    prompts: list[Prompt] = []
+    seen: dict[str | int, int] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompt = _parse(line, len(prompts))
+                if prompt.id in seen:
+                    raise ValueError(f"id {prompt.id!r} was used on line {seen[prompt.id]}")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            seen[prompt.id] = number
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"decode.prompts={path} holds no prompts")
+    return prompts
+
+
+def _parse(line: str, index: int) -> Prompt:
+    entry = parse_json(line)
+    if not isinstance(entry, dict):
+        raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
+    unknown = sorted(set(entry) - set(KEYS))
+    if unknown:
+        raise ValueError(f"unknown keys {', '.join(unknown)}; known: {', '.join(KEYS)}")
+    name = entry.get("id", index)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise ValueError(f"id {name!r:.60} must be text or an integer")
+    text, ids = entry.get("prompt"), entry.get("prompt_ids")
+    if (text is None) == (ids is None):
+        raise ValueError('needs "prompt" (text) or "prompt_ids" (token ids), one of the two')
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'"prompt" must be text, not {text!r:.60}')
+    if ids is not None and not (isinstance(ids, list) and all(type(t) is int for t in ids)):
+        raise ValueError(f'"prompt_ids" must be a list of integers, not {ids!r:.60}')
+    stop = entry.get("stop", [])
+    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
+        raise ValueError(f'"stop" must be a text or a list of texts, not {stop!r:.60}')
+    stops = [("stop", said) for said in ([stop] if isinstance(stop, str) else stop)]
+    for key, said in (("id", name), ("prompt", text), *stops):
+        if isinstance(said, str) and (half := re.search("[\ud800-\udfff]", said)):
+            raise ValueError(
+                f'"{key}" has half a character at {half.start()} (a surrogate without the other): no valid text'
+            )
+    options = {key: entry[key] for key in OPTIONS if entry.get(key) is not None}
+    for key in options.keys() - {"stop"}:
+        kinds, what = ((int, float), "a number") if key in REAL else ((int,), "an integer")
+        if isinstance(value := options[key], bool) or not isinstance(value, kinds):
+            raise ValueError(f'"{key}" must be {what}, not {value!r:.60}')
+    return Prompt(name, text, None if ids is None else tuple(ids), options)
+
+
+def check_defaults(config: DecodeConfig) -> None:
+    """Raises ValueError where a sampling key of `decode` is out of range, as of each prompt that leaves it unset."""
+    try:
+        SamplingParams(**{key: getattr(config, key) for key in SAMPLING})
+    except ValueError as error:
+        raise ValueError(f"decode: {error}") from error
+
+
+def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
+    """A request for the engine, or the output that refuses it where its parameters are out of range."""
+    ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
+    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in OPTIONS}
+    stop = options["stop"]
+    try:
+        sampling = SamplingParams(**{key: options[key] for key in SAMPLING})
+        if options["max_new_tokens"] < 1:
+            raise ValueError(f"max_new_tokens={options['max_new_tokens']} must be at least 1")
+    except ValueError as error:
+        return Output(prompt.id, len(ids), (), "", "", "error", str(error))
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return Request(prompt.id, ids, options["max_new_tokens"], sampling, tuple(s for s in stops if s))
+
+
+def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
+    assert tokenizer is not None, "preflight lets no text in without a tokenizer"
+    ids: Sequence[int] = tokenizer(text)["input_ids"]
+    return ids
+
+
+def digest(prompt: Prompt, config: Config) -> str:
+    """What a result line says of what was asked: 16 hex digits of the prompt, all options, the model."""
+    options = {key: prompt.options.get(key, getattr(config.decode, key)) for key in OPTIONS}
+    model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
+    if config.model.load == "random":
+        model["seed"] = config.seed
+    return hashlib.sha256(json.dumps([prompt.text, prompt.ids, options, model]).encode()).hexdigest()[:16]
+
+
+def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:
+    """The results that `decode.output` already holds, by id, but for errors; none without `decode.resume`.
+
+    Raises:
+        ValueError: the file holds something else, which a run would lose: results of other requests, no results at
+            all, or any without `decode.resume`.
+    """
+    path = Path(str(config.decode.output))
+    if config.decode.output is None or not path.exists() or not path.stat().st_size:
+        return {}
+    name = f"decode.output={path}"
+    if not config.decode.resume:
+        raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
+    asked = {prompt.id: digest(prompt, config) for prompt in prompts}
+    kept = {}
+    lines = path.read_bytes().split(b"\n")
+    for number, text in enumerate(lines, 1):
+        try:
+            line = parse_json(text.decode())
+            found, reason = (line["id"], line["request"]), line["finish_reason"]
+            known = found[0] in asked
+        except (ValueError, TypeError, KeyError):
+            if text == b"" or (number == len(lines) and _is_torn(text, asked)):
+                continue
+            raise ValueError(f"{name}, line {number}, is no result: move the file away") from None
+        if not known:
+            raise ValueError(f"{name} holds a result {found[0]!r}, which decode.prompts has not: move the file away")
+        if found[1] != asked[found[0]]:
+            raise ValueError(
+                f"{name} holds a result {found[0]!r} of another prompt, or decoded with other settings or another "
+                "model: give prompts ids of their own, set what it was decoded with, or move the file away"
+            )
+        if reason in ("stop", "length"):
+            kept[found[0]] = line
+    return kept
+
+
+def _is_torn(text: bytes, asked: Iterable[str | int]) -> bool:
+    """Whether a line may be the beginning of a result, behind which the run that wrote it was interrupted."""
+    heads = [f'{{"id": {json.dumps(name, ensure_ascii=False)}, "prompt_tokens": '.encode() for name in asked]
+    return any(text.startswith(head) or head.startswith(text) for head in heads)
+
+
+def _line(result: dict[str, Any]) -> str:
+    return json.dumps(result, ensure_ascii=False) + "\n"
+
+
+class ResultFile:
+    """Result lines, written as requests finish and put into the prompts' order at the end.
+
+    Until then, or until this process ends, no other run writes the file.
+
+    Args:
+        config: says where; `output=None` keeps nothing.
+        prompts: all prompts of the run, in order.
+
+    Raises:
+        ValueError: as `kept_results`, or the file cannot be written.
+    """
+
+    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+        self._path = None if config.decode.output is None else Path(config.decode.output)
+        self._prompts = prompts
+        self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
+        self._file: TextIO | None = None
+        try:
+            self._file = None if self._path is None else claim(self._path)
+            self.lines = kept_results(config, prompts)
+            self._rewrite()  # drops what is not kept: errors, a torn last line
+        except (OSError, ValueError) as error:
+            if self._file:
+                self._file.close()
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(f"decode.output={self._path} cannot be written: {error.strerror}") from error
+
+    @property
+    def remaining(self) -> list[Prompt]:
+        return [p for p in self._prompts if p.id not in self.lines]
+
+    def add(self, output: Output) -> None:
+        """Writes a result; raises RankError where it cannot be."""
+        line = {
+            "id": output.id,
+            "prompt_tokens": output.prompt_tokens,
+            "output_ids": list(output.output_ids),
+            "text": output.text,
+            "finish_reason": output.finish_reason,
+            "request": self._digests[output.id],
+        }
+        if output.reason is not None:
+            line["reason"] = output.reason
+        try:
+            if self._file:
+                self._file.write(_line(line))
+                self._file.flush()
+        except OSError as error:
+            raise self._stopped(error) from error
+        self.lines[output.id] = line
+
+    def close(self) -> None:
+        """Puts the results in order; raises RankError where they have to stay as they are."""
+        try:
+            self._rewrite()
+            if self._file:
+                self._file.close()
+        except OSError as error:
+            raise self._stopped(error) from error
+
+    def _rewrite(self) -> None:
+        if self._path is not None and self._file is not None:
+            ordered = [self.lines[p.id] for p in self._prompts if p.id in self.lines]
+            new = replace(self._path, "".join(map(_line, ordered)))
+            self._file.close()
+            self._file = new
+
+    def _stopped(self, error: OSError) -> RankError:
+        safe = sum(line["finish_reason"] != "error" for line in self.lines.values())
+        return RankError(
+            f"decode.output={self._path} cannot be written: {error.strerror}; {safe} of {len(self._prompts)} results "
+            "are safe in it, and decode.resume=true runs the rest"
+        )

@@ -1,0 +1,1 @@
+"""One job: its ranks, their membership, decoding, and what it reports."""

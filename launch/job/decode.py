@@ -1,0 +1,77 @@
+"""Decodes a prompt file: requests to the engine, results to the file, text to the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comm.base import Communicator
+from helix.build import build_engine
+from helix.engine import Engine
+from helix.models import Decoder
+from helix.request import Output, Request
+from helix.speculation import DraftModel
+from launch.inputs.preflight import RunPlan
+from launch.inputs.prompts import ResultFile, to_request
+from launch.job.report import Console, summary
+
+
+def decode(
+    plan: RunPlan,
+    comm: Communicator,
+    model: Decoder,
+    draft: DraftModel | None,
+    tokenizer: Any | None,
+    results: ResultFile | None,
+    console: Console,
+) -> tuple[dict[str, Any], int]:
+    """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused.
+
+    Args:
+        results: where they go; on rank 0 alone.
+    """
+    config = plan.config
+    requests, refusals = [], []
+    if results is not None:
+        read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
+        requests = [r for r in read if isinstance(r, Request)]
+        refusals = [r for r in read if isinstance(r, Output)]
+    # What rank 0 knows of the requests: how much room they take, and which kinds of sampling they need.
+    wanted, variants = comm.broadcast_object(
+        (
+            _wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch),
+            {(not r.sampling.is_greedy, r.sampling.is_filtered) for r in requests},
+        )
+    )
+    engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
+    if comm.device.type == "cuda":
+        engine.warm_up(variants)
+    engine.on_prefill = console.prefill
+    refused = 0
+    for output in _outputs(engine, requests, refusals):
+        assert results is not None  # the other ranks have no outputs
+        console.show(output)
+        if output.finish_reason is not None:
+            results.add(output)
+            refused += output.finish_reason == "error"
+    engine.close()
+    bytes_per_token = comm.all_gather_object(engine.runner.cache.bytes_per_token)
+    measured: dict[str, Any] = {}
+    if results is not None:
+        results.close()
+        hopb_chunks = engine.runner.hopb_chunks
+        measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": hopb_chunks}
+        chosen = ", ".join(f"{rows} rows in {chunks}" for rows, chunks in hopb_chunks.items() if chunks > 1)
+        title = f"{len(results.lines) - refused} served, {refused} refused"
+        console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)
+    return measured, comm.broadcast_object(refused)
+
+
+def _outputs(engine: Engine, requests: list[Request], refusals: list[Output]) -> Any:
+    yield from refusals
+    yield from engine.generate(requests)
+
+
+def _wanted_tokens(requests: list[Request], context: int, max_batch: int) -> int:
+    """Tokens of KV that the largest batch of these requests takes."""
+    lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
+    return max(sum([n for n in lengths if n <= context][:max_batch]), 1)

@@ -1,0 +1,285 @@
+"""Joining a job and leaving it: who am I, do all ranks agree, and the end of everyone when one fails.
+
+Ranks meet in the rendezvous store first. Whatever can be wrong with what the user set is found before a process group
+exists: each rank posts its verdict, and all of them end alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from comm.base import Communicator
+from helix.errors import RankError
+from launch.inputs.place import Place, choose_backend
+from launch.job.lifeline import identity, kill
+
+BEAT_S = 1.0  # between two signs of life of a rank
+SAID_S = 3 * BEAT_S  # for the others to hear that one rank has said what is wrong
+SILENCE_S = 15.0  # without one: the rank is taken for dead; so is a launcher that does not answer
+LEAVING_S = 25.0  # for all ranks to leave a job that is done
+MEETING_S = 120.0  # for all ranks to have checked what the user set
+PATIENCE_S = 10.0  # of it in silence
+
+
+@dataclass
+class Job:
+    """This rank's membership of a job.
+
+    Attributes:
+        place: which rank this is.
+        device: where its tensors live, once `connect` has chosen.
+        backend: symm_mem, stand_in (both over NCCL), nccl or gloo, likewise.
+        timeout: deadline of each collective, likewise.
+    """
+
+    place: Place
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "gloo"
+    timeout: timedelta = timedelta(minutes=5)
+
+    def __post_init__(self) -> None:
+        """Raises RuntimeError where the store cannot be reached."""
+        # An agent's store outlives one job and one attempt: the names of this one begin with both.
+        run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+        self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _reach_store(self.place))
+        self._watchdog = _Watchdog(self.store, self.place)
+        self._watchdog.start()
+
+    @property
+    def leads(self) -> bool:
+        return self.place.rank == 0
+
+    def agree(self, error: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Exchanges what each rank found before any collective; JSON-able facts of all ranks, in rank order.
+
+        Where any of them found an error, or stays away, every rank ends.
+        """
+        rank, world = self.place.rank, self.place.world_size
+        keys = [f"preflight/{r}" for r in range(world)]
+        self.store.set(keys[rank], json.dumps({"error": error, "facts": facts}))
+        for patience in (PATIENCE_S, MEETING_S - PATIENCE_S):
+            try:
+                self.store.wait(keys, timedelta(seconds=patience))
+                break
+            except dist.DistError:
+                absent = ", ".join(str(r) for r, key in enumerate(keys) if not self.store.check([key]))
+                if self.leads and patience == PATIENCE_S:
+                    print(f"waiting for rank {absent}, for {MEETING_S:.0f} s at most", file=sys.stderr, flush=True)
+        else:
+            self.end(f"error: rank {absent} did not report within {MEETING_S:.0f} s of start")
+        found = [json.loads(self.store.get(key)) for key in keys]
+        errors = {f["error"]: r for r, f in reversed(list(enumerate(found))) if f["error"] is not None}
+        lines = []
+        for message, first in errors.items():
+            alone = sum(f["error"] == message for f in found) < world
+            lines.append(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}")
+        if lines:
+            self.end("\n".join(lines))
+        return [f["facts"] for f in found]
+
+    def _say(self, lines: str) -> None:
+        """Rank 0 prints what all ranks have to say; the others return when it is out."""
+        if self.leads:
+            print(lines, file=sys.stderr, flush=True)
+            self.store.set("said", "")
+            return
+        try:  # the first rank that exits takes the others down: not before
+            self.store.wait(["said"], timedelta(seconds=10))
+        except dist.DistError:
+            print(lines, file=sys.stderr, flush=True)
+
+    def connect(self, backend: str, facts: list[dict[str, Any]], timeout_s: float) -> None:
+        """Starts the process group; `backend` may be auto, `facts` are those of `gpu_facts`.
+
+        Raises:
+            AlikeError: a backend of GPUs without one for each rank or, for symm_mem, without peers.
+        """
+        place = self.place
+        self.backend = choose_backend(backend, place, facts)
+        if self.backend != "gloo":
+            self.device = torch.device("cuda", place.local_rank)
+            torch.cuda.set_device(self.device)
+            # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
+            os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        self.timeout = timedelta(seconds=timeout_s)
+        transport = "gloo" if self.backend == "gloo" else "nccl"
+        dist.init_process_group(
+            transport,
+            store=dist.PrefixStore("group", self.store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=self.timeout,
+            device_id=self.device if transport == "nccl" else None,
+        )
+
+    def end(self, lines: str) -> NoReturn:
+        """Ends this rank, and rank 0 says why; called on every rank."""
+        self._watchdog.stop()  # who goes first is not missed
+        self._say(lines)
+        sys.stdout.flush()
+        os._exit(1)  # at once, as below
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends this rank with its traceback, or with the line of a RankError, and tells the others why."""
+        if isinstance(error, RankError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            self._watchdog.stop()  # not to end by it: the first rank that exits takes the others down, with tracebacks
+            self._watchdog.tell("")
+            time.sleep(SAID_S)
+            os._exit(1)
+        cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
+        # A broken connection says that a peer is gone, not which; whoever started that one is faster to say so.
+        if gone := self._watchdog.silent():
+            cause = f"rank {', '.join(map(str, gone))} gave no sign of life, and then {cause}"
+        trace = "".join(traceback.format_exception(error))
+        print(f"rank {self.place.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        if gone:
+            print(cause, file=sys.stderr, flush=True)
+        self._watchdog.tell(cause)
+        os._exit(1)  # at once: destructors of a broken process group may wait for peers
+
+    def leave(self, *comms: Communicator) -> None:
+        """Ends the job once all ranks have come here; rank 0, whose host may hold the store, goes last.
+
+        Args:
+            comms: in the order in which they were made.
+        """
+        # Nobody watches from here on, and taking a process group down may wait for peers.
+        with deadline(LEAVING_S, f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s"):
+            self.store.set(f"left/{self.place.rank}", "")
+            self._watchdog.stop()
+            if self.leads:
+                self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=20))
+            for comm in reversed(comms):
+                comm.close()
+            if dist.is_initialized():  # or there was nothing to connect for
+                dist.destroy_process_group()
+
+
+def _reach_store(place: Place) -> dist.Store:
+    """The store where ranks meet: the launcher's, or rank 0's where the launcher has none.
+
+    Raises:
+        RuntimeError: it does not answer, or its port is taken.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not launcher_s
+    patience = timedelta(seconds=SILENCE_S if launcher_s else MEETING_S)  # a launcher's is there before its ranks
+    where = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not answer there within {patience.seconds} s"
+    with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {place.rank}: {absent}"):
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=serves, timeout=patience, wait_for_workers=False, multi_tenant=True
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            taken = f"{where}: this rank cannot listen there, set another port ({why})"
+            raise RuntimeError(taken if serves else absent) from error
+    store.set_timeout(timedelta(seconds=MEETING_S))
+    return store
+
+
+@contextmanager
+def deadline(seconds: float, line: str) -> Iterator[None]:
+    """Ends this process with a line where what is done in the context takes longer, also inside of a call into C."""
+
+    def give_up() -> None:
+        print(line, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    guard = threading.Timer(seconds, give_up)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
+class _Watchdog:
+    """Ends this process when another rank has failed or gone silent: no rank waits for one that cannot come.
+
+    A thread, because the main one may be inside a collective or a kernel that never returns.
+    """
+
+    def __init__(self, store: dist.Store, place: Place) -> None:
+        self._store = store
+        self._place = place
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        # A connection of its own: the main thread may be waiting in the other.
+        own = self._store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timedelta(seconds=SILENCE_S))
+        self._thread = threading.Thread(target=self._watch, args=(own,), name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread:
+            self._thread.join(5 * BEAT_S)
+
+    def silent(self) -> list[int]:
+        """Ranks that give no sign of life for three beats from now on; empty where nobody can say."""
+        if self._place.world_size == 1:
+            return []
+
+        def beats() -> list[int]:
+            return [self._store.add(f"alive/{r}", 0) for r in range(self._place.world_size)]
+
+        try:
+            before = beats()
+            time.sleep(3 * BEAT_S)
+            return [r for r, (a, b) in enumerate(zip(before, beats(), strict=True)) if a == b != 0]
+        except dist.DistError:
+            return []
+
+    def tell(self, message: str) -> None:
+        try:
+            self._store.compare_set("failed", "", message)
+        except dist.DistError:
+            return  # the store is gone, and with it the job
+
+    def _watch(self, store: dist.Store) -> None:
+        rank, world = self._place.rank, self._place.world_size
+        others = [r for r in range(world) if r != rank]
+        seen = dict.fromkeys(others, 0)
+        missed = dict.fromkeys(others, 0)  # beats in a row; counted here, so that a job suspended whole goes on
+        try:
+            store.set(f"process/{rank}", identity(os.getpid()))
+            while not self._stopped.wait(BEAT_S):
+                store.add(f"alive/{rank}", 1)
+                beats = {r: store.add(f"alive/{r}", 0) for r in others}
+                missed = {r: missed[r] + 1 if beats[r] == seen[r] != 0 else 0 for r in others}
+                seen = beats
+                silent = [r for r in others if missed[r] * BEAT_S > SILENCE_S and not store.check([f"left/{r}"])]
+                if store.check(["failed"]):
+                    self._end(store.get("failed").decode())
+                elif silent:
+                    # torchrun would ask it to end and wait, long where it is stopped.
+                    kill(store.get(f"process/{silent[0]}").decode())
+                    self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
+        except dist.DistError as error:
+            self._end(f"lost the rendezvous store, so the launcher or the first host is gone ({error})")
+
+    def _end(self, why: str) -> None:
+        if not self._stopped.is_set():
+            if why:  # or one rank has said it for all
+                print(f"rank {self._place.rank} ends: {why}", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,279 @@
+"""What a run tells people and files: progress, streamed text, the table at the end, the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from helix.errors import RankError
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.request import Output
+from helix.timings import Timings
+from launch.inputs.files import write_atomically
+from launch.inputs.preflight import RunPlan
+from launch.job.membership import Job
+
+FILE_WIDTH = 120  # characters of a line that no terminal cuts
+
+
+class Phases:
+    """Seconds of a run's phases, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """Ends the phase `name`, which began where the last one ended."""
+        now = time.perf_counter()
+        self.seconds[f"{name}_s"] = round(now - self._last, 6)
+        self._last = now
+
+
+class Console:
+    """The terminal of rank 0; on the other ranks, and where decode.stream=false, it says less or nothing."""
+
+    def __init__(self, plan: RunPlan, job: Job) -> None:
+        self._layout = plan.layout
+        self._job = job
+        self._speaks = job.leads
+        self._streams = plan.config.decode.stream
+        self._terminal = Terminal(quiet=not job.leads, highlight=False)
+        if not self._terminal.is_terminal:
+            self._terminal.width = FILE_WIDTH
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._text = _OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
+        where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
+        auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
+        if plan.reason is not None:
+            self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
+        played = f", of which {job.place.world_size} are played" if job.backend == "stand_in" else ""
+        ranks = f"{plan.layout.world_size} ranks{played}"
+        self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar for as long as the context lasts; call what it gives with the number done."""
+        if not self._speaks:
+            yield lambda done: None
+            return
+        with self._new_bar() as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+
+    def loaded(self, model: Decoder) -> None:
+        self._terminal.print(
+            f"{len(model.weights.slices)} weight slices on this rank, {model.weights.bytes / 1e6:.1f} MB "
+            f"in {str(model.weights.dtype).removeprefix('torch.')}"
+        )
+
+    def prefill(self, done: int, total: int) -> None:
+        """Prompt tokens done, of those admitted; shown until they are all done, or text begins to stream."""
+        if self._text.started:
+            return
+        if self._bar is None:
+            self._bar = self._new_bar()
+            self._bar.start()
+            self._task = self._bar.add_task("prefill", total=total)
+        assert self._task is not None
+        self._bar.update(self._task, completed=done, total=total)
+        if done == total:
+            self._end_prefill(done=True)
+
+    def show(self, output: Output) -> None:
+        """Streams one request's text at a time; what others say meanwhile follows when it is their turn."""
+        if output.finish_reason == "error":
+            self._terminal.print(f"[{output.id}] refused: {output.reason}", markup=False, style="red")
+            return
+        if self._streams:
+            self._end_prefill()
+            self._text.push(output)
+
+    def finish(self, title: str, measured: dict[str, Any]) -> None:
+        """The table at the end."""
+        self._end_prefill()
+        table = Table(title=title)
+        for name in ("layout", "ranks", "step p50", "step p90", "tok/step", "tok/s/user", "tok/s/rank"):
+            table.add_column(name, justify="left" if name == "layout" else "right")
+        table.add_row(
+            str(self._layout),
+            str(self._layout.world_size),
+            _ms(measured["ttl_p50_us"]),
+            _ms(measured["ttl_p90_us"]),
+            _number(measured["tokens_per_step"]),
+            _number(measured["tokens_per_s_user"]),
+            _number(measured["tokens_per_s_gpu"]),
+        )
+        self._terminal.print(table)
+        if measured["speculation"] is not None:
+            self._terminal.print(_speculation_table(measured["speculation"]))
+        held = Table("rank", "KV tokens held", "KV bytes", title="most KV held at a time")
+        for rank, (tokens, size) in enumerate(
+            zip(measured["kv_tokens_per_rank"], measured["kv_bytes_per_rank"], strict=True)
+        ):
+            held.add_row(str(rank), f"{tokens:,}", f"{size:,}")
+        self._terminal.print(held)
+
+    def _new_bar(self) -> Progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        return Progress(*columns, console=self._terminal)
+
+    def _end_prefill(self, done: bool = False) -> None:
+        if self._bar is not None:
+            self._bar.live.transient = not done  # else it would stand there as if prefill had stopped
+            self._bar.stop()
+            self._bar = None
+
+
+def _speculation_table(measured: dict[str, Any]) -> Table:
+    table = Table("mean gamma", "drafts kept a step", "kept of each draft behind kept ones", title="speculation")
+    places = " ".join("-" if share is None else f"{share:.2f}" for share in measured["acceptance_by_place"])
+    table.add_row(_number(measured["mean_drafts"]), _number(measured["mean_kept"]), places)
+    return table
+
+
+class _OneAtATime:
+    """Streams the text of one request at a time; what others say meanwhile follows when it is their turn."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.started = False
+        self._write = write
+        self._current: str | int | None = None
+        self._unsaid: dict[str | int, str] = {}
+        self._ended: set[str | int] = set()
+
+    def push(self, output: Output) -> None:
+        self.started = True
+        self._unsaid[output.id] = self._unsaid.get(output.id, f"[{output.id}] ") + output.delta
+        if output.finish_reason is not None:
+            self._ended.add(output.id)
+        while self._unsaid:
+            if self._current is None:
+                self._current = next(iter(self._unsaid))
+            self._write(self._unsaid[self._current])
+            self._unsaid[self._current] = ""
+            if self._current not in self._ended:
+                return
+            self._write("\n")
+            del self._unsaid[self._current]
+            self._current = None
+
+
+def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -> dict[str, Any]:
+    """The measured part of a record, from what rank 0 saw.
+
+    Args:
+        bytes_per_token: of each rank's shard of the KV cache.
+    """
+    ttl_s = timings.ttl_s
+    per_step = timings.decode_tokens / timings.sequence_steps if timings.sequence_steps else None
+    tokens = [timings.kv_tokens[layout.kvp_rank(r)] for r in range(layout.world_size)]
+    return {
+        "prefill_s": timings.prefill_s,
+        "prefill_tokens": timings.prefill_tokens,
+        "decode_s": sum(ttl_s),
+        "decode_tokens": timings.decode_tokens,
+        "decode_steps": len(ttl_s),
+        "tokens_per_step": per_step,
+        "ttl_p50_us": percentile_us(ttl_s, 50),
+        "ttl_p90_us": percentile_us(ttl_s, 90),
+        "tokens_per_s_user": per_step * len(ttl_s) / sum(ttl_s) if ttl_s and per_step else None,
+        "tokens_per_s_gpu": timings.decode_tokens / sum(ttl_s) / layout.world_size if ttl_s else None,
+        "speculation": _speculation(timings),
+        "kv_tokens_per_rank": tokens,
+        "kv_bytes_per_rank": [n * size for n, size in zip(tokens, bytes_per_token, strict=True)],
+    }
+
+
+def _speculation(timings: Timings) -> dict[str, Any] | None:
+    """What became of drafts; None where there were none."""
+    steps, most = sum(timings.drafts.values()), max(timings.drafts, default=0)
+    if most == 0:
+        return None
+    tried, kept = timings.acceptance.tried[:most], timings.acceptance.kept[:most]
+    return {
+        "mean_drafts": sum(n * count for n, count in timings.drafts.items()) / steps,
+        "mean_kept": sum(kept) / max(timings.sequence_steps, 1),
+        "steps_by_drafts": dict(sorted(timings.drafts.items())),
+        "sequence_steps_by_kept": dict(sorted(timings.kept.items())),
+        "acceptance_by_place": [k / n if n else None for k, n in zip(kept, tried, strict=True)],
+    }
+
+
+def percentile_us(seconds: list[float], percent: float) -> float | None:
+    return float(np.percentile(seconds, percent)) * 1e6 if seconds else None
+
+
+def write_record(path: Path, plan: RunPlan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
+    """One JSON object: what was asked for, where it ran, and what was measured; raises RankError where it cannot be."""
+    record = {
+        "config": asdict(plan.config),
+        "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
+        "layout_reason": plan.reason,
+        "backend": job.backend,
+        **provenance(job.device),
+        "phases": phases.seconds,
+        **measured,
+    }
+    try:
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        output = plan.config.decode.output
+        kept = "" if output is None or not plan.prompts else f"; decode.output={output} has all results"
+        raise RankError(f"record={path} cannot be written: {error.strerror}{kept}") from error
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where figures come from: device, commit, versions."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
+        "commit": _commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "hydra-core")}
+        | {"python": platform.python_version(), "triton": _triton_version()}
+        | ({"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if cuda else {}),
+    }
+
+
+def _triton_version() -> str | None:
+    try:
+        return version("triton")
+    except PackageNotFoundError:  # platforms without it run the reference kernels
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with + where files differ from it; HELIX_COMMIT says it where git is not at hand."""
+    if "HELIX_COMMIT" in os.environ:
+        return os.environ["HELIX_COMMIT"]
+    root = Path(__file__).resolve().parents[2]
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or an unpacked archive
+        return None
+
+
+def _ms(us: float | None) -> str:
+    return "-" if us is None else f"{us / 1e3:.2f} ms"
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.1f}"

@@ -1,0 +1,130 @@
+"""Times the collectives of a decode step, inside a job (`bench=comm`).
+
+Each is checked against the same collective over torch.distributed, then timed as CUDA-graph replays of many in a row;
+an iteration counts with its slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comm.emulated import StandInTransport
+from comm.symm_mem import ONE_SHOT_SENT
+from comm.torch_dist import TorchDistCommunicator
+from helix.layout import share
+from kernels.peers.all_reduce_norm import SLICE_WORDS
+
+DIM, HIDDEN = 128, 4096
+EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
+NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64))]  # tokens, hidden
+GATHERS = [1, 8, 64]  # tokens
+IN_A_ROW = 20
+BARS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
+
+
+def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
+    """Microseconds of each collective, by this communicator and by torch.distributed's; a collective call."""
+    rows = []
+    bf16 = torch.bfloat16
+    K = len(comm.kvp_group)
+    played = isinstance(comm, StandInTransport)
+    library = StandInTransport if played else TorchDistCommunicator
+    for tokens, heads in EXCHANGES:
+        shares = [len(share(heads, K, k)) for k in range(K)]
+        out = torch.randn(tokens, heads, DIM, device=comm.device, dtype=bf16)
+        given = out, torch.randn(tokens, heads, device=comm.device), shares
+        messages = out.new_zeros(K, tokens * max(shares) * DIM)
+        rows.append(
+            _row(
+                comm, "exchange", out, partial(comm.exchange, *given), partial(library.exchange, comm, *given),
+                partial(comm.all_to_all, messages),
+            )
+        )  # fmt: skip
+    for tokens, hidden in NORMS:
+        x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
+        if played and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
+            # Owners add up pieces of different places where two play: their sums are known where all are alike.
+            width = SLICE_WORDS * 4 // x.element_size()
+            x = torch.linspace(-0.2, 0.2, width, device=comm.device).to(bf16).repeat(tokens, hidden // width)
+        norm = torch.zeros_like(x), torch.ones(hidden, device=comm.device, dtype=bf16), 1e-5
+        # The library's sum is in place: a copy for it, over and over, would count.
+        sums = torch.zeros_like(x)
+        ours = partial(_first, comm.all_reduce_norm, x, *norm)
+        rows.append(
+            _row(
+                comm, "all_reduce_norm", x, ours,
+                partial(_first, library.all_reduce_norm, comm, sums, *norm), partial(comm.all_reduce, sums),
+                check=partial(_first, library.all_reduce_norm, comm, x.clone(), *norm),
+            )
+        )  # fmt: skip
+    for tokens in GATHERS:
+        pair = torch.randn(tokens, 2, device=comm.device, dtype=torch.float64)
+        theirs = partial(library.all_gather, comm, pair)
+        rows.append(_row(comm, "all_gather", pair, partial(comm.all_gather, pair), theirs, theirs))
+    return rows
+
+
+def _first(run: Callable[..., tuple[Tensor, Tensor]], *given: Any) -> Tensor:
+    return run(*given)[0]
+
+
+def _row(
+    comm: TorchDistCommunicator, op: str, x: Tensor, ours: Callable[[], Tensor], theirs: Callable[[], Tensor],
+    bare: Callable[[], Tensor], check: Callable[[], Tensor] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    a, b = ours(), (check or theirs)()
+    # Both sum in fp32; the library may round in between, and again at the end: units of values up to 16.
+    error = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    assert error < 0.5, f"{op} differs from torch.distributed's by {error}"
+    size = x.numel() * x.element_size()
+    limits = [limit for (name, limit) in BARS if name == op and size <= limit]
+    times = {
+        "symm": _microseconds(comm, ours),
+        "nccl": _microseconds(comm, theirs),
+        "nccl_bare": _microseconds(comm, bare),
+    }
+    row: dict[str, Any] = {"op": op, "ranks": comm.world_size, "message_bytes": size}
+    for name, (p50, p90) in times.items():
+        counts = name == "symm" or not isinstance(comm, StandInTransport)  # the library's time of two is not all's
+        row |= {f"{name}_us": p50 if counts else None, f"{name}_p90_us": p90 if counts else None}
+    return row | {"bar_us": BARS[op, min(limits)] if limits else None}
+
+
+def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[float, float]:
+    """p50 and p90 of one call, over rounds of `IN_A_ROW`, each with its slowest rank."""
+    rounds = 30
+    if comm.device.type != "cuda":
+        seconds = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - begin)
+    else:
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(IN_A_ROW):
+                run()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+        comm.barrier()
+        graph.replay()  # what the ranks' hosts are apart is spent here
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        seconds = [a.elapsed_time(b) / 1e3 / IN_A_ROW for a, b in pairwise(events)]
+        graph.reset()
+    slowest = torch.tensor([max(s) for s in zip(*comm.all_gather_object(seconds), strict=True)])
+    p50, p90 = (float(q) * 1e6 for q in slowest.quantile(torch.tensor([0.5, 0.9])))
+    return p50, p90

@@ -1,0 +1,188 @@
+"""Decode steps over a cache full of random data: what a step costs at a length that nobody wants to prefill first."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from comm.base import Communicator
+from helix.autotune import choose_chunks
+from helix.model_runner import ModelRunner
+from helix.models import Decoder
+from helix.sampling import SamplingParams
+from helix.scheduler import Admission
+from helix.speculation import DraftModel, ModelDrafter
+from helix.speculation.adaptive import Acceptance, Outcome
+from helix.step import PAST
+from helix.timings import Timings
+from launch.inputs.preflight import RunPlan
+from launch.job.report import Console, summary
+from launch.measure.points import at_each, engine_at, gammas
+
+WARM_UP = 4
+NAME = 100  # characters of a kernel's name that are kept
+LONGEST = 4  # kernels whose times on all ranks are kept
+
+
+def time_steps(
+    plan: RunPlan, comm: Communicator, model: Decoder, draft: DraftModel | None, console: Console
+) -> dict[str, Any]:
+    """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
+
+    Raises:
+        AlikeError: the only point is beyond the model's context, or its cache does not fit.
+    """
+    found: list[dict[str, Any]] = []
+    for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, console)):
+        found += [row | {"gamma": gamma} for gamma in gammas(plan.config)] if "failed" in row else [row]
+    return {"points": found}
+
+
+def _time_point(
+    plan: RunPlan,
+    comm: Communicator,
+    model: Decoder,
+    draft: DraftModel | None,
+    console: Console,
+    batch: int,
+    length: int,
+) -> list[dict[str, Any]]:
+    """What is measured at a point, for each count of drafts, always over the same cache."""
+    config = plan.config
+    engine, reserved = engine_at(plan, comm, model, batch, length, WARM_UP + config.bench.steps + 1, draft=draft)
+    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
+    choose_chunks(engine.runner, batch)
+    tokens = [0] * plan.layout.kvp
+    for slot in range(batch):
+        for k in range(plan.layout.kvp):
+            tokens[k] += plan.layout.local_length(reserved, k, config.kv.append_block, slot % plan.layout.kvp)
+    shared = {
+        "batch": batch,
+        "length": length,
+        "captured": comm.capturable,
+        "hopb_chunks": engine.runner.chunks(batch),
+        "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
+    }
+    found = []
+    for gamma in gammas(config):
+        rewind(engine.runner, batch, length)
+        drafts = f", {gamma} drafts" if gamma else ""
+        with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
+            timings, traced = _time_drafts(engine.runner, comm, batch, gamma, config.bench.steps)
+            advance(config.bench.steps)
+        timings.kv_tokens = tokens
+        memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
+        measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
+        measured |= {"gamma": gamma, **shared, **traced}
+        measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
+        console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
+        found.append(measured)
+    engine.close()
+    return found
+
+
+def _time_drafts(
+    runner: ModelRunner, comm: Communicator, batch: int, gamma: int, steps: int
+) -> tuple[Timings, dict[str, Any]]:
+    """Steps with `gamma` drafts, and what one of them consists of.
+
+    A step counts with the time of its slowest rank; no rank waits for its host between steps.
+    """
+    taken: list[Tensor] = []
+
+    def step() -> None:
+        tokens = runner.decode(batch, gamma)
+        if gamma:
+            taken.append(tokens.clone())
+
+    for _ in range(WARM_UP):
+        step()
+    taken.clear()
+    comm.barrier()
+    seconds = _times(step, steps, comm.device)
+    traced = _trace(partial(runner.decode, batch, gamma), runner.model.spec.layers, comm)
+    comm.check()
+    slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
+    timings = Timings(acceptance=Acceptance(gamma))
+    kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
+    for step_s, of_rows in zip(slowest, kept, strict=True):
+        timings.step(step_s, gamma, [Outcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
+    return timings, traced
+
+
+def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
+    """`batch` sequences of `length` tokens, whose keys and values are random."""
+    generator = torch.Generator(runner.device).manual_seed(seed)
+    caches = [
+        runner.cache,
+        *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else []),
+    ]
+    for tensor in (tensor for cache in caches for tensor in cache.tensors):
+        for layer in tensor:
+            layer.normal_(generator=generator)
+    for slot in range(batch):
+        runner.admit(Admission(slot, slot, (), slot % runner.layout.kvp, reserved, reserved, SamplingParams()))
+    rewind(runner, batch, length)
+
+
+def rewind(runner: ModelRunner, batch: int, length: int) -> None:
+    """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
+    slots = torch.arange(batch, device=runner.device)
+    runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
+
+
+def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` steps in a row."""
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:
+    """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels.
+
+    Kernels start while others run out, and wait as running ones: each counts from the end of those before it. Of the
+    longest, the times of all ranks tell who is waited for.
+    """
+    if comm.device.type != "cuda":
+        step()
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        comm.barrier()  # profilers take their time to start, and peers would wait inside the first kernels
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in trace.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
+    until, microseconds = float("-inf"), Counter[str]()
+    for start, end, name in spans:
+        microseconds[name[:NAME]] += max(0.0, end - max(start, until))
+        until = max(until, end)
+    total = until - spans[0][0] if spans else 0.0
+    ranks = comm.all_gather_object(dict(microseconds))
+    return {
+        "launches_per_layer": len(spans) / layers,
+        "idle_share": 1 - microseconds.total() / total if total else None,
+        "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common()},
+        "kernel_us_by_rank": {
+            name: [round(of.get(name, 0.0), 1) for of in ranks] for name, _ in microseconds.most_common(LONGEST)
+        },
+    }

@@ -1,0 +1,1 @@
+"""Recorded results, read and shown."""

@@ -1,0 +1,279 @@
+"""The paper's figures and tables, as the simulator redraws them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from helix.simulate.fit import quantiles
+from launch.inputs.compose import ROOT, load_spec
+from launch.inputs.hardware import load_hardware
+from launch.records import paper_rows
+from launch.records.figures import BLACK, BLUE, COLOURS, GREEN, ORANGE
+from launch.records.paper_rows import CLAIMS, Row, Setting
+from launch.records.recorded_steps import compare, halves, read_cells
+
+PAGE = ROOT / "docs" / "simulator.md"
+SHORT = {"deepseek-r1": "DeepSeek-R1", "llama-3.1-405b": "Llama-405B"}
+# ---- the paper
+
+
+class Paper:
+    """All that the figures and tables show, computed once."""
+
+    def __init__(self) -> None:
+        self.setting = Setting(load_hardware("gb200"))
+        self.headlines: dict[str, Row] = {}
+        self.frontiers: dict[str, list[Row]] = {}
+        self.curves: dict[str, list[Row]] = {}
+        self.hopb: dict[str, list[Row]] = {}
+        self.lost: list[Row] = []
+        self.sensitivity: dict[str, list[Row]] = {}
+        for model in CLAIMS:
+            spec = load_spec(model)
+            self.headlines[model], base, helix = paper_rows.headline(spec, self.setting)
+            series = {**paper_rows.components(base), "Baseline": base, "Helix": helix}
+            self.frontiers[model] = [
+                r for name, step in series.items() for r in paper_rows.frontier_rows(name, step, base)
+            ]
+            self.curves[model] = paper_rows.curve(base, helix)
+            self.hopb[model] = []
+            for exchange in ("batched", "serial"):
+                rows, worst = paper_rows.hopb(spec, self.setting, exchange)
+                self.hopb[model] += rows
+                self.lost.append({"model": model, **worst})
+            self.sensitivity[model] = paper_rows.sensitivity(spec, self.setting)
+
+    def csv(self) -> dict[str, list[Row]]:
+        """Rows of each file."""
+        files = {"figure-1": paper_rows.figure_1(), "figure-3": paper_rows.figure_3()}
+        for number, model in ((5, "deepseek-r1"), (6, "llama-3.1-405b")):
+            files[f"figure-{number}"] = self.frontiers[model]
+        files["figure-7"] = _named(self.hopb)
+        files["gain"] = _named(self.curves)
+        files["sensitivity"] = _named(self.sensitivity)
+        files["hopb-lost"] = self.lost
+        files["recorded"] = recorded()
+        return files
+
+    def figures(self) -> dict[str, Figure]:
+        return {
+            "figure-1": _figure_1(paper_rows.figure_1()),
+            "figure-3": _figure_3(paper_rows.figure_3()),
+            "figure-5": _pareto(self, "deepseek-r1"),
+            "figure-6": _pareto(self, "llama-3.1-405b"),
+            "figure-7": _figure_7(self.hopb),
+            "gain": _gain(self.curves),
+        }
+
+    def tables(self) -> dict[str, list[Sequence[str]]]:
+        """Cells of each table, its head first."""
+        ours: list[Sequence[str]] = [("model", "claim", "paper", "here", "operating point", "provenance")]
+        for model, claim in CLAIMS.items():
+            row, name = self.headlines[model], SHORT[model]
+            best = f"{row['fastest_helix']} against {row['baseline']}"
+            ours += [
+                (name, "fastest for a user", f"{claim.user:g}x", f"{row['user_gain']:.2f}x", best, row["provenance"]),
+                (name, "batch", f"{claim.batch:g}x", f"{row['batch_gain']:g}x",
+                 f"at {row['tokens_per_s_user']:.0f} tokens/s/user, the baseline's fastest: "
+                 f"{row['helix_users']} against {row['baseline_users']}", row["provenance"]),
+                (name, "tokens/s/GPU", f"{claim.gpu:g}x", f"{row['gpu_gain']:.1f}x",
+                 f"there: {row['helix']}", row["provenance"]),
+                (name, "tokens/s/GPU", "-", f"{row['gpu_gain_95']:.1f}x", "at 95% of that speed", row["provenance"]),
+            ]  # fmt: skip
+            for lost in (x for x in self.lost if x["model"] == model):
+                mode = f"exchange {lost['exchange']}; median {lost['fixed_median']:.1%}; most at {lost['at']}; "
+                mode += f"{lost['fixed_all']:.1%} at any speed"
+                cells = (f"up to {claim.hopb_off:.0%}", f"{lost['fixed']:.1%}")
+                ours.append((name, "lost without HOP-B, at most", *cells, mode, lost["provenance"]))
+        ends = [max(row["end"] for row in paper_rows.figure_3() if row["hopb"] == on) for on in ("off", "on")]
+        timeline = f"{ends[0]:g} -> {ends[1]:g}"
+        ours.append(("-", "figure 3, units of time", "25.6 -> 17", timeline, "8 requests, 2 and 1.2 units", "roofline"))
+        curves: list[Sequence[str]] = [
+            (
+                "baseline's fastest x",
+                *(f"{SHORT[m]}: {what}" for m in self.curves for what in ("tokens/s/GPU", "batch")),
+            )
+        ]
+        for rows in zip(*self.curves.values(), strict=True):
+            gains = [f"{r[key]:.2f}x" for r in rows for key in ("gpu_gain", "batch_gain")]
+            curves.append((f"{rows[0]['fraction']:g}", *gains))
+        heads = ("user", "batch", "GPU", "GPU at 95%")
+        changes: list[Sequence[str]] = [("changed", *(f"{SHORT[m]}: {h}" for m in self.sensitivity for h in heads))]
+        for rows in zip(*self.sensitivity.values(), strict=True):
+            found = [f"{r[key]:.2f}" for r in rows for key in ("user_gain", "batch_gain", "gpu_gain", "gpu_gain_95")]
+            changes.append((rows[0]["change"], *found))
+        return {"paper": ours, "gain": curves, "sensitivity": changes, "recorded": _recorded_table(recorded())}
+
+
+def _named(rows: dict[str, list[Row]]) -> list[Row]:
+    return [{"model": model, **row} for model, found in rows.items() for row in found]
+
+
+# ---- what was measured
+
+
+@cache
+def recorded() -> list[Row]:
+    """Recorded decode steps of dense models on H200 beside what the model predicts of them."""
+    hardware = load_hardware("h200")
+    cells = [cell for cell in read_cells() if cell.device == hardware.name and cell.is_dense]
+    rows = []
+    for half, found in zip(("fitted", "held out"), halves(cells), strict=True):
+        rows += [{**compare(cell, hardware), "half": half} for cell in found]
+    return rows
+
+
+def _recorded_table(rows: list[Row]) -> list[Sequence[str]]:
+    table: list[Sequence[str]] = [("steps", "cells", "median error", "p90 error")]
+    held_out = [row for row in rows if row["half"] == "held out"]
+    for model in dict.fromkeys(row["model"] for row in held_out):
+        table.append(_errors([row for row in held_out if row["model"] == model], f"held out: {model}"))
+    table.append(_errors(held_out, "held out: all"))
+    return [*table, _errors([row for row in rows if row["half"] == "fitted"], "fitted")]
+
+
+def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
+    median, p90 = quantiles(np.log1p([row["error"] for row in rows]))
+    return name, str(len(rows)), f"{median:.1%}", f"{p90:.1%}"
+
+
+# ---- drawing
+
+
+def _panels(columns: int) -> tuple[Figure, Any]:
+    return plt.subplots(1, columns, figsize=(4.4 * columns + 0.6, 3.8), layout="constrained", squeeze=False)
+
+
+def _lines(panel: Axes, series: dict[str, list[Row]], x: str, y: str, **styles: dict[str, Any]) -> None:
+    for i, (name, rows) in enumerate(series.items()):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5, "linewidth": 1.2, "label": name}
+        panel.plot([r[x] for r in rows], [r[y] for r in rows], **{**style, **styles.get(name, {})})
+
+
+def _by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(str(row[field]), []).append(row)
+    return found
+
+
+def _figure_1(rows: list[Row]) -> Figure:
+    figure, axes = _panels(3)
+    for panel, (name, found) in zip(axes[0], _by(rows, "panel").items(), strict=True):
+        for key, label, colour in (("kv_us", "KV cache", BLUE), ("weights_us", "weights", ORANGE)):
+            panel.plot([r["x"] for r in found], [r[key] for r in found], color=colour, marker="o", label=label)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set(title=f"over {name}", xlabel=name, ylabel="DRAM read, us a layer")
+        panel.legend(frameon=False)
+    figure.supxlabel("B=8, Q=128, K=8, Hsz=128, F=65536, FP4, 8000 GB/s; roofline", fontsize=7)
+    return figure
+
+
+def _figure_3(rows: list[Row]) -> Figure:
+    figure, axes = plt.subplots(2, 1, figsize=(8, 4), layout="constrained", sharex=True)
+    for panel, (on, found) in zip(axes, _by(rows, "hopb").items(), strict=True):
+        for phase, colour, y in (("attention", BLUE, 1), ("exchange", ORANGE, 0)):
+            spans = [(r["start"], r["end"] - r["start"]) for r in found if r["phase"] == phase]
+            panel.broken_barh(spans, (y - 0.4, 0.8), color=colour, edgecolor="white")
+        end = max(r["end"] for r in found)
+        panel.axvline(end, color=BLACK, linestyle="--", linewidth=0.8)
+        panel.set_yticks([0, 1], ["exchange", "attention"])
+        panel.set_title(f"HOP-B {on}: {end:g} units", fontsize=9)
+    axes[1].set_xlabel("units of time (8 requests: 2 of attention, 1.2 of exchange each)")
+    return figure
+
+
+def _pareto(paper: Paper, model: str) -> Figure:
+    figure, axes = _panels(1)
+    rows = paper.frontiers[model]
+    strong = {"Baseline": {"color": BLACK, "linewidth": 2.2}, "Helix": {"color": GREEN, "linewidth": 2.2}}
+    faint = {name: {"linestyle": "--"} for name in _by(rows, "series") if name not in strong}
+    _lines(axes[0, 0], _by(rows, "series"), "user_normalised", "gpu_normalised", **strong, **faint)
+    axes[0, 0].set_yscale("log")
+    axes[0, 0].set(xlabel="tokens/s/user (baseline's largest = 1)", ylabel="tokens/s/GPU (baseline's largest = 1)")
+    axes[0, 0].legend(fontsize=7)
+    figure.set_size_inches(7, 4.6)
+    figure.suptitle(f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4", fontsize=10)
+    figure.supxlabel(rows[0]["provenance"], fontsize=7)
+    return figure
+
+
+def _figure_7(rows: dict[str, list[Row]]) -> Figure:
+    figure, axes = _panels(2)
+    for panel, (model, found) in zip(axes[0], rows.items(), strict=True):
+        named = _by(({**r, "name": f"{r['series']}, exchange {r['exchange']}"} for r in found), "name")
+        _lines(panel, named, "tokens_per_s_user", "tokens_per_s_gpu")
+        panel.set(title=SHORT[model], xlabel="tokens/s/user", ylabel="tokens/s/GPU", yscale="log")
+        panel.legend(fontsize=7)
+    figure.supxlabel(next(iter(rows.values()))[0]["provenance"], fontsize=7)
+    return figure
+
+
+def _gain(curves: dict[str, list[Row]]) -> Figure:
+    figure, axes = _panels(2)
+    named = {SHORT[model]: rows for model, rows in curves.items()}
+    for panel, key, label in zip(axes[0], ("gpu_gain", "batch_gain"), ("tokens/s/GPU", "batch"), strict=True):
+        _lines(panel, named, "fraction", key)
+        panel.axhline(1, color=BLACK, linewidth=0.8)
+        panel.set(xlabel="tokens/s/user (baseline's largest = 1)", ylabel=f"{label}, Helix over baseline", yscale="log")
+        panel.legend(fontsize=8)
+    figure.supxlabel(next(iter(curves.values()))[0]["provenance"], fontsize=7)
+    return figure
+
+
+# ---- writing
+
+
+def with_tables(text: str, tables: dict[str, list[Sequence[str]]]) -> str:
+    """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled anew."""
+
+    def table(found: re.Match[str]) -> str:
+        head, *body = tables[found[1]]
+        lines = [head, ["---"] * len(head), *body]
+        return "\n".join([f"<!-- table {found[1]} -->", *(f"| {' | '.join(line)} |" for line in lines), "<!-- end -->"])
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def write_figures(results: Path, figures: Path, page: Path | None) -> None:
+    """Writes CSV and PNG, fills the page's tables and prints them."""
+    paper = Paper()
+    results.mkdir(parents=True, exist_ok=True)
+    figures.mkdir(parents=True, exist_ok=True)
+    for name, rows in paper.csv().items():
+        with (results / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
+    for name, figure in paper.figures().items():
+        for panel in figure.axes:
+            panel.set_axisbelow(True)
+            panel.grid(alpha=0.3)
+        # Without the version of matplotlib in it, the same figure is the same file.
+        figure.savefig(figures / f"simulate-{name}.png", dpi=120, metadata={"Software": None})
+        plt.close(figure)
+    tables = paper.tables()
+    for name, (head, *body) in tables.items():
+        table = Table(*head, title=name)
+        for line in body:
+            table.add_row(*line)
+        Console(width=170).print(table)
+    if page is not None:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+def _number(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value

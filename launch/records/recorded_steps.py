@@ -1,0 +1,134 @@
+"""Recorded decode steps (`benchmarks/results/`) beside what the cost model predicts of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from helix.models import DecoderSpec
+from helix.simulate.fit import Measured
+from helix.simulate.hardware import Hardware
+from helix.simulate.points import Options, Points
+from helix.simulate.step import predict
+from launch.inputs.compose import ROOT, spec_of
+
+RESULTS = ROOT / "benchmarks" / "results"
+# Of a cell that both hold, baselines' counts: the other layouts beside it were measured with the same code.
+FILES = (RESULTS / "step.jsonl", RESULTS / "baselines.jsonl")
+RECORDED = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recorded point.
+
+    Attributes:
+        layers: of the model, as many as were measured; None: all.
+        layout: as helix/layout.py writes it.
+    """
+
+    model: str
+    layers: int | None
+    layout: str
+    batch: int
+    length: int
+    device: str
+    commit: str
+    ttl_us: float
+
+    @property
+    def workload(self) -> tuple[str, int, int]:
+        return self.model, self.batch, self.length
+
+    @property
+    def is_dense(self) -> bool:
+        return self.spec.moe is None and self.spec.mla is None
+
+    @property
+    def ranks(self) -> int:
+        return self._widths["kvp"] * self._widths["tpa"]
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return _spec(self.model, self.layers)
+
+    @property
+    def points(self) -> Points:
+        return Points.of(self.layout.split()[0], self.batch, **self._widths)
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", self.layout)}
+
+
+@cache
+def _spec(model: str, layers: int | None) -> DecoderSpec:
+    return spec_of(model, *([] if layers is None else [f"model.config.num_hidden_layers={layers}"]))
+
+
+def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
+    """The newest line of each cell that was measured with today's kernels, in order of appearance.
+
+    Raises:
+        ValueError: a file cannot be read or a line is no recorded step.
+    """
+    found: dict[tuple[Any, ...], Cell] = {}
+    for path in files:
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        for number, row in enumerate(rows, 1):
+            if row.get("ttl_p50_us") is None or "superseded" in row:  # it did not fit, or kernels are others now
+                continue
+            try:
+                key = (row["device"], row["model"], row["layout"], row["batch"], row["length"])
+                found[key] = Cell(
+                    row["model"], row.get("layers"), row["layout"], row["batch"], row["length"], row["device"],
+                    row["commit"] or "-", row["ttl_p50_us"],
+                )  # fmt: skip
+            except KeyError as error:
+                raise ValueError(f"{path}, line {number}: no recorded step, it lacks {error}") from error
+    return list(found.values())
+
+
+def compare(cell: Cell, hardware: Hardware) -> dict[str, Any]:
+    """A cell with its prediction; `error`: predicted / measured - 1."""
+    step = predict(cell.spec, hardware, cell.points, cell.length, RECORDED)
+    predicted = 1e6 * float(step.ttl_s[0])
+    return {
+        "model": cell.model, "layout": cell.layout, "batch": cell.batch, "length": cell.length, "commit": cell.commit,
+        "measured_us": cell.ttl_us, "predicted_us": predicted, "error": predicted / cell.ttl_us - 1,
+        "provenance": step.provenance(0),
+    }  # fmt: skip
+
+
+def halves(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """Every other workload, in order of model, batch and length, to fit on; the others, to check on.
+
+    All layouts of a workload are on one side: those that are checked have lengths and batches that were not fitted.
+    """
+    cells = sorted(cells, key=lambda cell: (cell.workload, cell.layout))
+    works = list(dict.fromkeys(cell.workload for cell in cells))
+    fitted = set(works[::2])
+    return [c for c in cells if c.workload in fitted], [c for c in cells if c.workload not in fitted]
+
+
+def measured(cells: Iterable[Cell]) -> list[Measured]:
+    """Cells as `helix.simulate.fit` wants them: points of one model and length together."""
+    groups: dict[tuple[str, int | None, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.model, cell.layers, cell.length), []).append(cell)
+    return [
+        Measured(
+            same[0].spec, Points.joined([c.points for c in same]), length, np.array([c.ttl_us for c in same]) / 1e6
+        )
+        for (_, _, length), same in groups.items()
+    ]

@@ -1,0 +1,97 @@
+"""Two processes that play ranks of a larger world: every message that a rank waits for comes, once, and whole."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.emulated import StandInCommunicator, StandInTransport, rank_of
+from comm.symm_mem import SymmMemCommunicator
+from tests.pool import pool
+
+LAYOUTS = [(2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2), (6, 3), (5, 5)]  # ranks, kvp
+
+
+def in_worker(process: int, processes: int, kind: type[StandInTransport], world: int, kvp: int) -> list[Any]:
+    """What a process gets from every collective, brought back to the CPU."""
+    device = torch.device("cuda", process) if kind is StandInCommunicator else torch.device("cpu")
+    groups = [tuple(range(first, first + kvp)) for first in range(0, world, kvp)]
+    comm = kind(groups, device, timedelta(seconds=20))
+    assert (comm.rank, comm.world_size) == (rank_of(process, processes, world), world) and comm.rank in comm.kvp_group
+    shares = [2] * (kvp - 1) + [1]
+    generator = torch.Generator().manual_seed(process)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    found = []
+    for _ in range(3):
+        found.append(comm.all_to_all(random(kvp, 5)))
+        found.append(comm.all_gather(random(3, 4)))
+        found.append(comm.all_reduce(random(3, 4)))
+        found.append(comm.all_reduce_norm(random(3, 64), None, torch.ones(64, device=device), 1e-5)[1])
+        found.append(comm.exchange(random(3, 2 * kvp - 1, 16), random(3, 2 * kvp - 1), shares))
+        found.append(comm.all_reduce_norm(random(8, 2880), None, torch.ones(2880, device=device), 1e-5)[1])
+    objects = comm.all_gather_object(process)
+    comm.check()
+    comm.close()
+    return [*(tensor.cpu() for tensor in found), objects]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("world, kvp", LAYOUTS)
+def test_over_gloo(world: int, kvp: int, processes: int) -> None:
+    """The first collective of each kind, by what each process sent."""
+    sent = []
+    for process in range(processes):
+        generator = torch.Generator().manual_seed(process)
+        sent.append([torch.randn(*shape, generator=generator) for shape in ((kvp, 5), (3, 4), (3, 4), (3, 64))])
+    half = world // processes
+    for p, found in enumerate(pool(processes, "gloo").run(in_worker, StandInTransport, world, kvp)):
+        other = processes - 1 - p
+        (messages, x, y, rows), (their_messages, their_x, their_y, their_rows) = sent[p], sent[other]
+        rank = p * half
+        mine, theirs = rank % kvp, other * half % kvp
+        wanted = [messages[k] if k == mine else their_messages[mine if k == theirs else k] for k in range(kvp)]
+        assert torch.equal(found[0], torch.stack(wanted))
+        assert torch.equal(found[1], torch.stack([x if r == rank else their_x for r in range(world)]))
+        torch.testing.assert_close(found[2], y + (world - 1) * their_y)
+        torch.testing.assert_close(found[3], rows + (world - 1) * their_rows)
+        assert found[-1] == [min(r // half, processes - 1) for r in range(world)]
+
+
+@pytest.mark.parametrize(
+    "world, rows, hidden, real, played",
+    [
+        (8, 1, 3584, "one_shot", "one_shot"),
+        (8, 4, 4096, "one_shot", "one_shot"),  # 32 KiB a rank
+        (8, 8, 3584, "two_shot", "two_shot"),
+        (4, 8, 4096, "one_shot", "one_shot"),  # 64 KiB a rank
+        (8, 5, 7168, "two_shot", "one_shot"),  # 70 pieces: some ranks own one more than others
+        (8, 8, 2880, "two_shot", "one_shot"),  # the last piece of a row is smaller
+        (8, 128, 3584, None, None),  # more pieces than boxes
+        (1, 1, 3584, None, None),
+    ],
+)
+def test_how_rows_are_added_up(world: int, rows: int, hidden: int, real: str | None, played: str | None) -> None:
+    """Who plays ranks takes one shot where a piece that comes for another rank would not be like its own."""
+    x = torch.empty(rows, hidden, dtype=torch.bfloat16)
+    for kind, wanted in ((SymmMemCommunicator, real), (StandInCommunicator, played)):
+        comm = object.__new__(kind)
+        comm.world_size = world
+        assert comm._way(x) == wanted
+
+
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+@pytest.mark.parametrize("world, kvp", LAYOUTS)
+def test_between_gpus_as_over_gloo(world: int, kvp: int, processes: int) -> None:
+    plain = pool(processes, "gloo").run(in_worker, StandInTransport, world, kvp)
+    gpus = pool(processes, "nccl").run(in_worker, StandInCommunicator, world, kvp)
+    for ours, theirs in zip(gpus, plain, strict=True):
+        assert ours[-1] == theirs[-1]
+        for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+            torch.testing.assert_close(a, b, atol=2**-17, rtol=0)  # fp32 sums of up to eight terms, in another order
