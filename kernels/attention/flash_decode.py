@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
-from kernels.attention.split_kv import Partial, Parts, _item_at, _schedule, _store_item, _workspace
+from kernels.attention.split_kv import Partial, Parts, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.flash_decode import flash_decode as reference
 
@@ -58,7 +58,7 @@ def _flash_decode_kernel(
         wait_for_predecessor(PDL)
     M: tl.constexpr = T * GROUP
     tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    starts, stops, tiles, ends, run = _schedule(
+    starts, stops, tiles, ends, run = schedule(
         lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N
     )
     begin = tl.program_id(0) * run
@@ -66,7 +66,7 @@ def _flash_decode_kernel(
     end = tl.minimum(begin + run, all_tiles)
     at = begin
     # A program without tiles, which goes no further, finds the last item.
-    i, item, item_begin, item_end, start, stop = _item_at(
+    i, item, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
     )
     if EARLY:
@@ -116,7 +116,7 @@ def _flash_decode_kernel(
                 block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
                 MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
             )  # fmt: skip
-        _store_item(
+        store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
             out + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :],
             lse + b * lse_b + t * lse_t + q_head * lse_h,
@@ -124,7 +124,7 @@ def _flash_decode_kernel(
         )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:
-            i, item, item_begin, item_end, start, stop = _item_at(
+            i, item, item_begin, item_end, start, stop = item_at(
                 at, starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
             )
 
@@ -217,7 +217,7 @@ def decode_parts(
     tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
-    part, part_lse = _workspace(q.device, q.dtype, programs, rows, D)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
         *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),

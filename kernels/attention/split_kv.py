@@ -24,7 +24,7 @@ LARGE = 4096  # numbers of a part, from which on its bytes count
 
 
 @triton.jit
-def _schedule(
+def schedule(
     lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: tl.constexpr, ITEMS: tl.constexpr, programs,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def _schedule(
 
 
 @triton.jit
-def _first_slot(item_begin, run):
+def first_slot(item_begin, run):
     """Where the first part of an item lies.
 
     Each program has one slot for the item that its run begins with and one for an item that begins inside the run: of
@@ -59,7 +59,7 @@ def _first_slot(item_begin, run):
 
 
 @triton.jit
-def _item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.constexpr):
+def item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.constexpr):
     """The item that tile `at` of the row is part of, of a schedule whose sequences have ITEMS each.
 
     Returns its sequence, its number within that, where its tiles begin and end in the row, and the keys that the
@@ -76,7 +76,7 @@ def _item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.co
 
 
 @triton.jit
-def _store_item(
+def store_item(
     acc, total, peak, begin, end, item_begin, item_end, run, sinks, out, lse, part, part_lse, inside, live,
     D: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -96,14 +96,14 @@ def _store_item(
     else:
         m = tl.arange(0, acc.shape[0])
         d = tl.arange(0, acc.shape[1])
-        slot = tl.where(item_begin >= begin, _first_slot(item_begin, run), 2 * tl.program_id(0))
+        slot = tl.where(item_begin >= begin, first_slot(item_begin, run), 2 * tl.program_id(0))
         here = slot.to(tl.int64) * ROWS + m
         tl.store(part + here[:, None] * D + d[None, :], acc, mask=(m < ROWS)[:, None] & (d < D)[None, :])
         tl.store(part_lse + here, log2, mask=m < ROWS)
 
 
 @triton.jit
-def _item_of(
+def item_of(
     i, t, q_head, tiles, ends, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def _item_of(
 
 
 @triton.jit
-def _merge_slice(
+def merge_slice(
     part, part_lse, sink, item_begin, run, first, parts, row, d,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def _merge_slice(
     peak = -1.0e38
     for begin in range(0, parts, PARTS):
         p = begin + tl.arange(0, PARTS)
-        slot = tl.where(p == 0, _first_slot(item_begin, run), 2 * (first + p))
+        slot = tl.where(p == 0, first_slot(item_begin, run), 2 * (first + p))
         here = slot.to(tl.int64) * ROWS + row
         logs = tl.load(part_lse + here, mask=p < parts, other=float("-inf"))
         inside = (p < parts)[:, None] & (d < D)[None, :]
@@ -157,13 +157,11 @@ def _merge_parts_kernel(
 ):  # fmt: skip
     # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
-    _, _, tiles, ends, run = _schedule(
-        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N
-    )
+    _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     q_head = tl.program_id(0) % (HEADS * GROUP)
     t = tl.program_id(0) // (HEADS * GROUP) % T
     i = tl.program_id(0) // (HEADS * GROUP * T)
-    item_begin, length, row = _item_of(i, t, q_head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
+    item_begin, length, row = item_of(i, t, q_head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
     if parts >= 0:  # Always: it holds the wait behind the schedule, as above.
@@ -171,7 +169,7 @@ def _merge_parts_kernel(
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
         d = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-        acc, log2 = _merge_slice(
+        acc, log2 = merge_slice(
             part, part_lse, sinks + q_head if SINKS else sinks, item_begin, run, first, parts, row, d,
             D, ROWS, PARTS, SLICE, SINKS,
         )  # fmt: skip
@@ -182,7 +180,7 @@ def _merge_parts_kernel(
 
 
 @cache
-def _workspace(
+def workspace(
     device: torch.device, dtype: torch.dtype, programs: int, rows: int, D: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts, and their LSEs in base 2; allocated once, shared by all launches on one stream.
@@ -243,7 +241,7 @@ class Parts(Partial):
     def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, part = self.out, self.lse, self.part
         B, T, Hq, D = out.shape
-        parts, width, warps = _merge_shape(B * T * Hq, D, part.itemsize, self.items, self.programs)
+        parts, width, warps = merge_shape(B * T * Hq, D, part.itemsize, self.items, self.programs)
         _merge_parts_kernel[B * T * Hq, triton.cdiv(D, width)](
             self.lo, self.hi, self.sinks, out, lse, part, self.part_lse,
             *self.lo.stride(), *self.hi.stride(), *out.stride()[:3], *lse.stride(), B, self.programs,
@@ -255,7 +253,7 @@ class Parts(Partial):
 
 
 @cache
-def _merge_shape(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
+def merge_shape(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
     """Parts that a program of the merge takes at once, its slice of the head dim, and its warps."""
     numbers = MERGED // itemsize
     # Rows of latents gain from longer slices, and a second round.

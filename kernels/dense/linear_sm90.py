@@ -225,7 +225,7 @@ def _linear_sm90_kernel(
 
 
 @cache
-def _split(R: int, K: int, paired: bool, sms: int) -> int:
+def split_of(R: int, K: int, paired: bool, sms: int) -> int:
     """How many programs share K, as measured on an H200 over matrices of 3 to 120 MB.
 
     One program on each SM, as far as K can be cut in halves; two on most of them, if they have more to read than both
@@ -279,7 +279,7 @@ def launch(
     heads = out if isinstance(out, HeadSlots) else None
     paired = gated or heads is not None
     R = len(weight) // 2 if paired else len(weight)
-    split = split or _split(R, K, paired, sm_count(x.device))
+    split = split or split_of(R, K, paired, sm_count(x.device))
     n_max = max(8, triton.next_power_of_2(N))
     sliced = K % (8 * SLICES.value * split) == 0
     slices = SLICES.value * (split if sliced else 1)

@@ -79,11 +79,11 @@ def qkv_append(
         Queries [N, Hq, D] in x's dtype.
     """
     D = k_cache.shape[3]
-    if norms is not None or not _fuses(x, weight, D):
+    if norms is not None or not fuses(x, weight, D):
         qkv = linear(x, weight, bias).unflatten(-1, (-1, D))
         return kv_append(qkv, cos, sin, k_cache, v_cache, slots, norms)
     heads = HeadSlots.of(x, len(weight) // D, cos, sin, k_cache, v_cache, slots)
-    if _on_hopper(x, weight, D):
+    if on_hopper(x, weight, D):
         linear_sm90.launch(x, weight, bias, heads, False)
         return heads.q
     (N, K), pairs = x.shape, len(weight) // 2
@@ -102,13 +102,13 @@ def _tile(N: int, pairs: int, K: int, sms: int) -> dict[str, int]:
     return dict(BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=1, num_warps=warps)
 
 
-def _fuses(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
+def fuses(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
     if not dispatch.on_gpu(x) or 0 in weight.shape or D % 2:
         return False
     plain = x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype
-    return plain and (0 < len(x) <= MAX_ROWS or _on_hopper(x, weight, D))
+    return plain and (0 < len(x) <= MAX_ROWS or on_hopper(x, weight, D))
 
 
-def _on_hopper(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
+def on_hopper(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
     """Whether tiles of `linear_sm90` lie in one half of a head each."""
     return x.is_cuda and D % (2 * linear_sm90.ROWS.value) == 0 and linear_sm90.fits(x, weight)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.split_kv import Partial, Parts, _item_at, _schedule, _store_item, _workspace
+from kernels.attention.split_kv import Partial, Parts, item_at, schedule, store_item, workspace
 from kernels.mla import decode_common_sm90, decode_few_rows_sm90, decode_many_rows_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
@@ -27,7 +27,7 @@ def _mla_decode_kernel(
     if not EARLY:
         wait_for_predecessor(PDL)
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
-    starts, stops, tiles, ends, run = _schedule(
+    starts, stops, tiles, ends, run = schedule(
         lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, tiles_m, tl.num_programs(0), BLOCK_B, BLOCK_N
     )
     begin = tl.program_id(0) * run
@@ -39,7 +39,7 @@ def _mla_decode_kernel(
     p = tl.arange(0, BLOCK_P)
     at = begin
     while at < end:
-        i, tile_m, item_begin, item_end, start, stop = _item_at(at, starts, stops, tiles, ends, tiles_m, BLOCK_B)
+        i, tile_m, item_begin, item_end, start, stop = item_at(at, starts, stops, tiles, ends, tiles_m, BLOCK_B)
         b = i.to(tl.int64)
 
         # One row per query token and head: all heads read the same keys.
@@ -65,7 +65,7 @@ def _mla_decode_kernel(
             page_stride, scale_log2,
             MASKED=True, PAGE=PAGE, R=R, P=P, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, BLOCK_P=BLOCK_P,
         )  # fmt: skip
-        _store_item(
+        store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, None,
             out + b * out_b + (t * out_t + head * out_h)[:, None] + r[None, :],
             lse + b * lse_b + t * lse_t + head * lse_h,
@@ -153,7 +153,7 @@ def decode_parts(
     tile = latent_tile(T * Hq, latent, P, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
     programs = programs or sm_count(q.device)
-    part, part_lse = _workspace(q.device, q.dtype, programs, rows, latent)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_kernel[(programs,)](
         q, cache, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], cache.stride(0), block_table.stride(0),

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.attention.split_kv import _first_slot
+from kernels.attention.split_kv import first_slot
 from kernels.sm90 import SHARED
 
 TILE = gl.constexpr(64)  # keys of a tile
@@ -25,7 +25,7 @@ def _sum(a, b):
 
 @gluon.jit
 def schedule_of(bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr):
-    """`kernels.attention.split_kv._schedule` with one item a sequence, and this program's run of it.
+    """`kernels.attention.split_kv.schedule` with one item a sequence, and this program's run of it.
 
     Also the keys that all queries of a sequence read, which take no mask: [full_from, full_to). If EARLY, bounds and
     block table are older than the predecessor: the caller waits once it knows where to begin.
@@ -79,7 +79,7 @@ def item_at(at, schedule):
 @gluon.jit
 def slot_of(begin, item_begin, run, TILES_M: gl.constexpr):
     """Where this run's part of an item lies, int64."""
-    return gl.where(item_begin >= begin, _first_slot(item_begin, run), gl.program_id(0) // TILES_M * 2).to(gl.int64)
+    return gl.where(item_begin >= begin, first_slot(item_begin, run), gl.program_id(0) // TILES_M * 2).to(gl.int64)
 
 
 def fits(q: torch.Tensor, cache: torch.Tensor, latent: int) -> bool:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.split_kv import Parts, _workspace
+from kernels.attention.split_kv import Parts, workspace
 from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.overlap import sm_count
 from kernels.sm90 import COPIED, SHARED, silence
@@ -239,7 +239,7 @@ def launch(
     page_rows, latents, ropes = pieces(cache, latent)
     programs = programs or sm_count(q.device)
     rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that bring 16-byte accesses to all threads
-    part, part_lse = _workspace(q.device, q.dtype, programs, rows, latent)
+    part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_few_sm90_kernel[(programs,)](
         latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], block_table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),

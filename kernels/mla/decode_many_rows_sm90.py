@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.split_kv import Parts, _workspace
+from kernels.attention.split_kv import Parts, workspace
 from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.overlap import sm_count
 from kernels.sm90 import COPIED, SHARED, silence
@@ -396,7 +396,7 @@ def launch(
     tiles_m = triton.cdiv(T * Hq, TILE.value)
     runs = max(1, (programs or sm_count(q.device)) // tiles_m)
     rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))
-    part, part_lse = _workspace(q.device, q.dtype, runs, rows, latent)
+    part, part_lse = workspace(q.device, q.dtype, runs, rows, latent)
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
         latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], block_table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),

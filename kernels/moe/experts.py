@@ -400,9 +400,9 @@ class RoutedExperts:
         clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.limit is not None)
         bound = 0.0 if self.limit is None else self.limit
         summand = dict(PLUS=self.plus is not None, **boxes)
-        way = _way(N, top_k, E)
+        way = way_of(N, top_k, E)
         if way == "few":
-            tile, down_tile = _few_tiles(N, F)
+            tile, down_tile = few_tiles(N, F)
             _gate_up_few_kernel[P, triton.cdiv(2 * F, tile["BLOCK_R"])](
                 x, ids, weights, gate_up, self.gate_up_bias, h, x.stride(0), first, bound,
                 TOP_K=top_k, **clamp, **shape, **tile,
@@ -415,7 +415,7 @@ class RoutedExperts:
             return
 
         touched = E * (1 - (1 - 1 / (self.of or E)) ** P)  # experts, where pairs lie evenly
-        tile, down_tile = _tiles(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
+        tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
         is_sorted = way == "many"
         plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
         shares = triton.cdiv(N, tile["BLOCK_N"])
@@ -440,7 +440,7 @@ class RoutedExperts:
         )
 
 
-def _way(N: int, top_k: int, E: int) -> Way:
+def way_of(N: int, top_k: int, E: int) -> Way:
     """Which of these three serves N tokens over E local experts, as measured on an H200.
 
     Few, as long as programs that find another rank's expert, or one that a neighbour has read, do not outweigh.
@@ -460,7 +460,7 @@ def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tens
     return order.int(), bounds, ends
 
 
-def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
+def few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     """Launch options of the two products of a few tokens, as measured on an H200."""
     least = N <= 2
     warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
@@ -470,7 +470,7 @@ def _few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
     return gate_up | both, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | both
 
 
-def _tiles(
+def tiles_of(
     way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Launch options of the others' two products of P pairs with `touched` of E experts, counted an SM.

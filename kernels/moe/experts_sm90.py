@@ -52,7 +52,7 @@ _ALPHA = gl.constexpr(ALPHA)
 
 
 @gluon.jit
-def _share(tiles, steps, program, programs):
+def share_of(tiles, steps, program, programs):
     """This program's run of the steps of all tiles, how many programs have one, and all steps.
 
     Few tiles are cut evenly, each by its own programs, as many as the tree has places for; of more, a run is longer
@@ -68,7 +68,7 @@ def _share(tiles, steps, program, programs):
 
 
 @gluon.jit
-def _sharers(tile, steps, active, total):
+def sharers(tile, steps, active, total):
     """The first program with steps of a tile, and how many have some."""
     begin = ((tile * steps + 1) * active - 1) // total
     return begin, ((tile + 1) * steps * active - 1) // total - begin + 1
@@ -77,7 +77,7 @@ def _sharers(tile, steps, active, total):
 @gluon.jit
 def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
     """Adds what other programs have of a tile; the last one of all elements keeps them live."""
-    begin, count = _sharers(tile, steps, active, total)
+    begin, count = sharers(tile, steps, active, total)
     me = gl.program_id(0) - begin
     for level in gl.static_range(LEVELS):
         if (me ^ 1) < count:
@@ -163,7 +163,7 @@ def _moe_sm90_kernel(
         tiles, tile_steps = count * ((F + HALF - 1) // HALF), (H + BLOCK_K - 1) // BLOCK_K
     else:
         tiles, tile_steps = gl.minimum(count, 1) * ((H + ROWS - 1) // ROWS), count * ((F + BLOCK_K - 1) // BLOCK_K)
-    begin, end, active, total = _share(tiles, tile_steps, program, programs)
+    begin, end, active, total = share_of(tiles, tile_steps, program, programs)
     steps = end - begin
     of = slots(ids, gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED)), N, TOP_K)
     for s in range(gl.minimum(steps, STAGES - 1)):

@@ -14,7 +14,7 @@ PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word,
 
 
 @triton.jit
-def _combine(parts, logs, real, DTYPE: tl.constexpr):
+def combine(parts, logs, real, DTYPE: tl.constexpr):
     """Words of exact attention [n], of those of partial outputs [SOURCES, n] and their LSEs where a source is real."""
     logs = tl.where(real, logs.to(tl.float32, bitcast=True), float("-inf"))
     peak = tl.max(logs, 0)
@@ -70,7 +70,7 @@ def _exchange_kernel(
                 looks,
             )
             logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks)
-            words = _combine(parts, logs, real, DTYPE)
+            words = combine(parts, logs, real, DTYPE)
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n * mine + lane) * WORDS + w
             tl.store(at, words, mask=(lane < mine) & (w < WORDS))

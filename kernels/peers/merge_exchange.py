@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.split_kv import Parts, _item_of, _merge_shape, _merge_slice, _schedule
+from kernels.attention.split_kv import Parts, item_of, merge_shape, merge_slice, schedule
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _combine
+from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, combine
 from kernels.peers.mailbox import DTYPES, TURN, box, boxes_of, end_turn, pack, patience, receive, send, turn
 
 
@@ -32,15 +32,13 @@ def _merge_exchange_kernel(
     lane = piece % lanes
     to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # oneself comes last
     # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
-    _, _, tiles, ends, run = _schedule(
-        lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N
-    )
+    _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     head = tl.load(starts + to) + lane
     live = head < tl.load(starts + to + 1)
     head = tl.minimum(head, HEADS * GROUP - 1)
     i = n // T
     t = n % T
-    item_begin, length, row = _item_of(i, t, head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
+    item_begin, length, row = item_of(i, t, head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
     first = item_begin // run
     parts = tl.where(live, (item_begin + length - 1) // run - first + 1, 0)
     boxes = boxes_of(peers, to)
@@ -60,7 +58,7 @@ def _merge_exchange_kernel(
     if PUSH:
         d = s * SLICE + tl.arange(0, SLICE)
         if parts > 1:
-            values, log2 = _merge_slice(
+            values, log2 = merge_slice(
                 part, part_lse, sinks + head if SINKS else sinks, item_begin, run, first, parts, row, d,
                 D, ROWS, PARTS, SLICE, SINKS,
             )  # fmt: skip
@@ -88,7 +86,7 @@ def _merge_exchange_kernel(
             inside = real[:, None] & (w < WORDS)[None, :]
             theirs = receive(here[:, None] + w[None, :], expected, inside, source[:, None] + IN_GROUP, status, looks)
             logs = receive(here + WORDS, expected, real, source + IN_GROUP, status, looks)
-            words = _combine(theirs, logs, real, DTYPE)
+            words = combine(theirs, logs, real, DTYPE)
             mine = tl.load(starts + rank + 1) - tl.load(starts + rank)
             at = result + (n.to(tl.int64) * mine + lane) * WORDS + w
             tl.store(at, words, mask=(lane < mine) & (w < WORDS))
@@ -123,7 +121,7 @@ def merge_exchange(
     assert N * lanes <= pieces and D * parts.out.itemsize // 4 < PIECE_WORDS and D * parts.out.itemsize % 4 == 0
     assert result.is_contiguous()
     part = parts.part
-    at_once, width, warps = _merge_shape(N * lanes * ranks, D, part.itemsize, parts.items, parts.programs)
+    at_once, width, warps = merge_shape(N * lanes * ranks, D, part.itemsize, parts.items, parts.programs)
     grid = N * lanes * triton.cdiv(D, width)
     assert grid * ranks < TURN.value
     _merge_exchange_kernel[grid, ranks if push else 1](

@@ -14,7 +14,7 @@ RECOVER = 3  # the token in place of a rejected one
 REPLAY = 4  # what becomes of a benchmark's draft
 
 # splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
@@ -33,11 +33,11 @@ def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor 
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
-    start = _mix((seed + 1) * _GOLDEN)
+    start = mix((seed + 1) * GOLDEN)
     for counter in (position, stream, index):
         if not isinstance(counter, Tensor):  # an int would grow where a tensor wraps; filled, for captured steps
             counter = torch.full((), counter, dtype=torch.int64, device=seed.device)
-        start = _mix(start + counter * _GOLDEN)
+        start = mix(start + counter * GOLDEN)
     # 52 bits and a half: with one more bit, the largest would round to 1.
     return (_shift(start, 12).double() + 0.5) * 2.0**-52
 
@@ -47,7 +47,7 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor |
     return -(-uniform(seed, position, stream, index).log()).log()
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64: a bijection of 64-bit words, in int64 that wraps."""
     x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
     x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]

@@ -255,7 +255,7 @@ def _one_block_kernel(
 
 
 @triton.jit
-def _looked_up(lengths, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
+def looked_up(lengths, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
     """Sum of the lengths of the sequences before b, at least UNKNOWN if one of them has not come after LOOKS looks."""
     total = tl.zeros([], tl.int64)
     for first in range(0, b, BLOCK_B):
@@ -302,7 +302,7 @@ def _verify_and_pack_kernel(
             x = _load(source + begin, share, size - begin, BLOCK)
         offset = UNKNOWN
         if shared is not None:
-            offset = _looked_up(shared + 1, tag, b, LOOKS, BLOCK_B)
+            offset = looked_up(shared + 1, tag, b, LOOKS, BLOCK_B)
         if offset >= UNKNOWN:
             total = tl.zeros([ROWS], tl.int64)
             for first in range(0, b, ROWS):
@@ -345,7 +345,7 @@ def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
     if not dispatch.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    launch = _scan(True, _like(draft), _like(target), out.layout, draft.device)
+    launch = scan_launch(True, _like(draft), _like(target), out.layout, draft.device)
     return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
@@ -365,7 +365,7 @@ def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
     """
     if not dispatch.on_gpu(draft):
         return out.copy(*reference.verify(draft, target))
-    launch = _scan(False, _like(draft), _like(target), out.layout, draft.device)
+    launch = scan_launch(False, _like(draft), _like(target), out.layout, draft.device)
     return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
 
 
@@ -379,7 +379,7 @@ def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
     """
     if not dispatch.on_gpu(kv):
         return packed.copy(*reference.pack(kv, accepted))
-    launch = _packing(_like(kv), _like(accepted), packed.layout, kv.device)
+    launch = packing_launch(_like(kv), _like(accepted), packed.layout, kv.device)
     return launch(kv, accepted, packed.kv, packed.offsets)
 
 
@@ -388,7 +388,7 @@ def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor,
     if not dispatch.on_gpu(draft):
         out.copy(*reference.verify(draft, target))
         return packed.copy(*reference.pack(kv, out.accepted))
-    launch, looks = _fused(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
+    launch, looks = fused_launch(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
     return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
         packed.shared if looks else None,
@@ -401,14 +401,14 @@ def verify_and_pack_one_block(
     """`verify_and_pack` by a single program, for at most ONE_BLOCK_BATCH sequences: a baseline, bound by one SM."""
     if not dispatch.on_gpu(draft):
         return verify_and_pack(draft, target, kv, out, packed)
-    launch = _one_block(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
+    launch = one_block_launch(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
     return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets
     )  # fmt: skip
 
 
 @cache
-def _scan(naive: bool, draft: _Like, target: _Like, out: tuple[_Like, ...], device: torch.device) -> _Launch:
+def scan_launch(naive: bool, draft: _Like, target: _Like, out: tuple[_Like, ...], device: torch.device) -> _Launch:
     B, G = _tokens(draft, target, out)
     sizes = draft[1][0], target[1][0], B, G
     if naive:
@@ -417,7 +417,7 @@ def _scan(naive: bool, draft: _Like, target: _Like, out: tuple[_Like, ...], devi
 
 
 @cache
-def _packing(kv: _Like, accepted: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
+def packing_launch(kv: _Like, accepted: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
     B, _, D = _rows(kv, *packed)
     assert accepted[:3] == ((B,), (1,), torch.int64), f"{B} sequences, but lengths {tuple(accepted[0])} {accepted[2]}"
     splits, warps, tile = _tiles(kv, device)
@@ -427,7 +427,7 @@ def _packing(kv: _Like, accepted: _Like, packed: tuple[_Like, _Like], device: to
 
 
 @cache
-def _fused(
+def fused_launch(
     draft: _Like, target: _Like, kv: _Like, out: tuple[_Like, ...], packed: tuple[_Like, _Like], device: torch.device
 ) -> tuple[_Launch, bool]:
     """The launch, and whether its programs look up lengths."""
@@ -446,7 +446,7 @@ def _fused(
 
 
 @cache
-def _one_block(
+def one_block_launch(
     draft: _Like, target: _Like, kv: _Like, out: tuple[_Like, ...], packed: tuple[_Like, _Like], device: torch.device
 ) -> _Launch:
     B, G = _tokens(draft, target, out)

@@ -61,7 +61,7 @@ def main() -> None:
             f"--ranks={ranks}: one or two GPUs can play ranks of more, in {', '.join(PLAYED)}; there are {gpus} GPUs"
         )
     if models is not None:
-        _check_models(parser, arguments.what, models, gpus)
+        check_models(parser, arguments.what, models, gpus)
     parts: dict[str, list[Callable[[], Iterable[dict[str, Any]]]]] = {
         "kernels": [partial(attention.run, device), partial(linear.run, device)],
         "moe": [partial(moe.run, device)],
@@ -94,7 +94,7 @@ def main() -> None:
     sys.exit(problem)
 
 
-def _check_models(parser: argparse.ArgumentParser, what: str, models: list[str], gpus: int) -> None:
+def check_models(parser: argparse.ArgumentParser, what: str, models: list[str], gpus: int) -> None:
     """Ends the program where a benchmark does not know one of these models."""
     known = {
         "step": dict.fromkeys(w.model for w in workloads.WORKLOADS),

@@ -55,7 +55,7 @@ class Job:
         # An agent's store outlives one job and one attempt: the names of this one begin with both.
         run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
         self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _reach_store(self.place))
-        self._watchdog = _Watchdog(self.store, self.place)
+        self._watchdog = Watchdog(self.store, self.place)
         self._watchdog.start()
 
     @property
@@ -211,7 +211,7 @@ def deadline(seconds: float, line: str) -> Iterator[None]:
         guard.cancel()
 
 
-class _Watchdog:
+class Watchdog:
     """Ends this process when another rank has failed or gone silent: no rank waits for one that cannot come.
 
     A thread, because the main one may be inside a collective or a kernel that never returns.

@@ -59,7 +59,7 @@ class Console:
             self._terminal.width = FILE_WIDTH
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._text = _OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
+        self._text = OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.reason is not None:
@@ -149,7 +149,7 @@ def _speculation_table(measured: dict[str, Any]) -> Table:
     return table
 
 
-class _OneAtATime:
+class OneAtATime:
     """Streams the text of one request at a time; what others say meanwhile follows when it is their turn."""
 
     def __init__(self, write: Callable[[str], None]) -> None:

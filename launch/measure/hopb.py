@@ -70,7 +70,7 @@ def _ttl(plan: RunPlan, comm: Communicator, model: Decoder, batch: int, length: 
 
     on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
     off = microseconds(1)
-    without = _without_exchange(engine.runner, comm, lambda: microseconds(1))
+    without = without_exchange(engine.runner, comm, lambda: microseconds(1))
     choose_chunks(engine.runner, batch)
     auto = engine.runner.chunks(batch)
     auto_us = microseconds(auto)
@@ -90,7 +90,7 @@ def _hidden(off: float, on: float, without: float) -> float | None:
     return (off - on) / (off - without) if off > without else None
 
 
-def _without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
+def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
     """What `measure` gives while each rank keeps its part of the attention of its own heads."""
 
     def keep(found: Partial, shares: list[int]) -> Tensor:

@@ -14,7 +14,7 @@ from helix.autotune import step_seconds
 from helix.engine import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
-from launch.measure.hopb import _without_exchange
+from launch.measure.hopb import without_exchange
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import check, distributed_rank, loopback
@@ -86,7 +86,7 @@ def test_queries_are_gathered_where_the_exchange_is_left_out_of_a_timing(monkeyp
     seconds = []
 
     def tamper(engine: Engine) -> None:
-        seconds.append(_without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, 2, 0, 1, 1)))
+        seconds.append(without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, 2, 0, 1, 1)))
 
     check(loopback(checkpoint("deepseek-v2-yarn"), HelixLayout.create("helix", 2), 16, wanted, tamper), wanted)
     assert len(seconds) == 2 and min(seconds) > 0

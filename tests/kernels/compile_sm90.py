@@ -41,12 +41,12 @@ from kernels.mla.prefill import _mla_prefill_kernel
 from kernels.moe.experts import (
     _down_few_kernel,
     _down_kernel,
-    _few_tiles,
     _gate_up_few_kernel,
     _gate_up_kernel,
     _sum_kernel,
-    _tiles,
-    _way,
+    few_tiles,
+    tiles_of,
+    way_of,
 )
 from kernels.moe.experts_sm90 import BLOCK_K, DOWN, GATE_UP, HALF, _moe_sm90_kernel
 from kernels.moe.experts_sm90 import ROWS as DOWN_ROWS
@@ -255,13 +255,13 @@ def moe_cases(
     gate, slots = {"TOP_K": k, "CLAMPED": clamped}, {"TOP_K": k, "BLOCK_S": k, "PLUS": True}
     alone = sum_shape(None) | {"peers": None, "turns": None}
     world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "out": None}
-    tile, down_tile = _few_tiles(1, F)
+    tile, down_tile = few_tiles(1, F)
     options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
     yield "moe-few", dtype, _gate_up_few_kernel, shape | gate | tile, options
     for to in (alone, world | {"TWO_SHOT": True}, world | {"TWO_SHOT": False}):
         yield "moe-few", dtype, _down_few_kernel, shape | slots | down_tile | to, down_options
     for tokens in (64, 512):
-        tile, down_tile = _tiles(_way(tokens, k, E), tokens * k, E, F, H, dtype, touched=E / 132)
+        tile, down_tile = tiles_of(way_of(tokens, k, E), tokens * k, E, F, H, dtype, touched=E / 132)
         options, down_options = ({"num_warps": t.pop("num_warps")} for t in (tile, down_tile))
         find = {"BLOCK_P": tokens * k, "BLOCK_E": 128, "SORTED": tokens > 64, "ALWAYS": int(k > 4)}
         yield f"moe-{tokens}", dtype, _gate_up_kernel, shape | gate | find | tile, options

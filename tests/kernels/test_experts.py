@@ -110,7 +110,7 @@ WAYS = "few", "some", "many"  # each of them serves any number of tokens; the fo
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One way of the kernels for all sizes, over memory that begins as NaN."""
-    monkeypatch.setattr("kernels.moe.experts._way", lambda N, top_k, E: way)
+    monkeypatch.setattr("kernels.moe.experts.way_of", lambda N, top_k, E: way)
     monkeypatch.setattr("kernels.moe.experts_sm90.fits", lambda *tensors: False)
     poison(monkeypatch)
 
@@ -159,7 +159,7 @@ def test_any_shape(
 ) -> None:  # fmt: skip
     """Experts without tokens, tokens without experts, all tokens on one expert, hints that hold and that do not."""
     experts = E + elsewhere
-    if moe_module._way(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
+    if moe_module.way_of(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
         N = min(N, 4)
     case = make_case(
         N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, plus=plus,
@@ -445,9 +445,9 @@ def test_hopper_layers_in_a_graph() -> None:
 @pytest.mark.parametrize("N, way", [(2, "few"), (16, "some"), (64, "some")])
 def test_layers_in_a_graph_that_start_early(N: int, way: str) -> None:
     E, k, H, F = 64, 8, 2048, 96
-    few, _ = moe_module._few_tiles(N, F)
-    some, _ = moe_module._tiles("some", N * k, E, F, H, torch.bfloat16, touched=50 / 132)
-    assert moe_module._way(N, k, E) == way and (few if way == "few" else some)["EARLY"]
+    few, _ = moe_module.few_tiles(N, F)
+    some, _ = moe_module.tiles_of("some", N * k, E, F, H, torch.bfloat16, touched=50 / 132)
+    assert moe_module.way_of(N, k, E) == way and (few if way == "few" else some)["EARLY"]
     check_layers_in_a_graph(make_case(N, k, E, H, F, dtype=torch.bfloat16, device="cuda"), E, k)
 
 
@@ -458,7 +458,7 @@ def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     for programs in (2, 156, 264):
         for tiles in (0, 1, 2, 3, 16, 45, 112, 131, 132, 133, 264, 265, 2048):
             for steps in (1, 3, 16, 23, 57, 100):
-                shares = [experts_sm90._share.fn(tiles, steps, p, programs) for p in range(programs)]
+                shares = [experts_sm90.share_of.fn(tiles, steps, p, programs) for p in range(programs)]
                 active, total = shares[0][2:]
                 assert total == tiles * steps and {share[2:] for share in shares} == {(active, total)}
                 owners = [p for p, (begin, end, *_) in enumerate(shares) for _ in range(begin, end)]
@@ -466,7 +466,7 @@ def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:
                 joined = []
                 for tile in range(tiles):
                     mine = sorted(set(owners[tile * steps : (tile + 1) * steps]))
-                    begin, count = experts_sm90._sharers.fn(tile, steps, active, total)
+                    begin, count = experts_sm90.sharers.fn(tile, steps, active, total)
                     assert mine == [*range(begin, begin + count)] and count <= 1 << levels
                     joined += mine[1:]
                 assert len(joined) == len(set(joined))

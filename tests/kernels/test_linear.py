@@ -139,20 +139,20 @@ def test_layers_in_a_graph(split: int, device: torch.device) -> None:
 
 def test_splits() -> None:
     """One program an SM of a small matrix, two of one that is streamed."""
-    assert linear_sm90._split(1152, 3584, False, 132) == 2
-    assert linear_sm90._split(1792, 4096, True, 132) == 4
-    assert linear_sm90._split(19008, 3584, False, 132) == 1
-    assert linear_sm90._split(64, 48, False, 132) == 1
+    assert linear_sm90.split_of(1152, 3584, False, 132) == 2
+    assert linear_sm90.split_of(1792, 4096, True, 132) == 4
+    assert linear_sm90.split_of(19008, 3584, False, 132) == 1
+    assert linear_sm90.split_of(64, 48, False, 132) == 1
     # Where powers of two would leave more than a third of the SMs idle:
-    assert linear_sm90._split(1280, 8192, False, 132) == 6
-    assert linear_sm90._split(2368, 3584, True, 132) == 3
+    assert linear_sm90.split_of(1280, 8192, False, 132) == 6
+    assert linear_sm90.split_of(2368, 3584, True, 132) == 3
 
 
 @pytest.mark.parametrize("sms", [78, 132])
 def test_no_program_without_a_step(sms: int) -> None:
     shapes = [*product(range(1, 9000, 61), (16, 48, 432, 2880, 4112, 8192, 53248), (False, True))]
     for R, K, gated in shapes + [(m.rows, m.columns, m.gated) for m in MATRICES]:
-        split = linear_sm90._split(R, K, gated, sms)
+        split = linear_sm90.split_of(R, K, gated, sms)
         assert K % (16 * split) == 0 or split <= -(-K // 128)
 
 

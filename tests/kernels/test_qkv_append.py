@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.attention.kv_append import HeadSlots
 from kernels.dense import linear_sm90
-from kernels.dense.qkv_append import _fuses, _on_hopper, qkv_append
+from kernels.dense.qkv_append import fuses, on_hopper, qkv_append
 from tests.kernels.test_kv_append import expected
 
 
@@ -83,8 +83,8 @@ def test_projects_rotates_and_writes_slots(
 
 def test_few_rows_take_one_launch(device: Any) -> None:
     case = Case(4, 2, 1, 64, 32, True, torch.float16, device)
-    assert _fuses(case.x, case.weight, 64)
-    assert not _fuses(case.x, case.weight.T.contiguous().T, 64), "rows of a weight have to be contiguous"
+    assert fuses(case.x, case.weight, 64)
+    assert not fuses(case.x, case.weight.T.contiguous().T, 64), "rows of a weight have to be contiguous"
 
 
 @pytest.mark.gpu
@@ -99,7 +99,7 @@ def test_hopper(
 ) -> None:
     eps = torch.finfo(dtype).eps
     case = Case(N, q_heads, kv_heads, D, K, biased, dtype, device)
-    assert _on_hopper(case.x, case.weight, D)
+    assert on_hopper(case.x, case.weight, D)
     case.check(qkv_append(*case.arguments), eps)
     for split in (1, 2, 3, 4, 8):
         if split <= -(-K // 128):

@@ -107,7 +107,7 @@ def check_packed(packed: Packed, case: Case) -> None:
 @pytest.fixture
 def fresh_launches() -> Iterator[None]:
     """Launches made under patched constants neither serve later tests nor come from earlier ones."""
-    prepared = kernels._scan, kernels._packing, kernels._fused, kernels._one_block
+    prepared = kernels.scan_launch, kernels.packing_launch, kernels.fused_launch, kernels.one_block_launch
     for cached in prepared:
         cached.cache_clear()
     yield
@@ -155,7 +155,7 @@ def test_packing(B: int, G: int, D: int, alpha: float, device: torch.device) -> 
 
 @triton.jit
 def _look_kernel(lengths, total, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
-    tl.store(total, kernels._looked_up(lengths, tag, b, LOOKS, BLOCK_B))
+    tl.store(total, kernels.looked_up(lengths, tag, b, LOOKS, BLOCK_B))
 
 
 @triton.jit

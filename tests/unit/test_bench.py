@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from launch.bench.__main__ import _check_models
+from launch.bench.__main__ import check_models
 from launch.bench.steps import largest_batch, measure
 from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from launch.inputs import parts
@@ -99,5 +99,5 @@ def test_models_that_a_benchmark_does_not_know_are_refused(
     what: str, models: list[str], gpus: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) if words else nullcontext():
-        _check_models(ArgumentParser(), what, models, gpus)
+        check_models(ArgumentParser(), what, models, gpus)
     assert words in capsys.readouterr().err

@@ -70,9 +70,9 @@ def test_the_watchdog_sees_a_rank_that_is_gone(fate: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(membership, "BEAT_S", 0.01)
     monkeypatch.setattr(membership, "SILENCE_S", 0.5)
     monkeypatch.setattr(membership, "kill", lambda process: None)  # both are of this process
-    monkeypatch.setattr(membership._Watchdog, "_end", lambda self, why: ended.append(why))
+    monkeypatch.setattr(membership.Watchdog, "_end", lambda self, why: ended.append(why))
     store = dist.HashStore()
-    first, second = (membership._Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
+    first, second = (membership.Watchdog(store, Place(rank, 2, rank, 2)) for rank in range(2))
     for watchdog in (first, second):
         watchdog.start()
     time.sleep(0.6)

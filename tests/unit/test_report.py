@@ -22,7 +22,7 @@ from launch.inputs.files import check_record
 from launch.inputs.needles import ANSWER_TOKENS, make, score
 from launch.inputs.preflight import preflight
 from launch.job.membership import Job
-from launch.job.report import Console, Phases, _OneAtATime, percentile_us, summary, write_record
+from launch.job.report import Console, OneAtATime, Phases, percentile_us, summary, write_record
 from tests.unit.test_config import composed
 from tests.unit.test_files import largest_file
 
@@ -35,7 +35,7 @@ def out(name: str, delta: str, reason: str | None = None) -> Output:
 
 def test_one_text_at_a_time_and_none_lost() -> None:
     said: list[str] = []
-    text = _OneAtATime(said.append)
+    text = OneAtATime(said.append)
     assert not text.started
     for output in (
         out("a", "one "), out("b", "uno "), out("a", "two "), out("b", "dos", "stop"), out("c", "eins "),
