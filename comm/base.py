@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from comm.pending import Summand, made
+from comm.pending import PendingSum, computed
 from kernels.attention.lse_combine import lse_combine
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Communicator(ABC):
         """
 
     def all_reduce_norm(
-        self, x: Tensor | Summand, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """RMSNorm of `residual` plus the sum of `x` over the world; all ranks get bitwise the same.
 
@@ -88,7 +88,7 @@ class Communicator(ABC):
         Returns:
             The normalised rows and the sum, each [N, H] in x's dtype.
         """
-        return rms_norm(self.all_reduce(made(x)), weight, eps, residual)
+        return rms_norm(self.all_reduce(computed(x)), weight, eps, residual)
 
     def check(self, wait: bool = True) -> None:
         """Raises RuntimeError where a collective of a step gave up waiting for a peer: then its numbers mean nothing.
@@ -118,7 +118,7 @@ class Communicator(ABC):
         mine = shares[self.kvp_rank]
         return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine])
 
-    def merge_exchange(self, partial: Partial, shares: Sequence[int]) -> Tensor:
+    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int]) -> Tensor:
         """`exchange` of what `partial.merge()` gives."""
         return self.exchange(*partial.merge(), shares)
 

@@ -51,7 +51,7 @@ def addresses(
     ]
 
 
-class StandInTransport(TorchDistCommunicator):
+class EmulatedTransport(TorchDistCommunicator):
     """As `TorchDistCommunicator`, for a process that plays one of the W ranks in `kvp_groups`.
 
     Objects come from the processes: that of a rank which is not there is the one of the rank played in its half.
@@ -104,7 +104,7 @@ class StandInTransport(TorchDistCommunicator):
         return [gathered[min(rank // half, self._processes - 1)] for rank in range(self.world_size)]
 
 
-class StandInCommunicator(SymmMemCommunicator, StandInTransport):
+class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
     """As `SymmMemCommunicator`, likewise."""
 
     def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 
 # A persistent grid is not preempted, whatever a stream's priority: attention leaves so much room for the exchange.
 RESERVED_SMS = 4
@@ -34,8 +34,8 @@ class Pipeline:
     def run(
         self,
         chunks: Sequence[slice],
-        attend: Callable[[slice], Partial],
-        exchange: Callable[[Partial], Tensor],
+        attend: Callable[[slice], PartialAttention],
+        exchange: Callable[[PartialAttention], Tensor],
     ) -> Tensor:
         """Attention of all chunks, exchanged: what `exchange` returns of each, one after the other.
 
@@ -45,7 +45,7 @@ class Pipeline:
             exchange: makes of them [rows, ...], likewise.
         """
         # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
-        partials: list[Partial] = []
+        partials: list[PartialAttention] = []
         exchanged: list[Tensor] = []
         for rows in chunks:
             partials.append(attend(rows))

@@ -8,24 +8,24 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.dense.linear import linear, linear_send, sends
-from kernels.peers.mailbox import SumBoxes
+from kernels.peers.mailbox import SumTarget
 
 
-class Summand(Protocol):
+class PendingSum(Protocol):
     """A rank's part [N, H] of a sum over ranks that comes next, not yet made."""
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         """[N, H]"""
 
-    def sends(self, two_shot: bool) -> bool:
-        """Whether `send` can make it."""
+    def can_push(self, two_shot: bool) -> bool:
+        """Whether `push` can compute it."""
 
-    def send(self, sums: SumBoxes) -> None:
+    def push(self, sums: SumTarget) -> None:
         """Makes it where it is added up: phase 1 of `kernels.peers.all_reduce_norm`."""
 
 
 @dataclass(frozen=True)
-class Projection:
+class PendingProjection:
     """The summand x W^T + b.
 
     Attributes:
@@ -38,15 +38,15 @@ class Projection:
     weight: Tensor
     bias: Tensor | None
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         return linear(self.x, self.weight, self.bias)
 
-    def sends(self, two_shot: bool) -> bool:
+    def can_push(self, two_shot: bool) -> bool:
         return sends(self.x, self.weight, two_shot)
 
-    def send(self, sums: SumBoxes) -> None:
+    def push(self, sums: SumTarget) -> None:
         linear_send(self.x, self.weight, self.bias, sums)
 
 
-def made(x: Tensor | Summand) -> Tensor:
-    return x if isinstance(x, Tensor) else x.make()
+def computed(x: Tensor | PendingSum) -> Tensor:
+    return x if isinstance(x, Tensor) else x.compute()

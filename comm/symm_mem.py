@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from comm.pending import Summand
+from comm.pending import PendingSum
 from comm.torch_dist import TorchDistCommunicator
-from kernels.attention.split_kv import Partial, Parts
+from kernels.attention.split_kv import PartialAttention, UnmergedAttention
 from kernels.peers import all_gather, all_reduce_norm, exchange, mailbox
-from kernels.peers.mailbox import SumBoxes
+from kernels.peers.mailbox import SumTarget
 from kernels.peers.merge_exchange import merge_exchange
 
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
@@ -131,9 +131,9 @@ class SymmMemCommunicator(TorchDistCommunicator):
             rank=self.kvp_rank, lanes=lanes, pieces=EXCHANGE_PIECES, spins=self._spins,
         )  # fmt: skip
 
-    def merge_exchange(self, partial: Partial, shares: Sequence[int]) -> Tensor:
+    def merge_exchange(self, partial: PartialAttention, shares: Sequence[int]) -> Tensor:
         N, D, dtype = partial.lse.numel() // partial.lse.shape[-1], partial.out.shape[-1], partial.out.dtype
-        if not isinstance(partial, Parts) or not self._boxes_take(N, D, dtype, shares):
+        if not isinstance(partial, UnmergedAttention) or not self._boxes_take(N, D, dtype, shares):
             return super().merge_exchange(partial, shares)
         return merge_exchange(
             partial, partial.out.new_empty(N, shares[self.kvp_rank], D), self._starts_of(shares),
@@ -148,7 +148,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return fit and dtype in mailbox.DTYPES and len(self.kvp_group) > 1
 
     def all_reduce_norm(
-        self, x: Tensor | Summand, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         rows = x if isinstance(x, Tensor) else residual  # of the shape and dtype of the sum
         way = None if rows is None else self._way(rows)
@@ -156,12 +156,12 @@ class SymmMemCommunicator(TorchDistCommunicator):
             return super().all_reduce_norm(x, residual, weight, eps)
         phases, two_shot, pieces = 7, way == "two_shot", len(self._squares[way])
         if not isinstance(x, Tensor):
-            if x.sends(two_shot):
+            if x.can_push(two_shot):
                 boxes = self._peers[way][0], self._counts[way], self.rank, pieces, all_reduce_norm.SLICE_WORDS
-                x.send(SumBoxes(*boxes, two_shot))
+                x.push(SumTarget(*boxes, two_shot))
                 phases = 6
             else:
-                rows = x.make()
+                rows = x.compute()
         return all_reduce_norm.all_reduce_norm(
             rows, residual, weight, eps, self._peers[way], self._squares[way], self._counts[way], self._status,
             rank=self.rank, pieces=pieces, spins=self._spins, two_shot=two_shot, phases=phases,

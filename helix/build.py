@@ -8,12 +8,12 @@ from typing import Any
 from comm.base import Communicator
 from helix.config import Config
 from helix.engine import Engine
-from helix.errors import AlikeError
+from helix.errors import ConfigError
 from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
-from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, ReplayDrafter
+from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, SyntheticDrafter
 
 
 def make_drafter(
@@ -24,8 +24,8 @@ def make_drafter(
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
-        case "replay":
-            return ReplayDrafter(speculation.gamma, speculation.acceptance, config.seed, vocab)
+        case "synthetic":
+            return SyntheticDrafter(speculation.gamma, speculation.acceptance, config.seed, vocab)
         case "model":
             assert draft is not None, "loaded with the model that it drafts for"
             return ModelDrafter(
@@ -58,7 +58,7 @@ def build_engine(
         draft: of speculation.drafter=model; its cache holds as many tokens.
 
     Raises:
-        AlikeError: kv.tokens does not fit, or not a single page does.
+        ConfigError: kv.tokens does not fit, or not a single page does.
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
@@ -84,13 +84,13 @@ def build_engine(
     pages = min(comm.all_gather_object(fitting))
     if kv.tokens is not None and pages < needed:
         own_pages = "" if draft is None else ", besides those of the draft model"
-        raise AlikeError(
+        raise ConfigError(
             f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
             "take fewer tokens, or a larger layout.kvp"
         )
     if pages == 0:
-        raise AlikeError(
+        raise ConfigError(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {page_bytes} bytes: raise "
             "it, or take a layout whose ranks hold fewer weights"
         )

@@ -70,7 +70,7 @@ class AttentionConfig:
 class CommConfig:
     """Attributes:
     backend: symm_mem (kernels of our own between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
-        the first of these that can be. stand_in: one or two GPUs play ranks of a layout of more, in a benchmark; what
+        the first of these that can be. emulated: one or two GPUs play ranks of a layout of more, in a benchmark; what
         is for other ranks goes to each other, so that steps take the time they would (one: less the link's).
     timeout_s: deadline of each collective, seconds.
     """
@@ -109,12 +109,12 @@ class DraftLayoutConfig:
 class SpeculationConfig:
     """Attributes:
     drafter: none; ngram: what followed where the sequence last read as at its end; model: what a smaller model says;
-        replay: random tokens that are kept at a set rate, whatever the model says, for benchmarks.
+        synthetic: random tokens that are kept at a set rate, whatever the model says, for benchmarks.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         Where `model` drafts, which tokens a sampled request gets depends on it, not how they are distributed.
     longest: most tokens that ngram compares.
-    acceptance: chance of each draft of replay, given that those before it were kept.
+    acceptance: chance of each draft of synthetic, given that those before it were kept.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
     """
@@ -177,7 +177,7 @@ class BenchConfig:
 class Config:
     """Attributes:
     record: file for the run's record, JSON.
-    seed: of random weights and replayed drafts.
+    seed: of random weights and synthetic drafts.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -219,9 +219,9 @@ def check(config: Config) -> None:
         "speculation.model.load": ("checkpoint", "random"),
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "attention.policy": ("dense",),
-        "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "stand_in"),
+        "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "model", "replay"),
+        "speculation.drafter": ("none", "ngram", "model", "synthetic"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }
     for key, allowed in choices.items():

@@ -183,7 +183,7 @@ class Engine:
                     if scheduler.running[slot].finished:
                         continue  # computed past its stop, thrown away
                     output = streams[slot].push(token)
-                    scheduler.took(slot, output.finish_reason is not None)
+                    scheduler.record_token(slot, output.finish_reason is not None)
                     yield output
             runner.check()
             for slot in (s.slot for s in scheduler.running.values() if s.finished):

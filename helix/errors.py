@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class AlikeError(ValueError):
+class ConfigError(ValueError):
     """Something is wrong on every rank alike: one line says what, and all of them end."""
 
 

@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPlan:
     """How a run of decode steps goes on.
 
     Attributes:
@@ -65,7 +65,7 @@ class Decision:
 
     Attributes:
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
-        drafts, draft_limits: of the decode steps; see `Pace`.
+        drafts, draft_limits: of the decode steps; see `StepPlan`.
     """
 
     number: int
@@ -131,7 +131,7 @@ class Scheduler:
         prefill_chunk: int,
         run_steps: int,
         drafts: int = 0,
-        pace: Callable[[int], Pace] = lambda rows: Pace(),
+        pace: Callable[[int], StepPlan] = lambda rows: StepPlan(),
     ) -> None:
         self._pace = pace
         self._drafts = drafts
@@ -202,7 +202,7 @@ class Scheduler:
             draft_limits=pace.draft_limits,
         )
 
-    def took(self, slot: int, finished: bool) -> None:
+    def record_token(self, slot: int, finished: bool) -> None:
         """Notes a token drawn for a slot, and whether it is the sequence's last."""
         sequence = self.running[slot]
         sequence.produced += 1

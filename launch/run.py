@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from comm.emulated import StandInCommunicator
+from comm.emulated import EmulatedCommunicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
 from helix.config import Config, ModelConfig
-from helix.errors import AlikeError
+from helix.errors import ConfigError
 from helix.kv_cache import free_bytes
 from helix.loading import randomize
 from helix.models import Decoder
@@ -24,7 +24,7 @@ from helix.speculation import DraftModel
 from launch.inputs import compose
 from launch.inputs.parts import load_tokenizer, weights_of
 from launch.inputs.place import Place, gpu_facts, gpu_name
-from launch.inputs.preflight import DraftPlan, RunPlan, preflight, prepared
+from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.job import decode, spawn
 from launch.job.membership import Job
@@ -35,7 +35,7 @@ from launch.measure.hopb import ablate
 from launch.measure.prefill import time_prompts
 from launch.measure.steps import time_steps
 
-BACKENDS = {"symm_mem": SymmMemCommunicator, "stand_in": StandInCommunicator}
+BACKENDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         return _run_rank(job, config)
-    except AlikeError as error:
+    except ConfigError as error:
         job.end(f"error: {error}")
     except Exception as error:
         job.fail(error)
@@ -87,7 +87,9 @@ def _run_rank(job: Job, config: Config) -> int:
     facts = job.agree(problem, gpu_facts(job.place) | found)
     assert plan is not None  # or nobody would have agreed
     if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
-        raise AlikeError(f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout")
+        raise ConfigError(
+            f"layout=auto came out differently on the ranks ({'; '.join(sorted(chosen))}): set the layout"
+        )
     if facts[0]["finished"]:  # a resumed run that has nothing left needs no model
         if results is not None:
             results.close()
@@ -135,7 +137,9 @@ def _run_rank(job: Job, config: Config) -> int:
     return REFUSED if refused and job.leads else 0
 
 
-def _load(plan: RunPlan | DraftPlan, config: ModelConfig, seed: int, comm: Communicator, console: Console) -> Decoder:
+def _load(
+    plan: CheckedRun | CheckedDraft, config: ModelConfig, seed: int, comm: Communicator, console: Console
+) -> Decoder:
     dtype = config.dtype
     if dtype == "auto":
         dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
@@ -150,13 +154,13 @@ def _load(plan: RunPlan | DraftPlan, config: ModelConfig, seed: int, comm: Commu
     return model
 
 
-def _check_room(plan: RunPlan | DraftPlan, dtype: torch.dtype, comm: Communicator) -> None:
-    """Raises AlikeError where the weights of a rank take more than the memory it has free, before any is taken."""
+def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, comm: Communicator) -> None:
+    """Raises ConfigError where the weights of a rank take more than the memory it has free, before any is taken."""
     needed = weights_of(plan.spec, plan.layout, comm.rank, dtype).bytes
     ranks = comm.all_gather_object((needed, free_bytes(comm.device), comm.rank))
     needed, free, rank = max(ranks, key=lambda r: r[0] - r[1])
     if needed > free:
-        raise AlikeError(
+        raise ConfigError(
             f"the weights of rank {rank} take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
             f"({plan.layout}), but {free / 1e9:.1f} GB of its memory are free: take more ranks, a layout whose ranks "
             "hold less, or, of a shape alone, fewer layers (model.config.num_hidden_layers)"

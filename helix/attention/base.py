@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from helix.step import Step
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 
 
 class AttentionPolicy(ABC):
@@ -28,7 +28,7 @@ class AttentionPolicy(ABC):
         scale: float,
         sinks: Tensor | None = None,
         reserved_sms: int = 0,
-    ) -> Partial:
+    ) -> PartialAttention:
         """Attention of a step's queries over this rank's shard, the step's own keys already appended.
 
         Args:

@@ -9,7 +9,7 @@ from helix.attention.mla import attend_latents
 from helix.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from kernels.overlap import sm_count
 
 
@@ -24,13 +24,13 @@ class DenseAttention(AttentionPolicy):
         scale: float,
         sinks: Tensor | None = None,
         reserved_sms: int = 0,
-    ) -> Partial:
+    ) -> PartialAttention:
         if keys.dim() == 3:
             return attend_latents(q, keys, values.shape[-1], step, window, scale, reserved_sms)
         lo, hi = step.bounds(window)
         if step.cu_q is not None:
             segments = step.block_tables, step.cu_q, step.max_q
-            return Partial(*flash_prefill(q, keys, values, *segments, lo, hi, scale, sinks=sinks))
+            return PartialAttention(*flash_prefill(q, keys, values, *segments, lo, hi, scale, sinks=sinks))
         sequences = len(step.block_tables)
         per_sequence = (sequences, -1)
         return decode_parts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.step import Step
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from kernels.mla.decode import decode_parts
 from kernels.mla.prefill import mla_prefill
 from kernels.overlap import sm_count
@@ -13,7 +13,7 @@ from kernels.overlap import sm_count
 
 def attend_latents(
     q: Tensor, latents: Tensor, rank: int, step: Step, window: int | None, scale: float, reserved_sms: int
-) -> Partial:
+) -> PartialAttention:
     """Absorbed queries [N, Hq, R + P] over this rank's latents [pages, page_size, R + P]; `rank` is R.
 
     Returns:
@@ -21,7 +21,7 @@ def attend_latents(
     """
     lo, hi = step.bounds(window)
     if step.cu_q is not None:
-        return Partial(*mla_prefill(q, latents, step.block_tables, step.cu_q, step.max_q, lo, hi, scale, rank))
+        return PartialAttention(*mla_prefill(q, latents, step.block_tables, step.cu_q, step.max_q, lo, hi, scale, rank))
     per_sequence = (len(step.block_tables), -1)
     return decode_parts(
         q.unflatten(0, per_sequence), latents, step.block_tables,

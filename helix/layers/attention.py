@@ -9,14 +9,14 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import RESERVED_SMS, Pipeline
-from comm.pending import Projection
+from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, rows_of
 from helix.kv_cache import KVCache
-from helix.layers.linear import ColumnShard, Rows, RowShards
+from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
 
 
@@ -73,16 +73,16 @@ class ShardedAttention:
         if chunks == 1 or step.cu_q is not None:
             return self.exchange(self.policy.attend(q, keys, values, step, self.window, self.scale, self.sinks))
 
-        def attend(rows: slice) -> Partial:
+        def attend(rows: slice) -> PartialAttention:
             part = rows_of(step, rows)
             found = self.policy.attend(q[rows], keys, values, part, self.window, self.scale, self.sinks, RESERVED_SMS)
-            return Partial(*found.merge())  # before the next chunk's parts take the workspace
+            return PartialAttention(*found.merge())  # before the next chunk's parts take the workspace
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
         return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
 
-    def exchange(self, partial: Partial) -> Tensor:
+    def exchange(self, partial: PartialAttention) -> Tensor:
         # A kvp group of one has all keys and all heads of its own.
         return partial.merge()[0] if len(self.shares) == 1 else self.comm.merge_exchange(partial, self.shares)
 
@@ -117,7 +117,7 @@ class Attention(ShardedAttention):
             return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
 
         q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
-        self.qkv = RowShards(
+        self.qkv = ColumnParallel(
             weights,
             spec.hidden,
             [rows("q", spec.q_heads, q), rows("k", spec.kv_heads, kv), rows("v", spec.kv_heads, kv)],
@@ -126,14 +126,14 @@ class Attention(ShardedAttention):
         if spec.qk_norm:
             gains = weights.parameter(spec.head_dim), weights.parameter(spec.head_dim)
             for gain, part in zip(gains, ("q_norm", "k_norm"), strict=True):
-                weights.read(gain, f"{name}.{part}.weight", (spec.head_dim,))
+                weights.bind(gain, f"{name}.{part}.weight", (spec.head_dim,))
             self.norms = *gains, spec.norm_eps
         if spec.sinks and layout.kvp_rank(comm.rank) == 0:
             self.sinks = weights.parameter(len(q), dtype=torch.float32)
-            weights.read(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
+            weights.bind(self.sinks, f"{name}.sinks", (spec.q_heads,), q)
         elif spec.sinks:
-            weights.leave(f"{name}.sinks", (spec.q_heads,))
-        self.output = ColumnShard(
+            weights.bind_elsewhere(f"{name}.sinks", (spec.q_heads,))
+        self.output = RowParallel(
             weights,
             comm,
             f"{name}.o_proj",
@@ -143,7 +143,7 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Projection:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> PendingProjection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         keys, values = cache.layer(self.index)
         q = qkv_append(

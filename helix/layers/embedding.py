@@ -15,7 +15,7 @@ class Embedding:
     def __init__(self, weights: Weights, name: str, rows: range, vocab: int, hidden: int) -> None:
         self.rows = rows
         self.weight = weights.parameter(len(rows), hidden)
-        weights.read(self.weight, f"{name}.weight", (vocab, hidden), rows)
+        weights.bind(self.weight, f"{name}.weight", (vocab, hidden), rows)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[N] int64 -> [N, H]."""
@@ -30,7 +30,7 @@ class Head:
         self.weight = embedding.weight
         if name is not None:  # untied
             self.weight = weights.parameter(len(self.rows), hidden)
-            weights.read(self.weight, f"{name}.weight", (vocab, hidden), self.rows)
+            weights.bind(self.weight, f"{name}.weight", (vocab, hidden), self.rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, H] -> [n, V_local] fp32."""

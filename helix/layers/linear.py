@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.pending import Projection
+from comm.pending import PendingProjection
 from helix.layers.weights import Weights
 from kernels.dense.linear import linear
 
@@ -23,7 +23,7 @@ class Rows:
     bias: bool = False
 
 
-class RowShards:
+class ColumnParallel:
     """y = x W^T + b for this rank's rows of one or more matrices, stacked into one: QKV, gate and up."""
 
     def __init__(self, weights: Weights, in_features: int, parts: Sequence[Rows]) -> None:
@@ -33,10 +33,10 @@ class RowShards:
         begin = 0
         for p in parts:
             end = begin + len(p.share)
-            weights.read(self.weight[begin:end], f"{p.name}.weight", (p.total, in_features), p.share)
+            weights.bind(self.weight[begin:end], f"{p.name}.weight", (p.total, in_features), p.share)
             if self.bias is not None:
                 assert p.bias, "stacked matrices either all have a bias or none has"
-                weights.read(self.bias[begin:end], f"{p.name}.bias", (p.total,), p.share)
+                weights.bind(self.bias[begin:end], f"{p.name}.bias", (p.total,), p.share)
             begin = end
 
     def __call__(self, x: Tensor, *, gated: bool = False, exact: bool = False) -> Tensor:
@@ -44,7 +44,7 @@ class RowShards:
         return linear(x, self.weight, self.bias, gated=gated, exact=exact)
 
 
-class ColumnShard:
+class RowParallel:
     """y = x W^T + b with this rank's input columns of W, to be summed over ranks: output and down projections.
 
     A rank without columns gives zeros. The first rank alone holds the bias.
@@ -61,13 +61,13 @@ class ColumnShard:
         bias: bool,
     ) -> None:
         self.weight = weights.parameter(out_features, len(columns))
-        weights.read(self.weight, f"{name}.weight", (out_features, in_features), range(out_features), columns)
+        weights.bind(self.weight, f"{name}.weight", (out_features, in_features), range(out_features), columns)
         self.bias = None
         if bias and comm.rank == 0:
             self.bias = weights.parameter(out_features)
-            weights.read(self.bias, f"{name}.bias", (out_features,))
+            weights.bind(self.bias, f"{name}.bias", (out_features,))
         elif bias:
-            weights.leave(f"{name}.bias", (out_features,))
+            weights.bind_elsewhere(f"{name}.bias", (out_features,))
 
-    def __call__(self, x: Tensor) -> Projection:
-        return Projection(x, self.weight, self.bias)
+    def __call__(self, x: Tensor) -> PendingProjection:
+        return PendingProjection(x, self.weight, self.bias)

@@ -26,18 +26,18 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from comm.pending import Projection
+from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import ShardedAttention
-from helix.layers.linear import ColumnShard, Rows, RowShards
+from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 from kernels.mla.append import mla_append
-from kernels.mla.per_head_linear import each_head
+from kernels.mla.per_head_linear import per_head_linear
 
 READ_RATE = 4.2e12  # bytes/s at which projections of a few rows stream weights
 WIRE_RATE = 2e11  # bytes/s that a rank's messages to all its peers add up to, beyond the first kilobytes
@@ -142,19 +142,19 @@ class MLA(ShardedAttention):
         first = [Rows(f"{name}.q_a_proj", spec.q_rank, range(spec.q_rank))] if spec.q_rank else queries
         kv_a = f"{name}.kv_a_proj_with_mqa"
         latent = [range(spec.latent), *_halves(spec, spec.latent)]
-        self.down = RowShards(weights, spec.hidden, [*first, *(Rows(kv_a, spec.entry, part) for part in latent)])
-        self.q_up: RowShards | None = None
+        self.down = ColumnParallel(weights, spec.hidden, [*first, *(Rows(kv_a, spec.entry, part) for part in latent)])
+        self.q_up: ColumnParallel | None = None
         if spec.q_rank:
             self.q_gain = weights.parameter(spec.q_rank)
-            weights.read(self.q_gain, f"{name}.q_a_layernorm.weight", (spec.q_rank,))
-            self.q_up = RowShards(weights, spec.q_rank, queries)
+            weights.bind(self.q_gain, f"{name}.q_a_layernorm.weight", (spec.q_rank,))
+            self.q_up = ColumnParallel(weights, spec.q_rank, queries)
         self.kv_gain = weights.parameter(spec.latent)
-        weights.read(self.kv_gain, f"{name}.kv_a_layernorm.weight", (spec.latent,))
+        weights.bind(self.kv_gain, f"{name}.kv_a_layernorm.weight", (spec.latent,))
 
         width = spec.nope + spec.value
         kv_b = weights.parameter(len(attends) * width, spec.latent)
         rows = range(attends.start * width, attends.stop * width)
-        weights.read(kv_b, f"{name}.kv_b_proj.weight", (spec.q_heads * width, spec.latent), rows)
+        weights.bind(kv_b, f"{name}.kv_b_proj.weight", (spec.q_heads * width, spec.latent), rows)
         of_heads = kv_b.view(len(attends), width, spec.latent)
 
         def local(part: range) -> slice:
@@ -163,7 +163,7 @@ class MLA(ShardedAttention):
         self.w_uk = of_heads[local(makes), : spec.nope]  # [h, nope, R]
         self.w_uv = of_heads[:, spec.nope :].mT  # [Hq_local, R, value]
         self.own_w_uv = self.w_uv[local(owns)]
-        self.output = ColumnShard(
+        self.output = RowParallel(
             weights,
             comm,
             f"{name}.o_proj",
@@ -173,7 +173,7 @@ class MLA(ShardedAttention):
             False,
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Projection:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> PendingProjection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         spec = self.spec
         (latents,) = cache.layer(self.index)
@@ -196,13 +196,13 @@ class MLA(ShardedAttention):
             return parts.transpose(0, 1).flatten(1, 2)
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
 
-    def exchange(self, partial: Partial) -> Tensor:
+    def exchange(self, partial: PartialAttention) -> Tensor:
         """Partials of N x Hq_local x R values -> exact values [N, own heads, value]."""
         rows = partial.lse.numel() // partial.lse.shape[-1]
         if len(self.shares) > 1 and exchanges_values(self.spec, rows):
             out, lse = partial.merge()
-            return super().exchange(Partial(each_head(out, self.w_uv), lse))
-        return each_head(super().exchange(partial), self.own_w_uv)
+            return super().exchange(PartialAttention(per_head_linear(out, self.w_uv), lse))
+        return per_head_linear(super().exchange(partial), self.own_w_uv)
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.pending import Projection
-from helix.layers.linear import ColumnShard, Rows, RowShards
+from comm.pending import PendingProjection
+from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 
@@ -18,11 +18,11 @@ class GatedMLP:
         self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, width: int, bias: bool, name: str
     ) -> None:
         columns = layout.ffn_columns(comm.rank, width)
-        self.gate_up = RowShards(
+        self.gate_up = ColumnParallel(
             weights, hidden, [Rows(f"{name}.{part}_proj", width, columns, bias) for part in ("gate", "up")]
         )
-        self.down = ColumnShard(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
+        self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
-    def __call__(self, x: Tensor) -> Projection:
+    def __call__(self, x: Tensor) -> PendingProjection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         return self.down(self.gate_up(x, gated=True))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.layers.linear import Rows, RowShards
+from helix.layers.linear import ColumnParallel, Rows
 from helix.layers.mlp import GatedMLP
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
@@ -43,7 +43,7 @@ class MoESpec:
         router_bias: the router's logits have a bias.
         exact_router: those logits are not rounded to the model's dtype.
         expert_bias: each expert's matrices have one.
-        limit: of the clamped SwiGLU, None for the plain one.
+        clamp_at: of the clamped SwiGLU, None for the plain one.
         block: the name of the layer's FFN.
         router: the router's name in it.
         matrices: the names of gate, up and down where each expert has its own.
@@ -65,7 +65,7 @@ class MoESpec:
     router_bias: bool = False
     exact_router: bool = False
     expert_bias: bool = False
-    limit: float | None = None
+    clamp_at: float | None = None
     block: str = "mlp"
     router: str = "gate"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -85,16 +85,16 @@ class MoE:
         self.experts = layout.experts(comm.rank, spec.experts)
         self.columns = layout.expert_columns(comm.rank, spec.width)
         router = Rows(f"{name}.{spec.router}", spec.experts, range(spec.experts), spec.router_bias)
-        self.router = RowShards(weights, hidden, [router])
+        self.router = ColumnParallel(weights, hidden, [router])
         self.choice_bias: Tensor | None = None
         if spec.choice_bias:
             self.choice_bias = weights.parameter(spec.experts, dtype=torch.float32)
-            weights.read(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
+            weights.bind(self.choice_bias, f"{router.name}.e_score_correction_bias", (spec.experts,))
 
-        plain = spec.storage == "apart" and spec.limit is None
+        plain = spec.storage == "apart" and spec.clamp_at is None
         like_routed = layout.ep == 1 and plain and spec.shared_width % spec.width == 0
-        self.always = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
-        local, width = len(self.experts) + self.always * bool(self.experts), len(self.columns)
+        self.shared_count = spec.shared_width // spec.width if like_routed else 0  # experts that every token chooses
+        local, width = len(self.experts) + self.shared_count * bool(self.experts), len(self.columns)
         self.gate_up = weights.parameter(local, 2 * width, hidden)  # gate's rows, then up's
         self.down = weights.parameter(local, hidden, width)
         self.gate_up_bias: Tensor | None = None
@@ -104,33 +104,33 @@ class MoE:
         else:
             self._read_stacked(weights, hidden, f"{name}.experts")
         self.shared: GatedMLP | None = None
-        if spec.shared_width and not self.always:
+        if spec.shared_width and not self.shared_count:
             self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
 
     def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
         """Three matrices an expert, as dense layers have them; those of shared experts lie side by side in one's."""
         spec = self.spec
         assert not spec.expert_bias, "no family has it"
-        for i in range(self.always):
+        for i in range(self.shared_count):
             held = i if self.experts else None
             self._read_expert(weights, hidden, f"{name}.shared_experts", held, spec.shared_width, i * spec.width)
         for e in range(spec.experts):
-            held = self.always + e - self.experts.start if e in self.experts else None
+            held = self.shared_count + e - self.experts.start if e in self.experts else None
             self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)
 
     def _read_expert(self, weights: Weights, hidden: int, name: str, held: int | None, total: int, begin: int) -> None:
         """Matrices of `total` columns, from `begin` on, of the expert that is number `held` here; None: elsewhere."""
         gate, up, down = (f"{name}.{matrix}.weight" for matrix in self.spec.matrices)
         if held is None:
-            weights.leave(gate, (total, hidden))
-            weights.leave(up, (total, hidden))
-            weights.leave(down, (hidden, total))
+            weights.bind_elsewhere(gate, (total, hidden))
+            weights.bind_elsewhere(up, (total, hidden))
+            weights.bind_elsewhere(down, (hidden, total))
             return
         width = len(self.columns)
         columns = range(begin + self.columns.start, begin + self.columns.stop)
-        weights.read(self.gate_up[held, :width], gate, (total, hidden), columns)
-        weights.read(self.gate_up[held, width:], up, (total, hidden), columns)
-        weights.read(self.down[held], down, (hidden, total), range(hidden), columns)
+        weights.bind(self.gate_up[held, :width], gate, (total, hidden), columns)
+        weights.bind(self.gate_up[held, width:], up, (total, hidden), columns)
+        weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
         """All experts in one tensor; the rows of gate and up alternate."""
@@ -146,19 +146,19 @@ class MoE:
             for i, expert in enumerate(each):
                 here = target[i : i + len(expert)]
                 if spec.storage == "mxfp4":
-                    weights.read(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
+                    weights.bind(here, f"{name}.{part}", (spec.experts, *shape), expert, *ranges, mxfp4=True)
                 else:
-                    weights.read(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
+                    weights.bind(here.mT, f"{name}.{part}", (spec.experts, *shape[::-1]), expert, *ranges[::-1])
         if spec.expert_bias:
             self.gate_up_bias = weights.parameter(len(self.experts), 2 * width)
             shape = spec.experts, 2 * spec.width
-            weights.read(self.gate_up_bias[:, :width], f"{name}.gate_up_proj_bias", shape, self.experts, gate)
-            weights.read(self.gate_up_bias[:, width:], f"{name}.gate_up_proj_bias", shape, self.experts, up)
+            weights.bind(self.gate_up_bias[:, :width], f"{name}.gate_up_proj_bias", shape, self.experts, gate)
+            weights.bind(self.gate_up_bias[:, width:], f"{name}.gate_up_proj_bias", shape, self.experts, up)
             if columns.start == 0:  # once: the ranks that share an expert add up, and one of them has its first column
                 self.down_bias = weights.parameter(len(self.experts), hidden)
-                weights.read(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
+                weights.bind(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
             else:
-                weights.leave(f"{name}.down_proj_bias", (spec.experts, hidden))
+                weights.bind_elsewhere(f"{name}.down_proj_bias", (spec.experts, hidden))
 
     def __call__(self, x: Tensor) -> RoutedExperts:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
@@ -173,7 +173,7 @@ class MoE:
             group_score=spec.group_score,
             normalise=spec.normalise,
             scale=spec.scale,
-            always=self.always,
+            shared_count=self.shared_count,
         )  # [N, k + always] both
         return RoutedExperts(
             x,
@@ -184,8 +184,8 @@ class MoE:
             self.experts.start,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
-            limit=spec.limit,
-            plus=None if self.shared is None else self.shared(x).make(),
-            of=spec.experts + self.always,
-            always=self.always,
+            clamp_at=spec.clamp_at,
+            addend=None if self.shared is None else self.shared(x).compute(),
+            total_experts=spec.experts + self.shared_count,
+            shared_count=self.shared_count,
         )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.pending import Summand
+from comm.pending import PendingSum
 from helix.layers.weights import Weights
 
 
-class RMSNorm:
+class AllReduceNorm:
     """y = w * s / rms(s) over the last dimension, of the residual stream s with the ranks' newest parts added."""
 
     def __init__(self, weights: Weights, comm: Communicator, name: str, size: int, eps: float) -> None:
         self.comm = comm
         self.eps = eps
         self.weight = weights.parameter(size)
-        weights.read(self.weight, f"{name}.weight", (size,))
+        weights.bind(self.weight, f"{name}.weight", (size,))
 
-    def __call__(self, parts: Tensor | Summand, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, parts: Tensor | PendingSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """parts [N, H], this rank's; x [N, H], the same on all ranks -> (y, x + the sum of parts), likewise."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)

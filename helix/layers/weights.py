@@ -53,15 +53,15 @@ class Weights:
         self.parameters.append(parameter)
         return parameter
 
-    def read(self, target: Tensor, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
+    def bind(self, target: Tensor, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
         """Declares that `target` holds `ranges` of checkpoint tensor `name` (dimensions left out are whole)."""
         whole = tuple(range(size) for size in shape[len(ranges) :])
         self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4))
         assert target.shape == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
 
-    def leave(self, name: str, shape: Sequence[int]) -> None:
+    def bind_elsewhere(self, name: str, shape: Sequence[int]) -> None:
         """Declares a checkpoint tensor that other ranks alone hold: every rank knows all that has to be there."""
-        self.read(torch.empty(0, *shape[1:], device=self.device), name, shape, range(0))
+        self.bind(torch.empty(0, *shape[1:], device=self.device), name, shape, range(0))
 
     @property
     def bytes(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from comm.pending import Summand
+from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import Attention, AttentionSpec
@@ -17,7 +17,7 @@ from helix.layers.embedding import Embedding, Head
 from helix.layers.mla import MLA, MLASpec
 from helix.layers.mlp import GatedMLP
 from helix.layers.moe import MoE, MoESpec
-from helix.layers.norm import RMSNorm
+from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import RopeSpec, Rotary
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
@@ -97,7 +97,7 @@ class DecoderLayer:
         pipeline: Pipeline,
     ) -> None:
         name = f"model.layers.{index}"
-        self.input_norm = RMSNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
+        self.input_norm = AllReduceNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
         place = f"{name}.self_attn", index, pipeline
         self.attention: Attention | MLA
         if spec.mla is not None:
@@ -116,7 +116,7 @@ class DecoderLayer:
                 spec.sinks,
             )
             self.attention = Attention(weights, comm, layout, policy, attention, *place)
-        self.ffn_norm = RMSNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
+        self.ffn_norm = AllReduceNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn: MoE | GatedMLP
         if spec.moe is not None and spec.moe_layers[index]:
             self.ffn = MoE(weights, comm, layout, spec.hidden, spec.moe, f"{name}.{spec.moe.block}")
@@ -124,8 +124,8 @@ class DecoderLayer:
             self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
     def __call__(
-        self, x: Tensor | None, parts: Tensor | Summand, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
-    ) -> tuple[Tensor, Tensor | Summand]:
+        self, x: Tensor | None, parts: Tensor | PendingSum, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
+    ) -> tuple[Tensor, Tensor | PendingSum]:
         """The residual stream x [N, H] and this rank's part of what is to be added -> the same after this layer.
 
         Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
@@ -163,14 +163,14 @@ class Decoder:
         self.pipeline = Pipeline(device if comm.capturable else None)
         parts = weights, comm, layout, policy, spec
         self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(spec.layers)]
-        self.norm = RMSNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
+        self.norm = AllReduceNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
 
     def hidden(self, cache: KVCache, step: Step) -> Tensor:
         """Runs a step through all layers, its KV appended: [N] tokens -> normalised [N, H], the same on every rank."""
         x: Tensor | None = None
-        parts: Tensor | Summand = self.embedding(step.tokens)
+        parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
         for window in set(self.spec.windows):  # all bounds before the first layer: attention reads them early
             step.bounds(window)

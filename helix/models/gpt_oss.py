@@ -20,7 +20,7 @@ def spec(config: Any) -> DecoderSpec:
         scoring="top_softmax",
         router_bias=True,
         expert_bias=True,
-        limit=LIMIT,
+        clamp_at=LIMIT,
         router="router",
         storage="mxfp4" if packed else "stacked",
     )

@@ -6,7 +6,7 @@ from helix.speculation.acceptance import accepted_tokens
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
-from helix.speculation.replay import ReplayDrafter
+from helix.speculation.synthetic import SyntheticDrafter
 
 __all__ = [
     "Draft",
@@ -14,7 +14,7 @@ __all__ = [
     "Drafter",
     "ModelDrafter",
     "NgramDrafter",
-    "ReplayDrafter",
+    "SyntheticDrafter",
     "accepted_tokens",
     "check_draft",
 ]

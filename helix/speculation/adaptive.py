@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from helix.scheduler import Pace
+from helix.scheduler import StepPlan
 
 MEMORY = 32.0  # tries of a first draft from before a run that count beside those of the run
 EVIDENCE = 4.0  # as many, where it is the first run with drafts after others without
@@ -94,7 +94,7 @@ class DraftPolicy:
         self._wait: float = TRIAL_STEPS
         self._in_use = 0  # what the last choice would have been, had it not been a trial
 
-    def pace(self, rows: int) -> Pace:
+    def pace(self, rows: int) -> StepPlan:
         """What the next run of steps of `rows` rows does."""
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
@@ -105,7 +105,9 @@ class DraftPolicy:
             others = {self.sizes[0], *self.sizes[max(at - 1, 0) : at + 2]} - {drafts}
             drafts = min(sorted(others), key=lambda n: self._last_run.get((rows, n), -1))
         is_new = len(self.sizes) > 1 and (rows, drafts) not in self._seconds
-        return Pace(drafts, tokens[drafts], TRIAL_STEPS if trial or is_new else None, self._new_limits(rows, drafts))
+        return StepPlan(
+            drafts, tokens[drafts], TRIAL_STEPS if trial or is_new else None, self._new_limits(rows, drafts)
+        )
 
     def limit(self, slot: int) -> int:
         """Drafts of a sequence that are verified: many times what it lately kept, so that they cost little."""

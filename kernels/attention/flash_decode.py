@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
-from kernels.attention.split_kv import Partial, Parts, item_at, schedule, store_item, workspace
+from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.flash_decode import flash_decode as reference
 
@@ -200,10 +200,12 @@ def decode_parts(
     lse: torch.Tensor | None = None,
     sms: int | None = None,
     early: bool = False,
-) -> Partial:
+) -> PartialAttention:
     """`flash_decode` with its arguments, up to the merge."""
     if not dispatch.on_gpu(q):
-        return Partial(*reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse))
+        return PartialAttention(
+            *reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse)
+        )
     B, T, Hq, D = q.shape
     page_size, Hkv = k_cache.shape[1:3]
     group = Hq // Hkv
@@ -213,7 +215,7 @@ def decode_parts(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
     if q.numel() == 0:
-        return Partial(out, lse)
+        return PartialAttention(out, lse)
     tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
@@ -225,4 +227,4 @@ def decode_parts(
         scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
-    return Parts(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])
+    return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -195,7 +195,7 @@ def workspace(
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialAttention:
     """Attention over one rank's keys.
 
     Attributes:
@@ -212,7 +212,7 @@ class Partial:
 
 
 @dataclass(frozen=True)
-class Parts(Partial):
+class UnmergedAttention(PartialAttention):
     """What the programs of attention left: results of items that one of them had, parts of all others.
 
     Attributes:

@@ -16,7 +16,7 @@ from kernels import dispatch
 from kernels.dense import linear_sm90
 from kernels.dense.silu_mul import silu_mul
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, SumBoxes, send_sum, sum_boxes, sum_words, turn
+from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_words, turn
 from kernels.reference.linear import linear as reference
 
 MAX_ROWS = 4  # of x; beyond, what `linear_sm90` does not take is a library's
@@ -145,7 +145,7 @@ def sends(x: torch.Tensor, weight: torch.Tensor, two_shot: bool) -> bool:
     return plain and len(x) == 1 and not two_shot
 
 
-def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: SumBoxes) -> None:
+def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: SumTarget) -> None:
     """A projection whose sum over ranks is next, sent to where that is made: phase 1 of
     `kernels.peers.all_reduce_norm`.
 

@@ -37,7 +37,7 @@ from kernels.attention.kv_append import HeadSlots, store_heads
 from kernels.attention.paged_tiles import ROOMY
 from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
 from kernels.overlap import sm_count
-from kernels.peers.mailbox import TURN, SumBoxes, sum_shape
+from kernels.peers.mailbox import TURN, SumTarget, sum_shape
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
@@ -264,7 +264,7 @@ def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor | SumBoxes | HeadSlots,
+    out: torch.Tensor | SumTarget | HeadSlots,
     gated: bool,
     split: int | None = None,
     shared_kb: int = SHARED_KB,
@@ -299,7 +299,7 @@ def launch(
     stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))
-    sums = out if isinstance(out, SumBoxes) else None
+    sums = out if isinstance(out, SumTarget) else None
     _linear_sm90_kernel[(tiles * split,)](
         weights, xs, bias, out if isinstance(out, torch.Tensor) else None,
         words if paired or sums else words.view(torch.int32),

@@ -15,7 +15,7 @@ from kernels import dispatch
 from kernels.mla.per_head_linear import MAX_ROWS, head_blocks, head_product, head_weight
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.mla_append import mla_append as reference
-from kernels.reference.per_head_linear import each_head
+from kernels.reference.per_head_linear import per_head_linear
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def mla_append(
     if N <= MAX_ROWS:
         absorbs = heads * triton.cdiv(R, blocks["BLOCK_B"])
     else:
-        each_head(q[..., :nope], w_uk, out[..., :R])
+        per_head_linear(q[..., :nope], w_uk, out[..., :R])
     block_h = min(8, triton.next_power_of_2(max(heads, 1)))
     _mla_append_kernel[(absorbs + N * (1 + triton.cdiv(heads, block_h)),)](
         q, kv, cos, sin, gain, w_uk, cache, slots, out,

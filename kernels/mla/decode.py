@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.split_kv import Partial, Parts, item_at, schedule, store_item, workspace
+from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.mla import decode_common_sm90, decode_few_rows_sm90, decode_many_rows_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
@@ -133,10 +133,10 @@ def decode_parts(
     lse: torch.Tensor | None = None,
     programs: int | None = None,
     early: bool = False,
-) -> Partial:
+) -> PartialAttention:
     """`mla_decode` with its arguments, up to the merge."""
     if not dispatch.on_gpu(q):
-        return Partial(*reference(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse))
+        return PartialAttention(*reference(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse))
     B, T, Hq, width = q.shape
     P = width - latent
     assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
@@ -145,7 +145,7 @@ def decode_parts(
     lse = torch.empty(B, T, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1
     if q.numel() == 0:
-        return Partial(out, lse)
+        return PartialAttention(out, lse)
 
     if q.is_cuda and decode_common_sm90.fits(q, cache, latent):
         on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
@@ -161,4 +161,4 @@ def decode_parts(
         scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
-    return Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])
+    return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])

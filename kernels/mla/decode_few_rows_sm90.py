@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.split_kv import Parts, workspace
+from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
 from kernels.overlap import sm_count
 from kernels.sm90 import COPIED, SHARED, silence
@@ -233,7 +233,7 @@ def launch(
     lse: torch.Tensor,
     programs: int | None,
     early: bool,
-) -> Parts:
+) -> UnmergedAttention:
     """`kernels.mla.decode.mla_decode` of tensors that fit, and up to MOST_ROWS rows."""
     B, T, Hq, width = q.shape
     page_rows, latents, ropes = pieces(cache, latent)
@@ -247,4 +247,4 @@ def launch(
         # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    return Parts(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value)
+    return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
-from kernels.reference.per_head_linear import each_head as reference
+from kernels.reference.per_head_linear import per_head_linear as reference
 
 MAX_ROWS = 16  # the least that tensor cores take; more are the library's
 
@@ -62,7 +62,7 @@ def head_blocks(A: int, most: int, dtype: torch.dtype) -> dict[str, int]:
     return dict(BLOCK_N=MAX_ROWS, BLOCK_A=block_a, BLOCK_B=min(most, widest))
 
 
-def each_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """y[n, h] = x[n, h] W[h] of every head h; sums in fp32.
 
     Args:

@@ -29,7 +29,7 @@ from kernels import dispatch
 from kernels.dense.linear import RUN
 from kernels.moe import experts_sm90
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.peers.mailbox import DTYPES, SumBoxes, send_sum, sum_boxes, sum_shape, sum_words, turn
+from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_shape, sum_words, turn
 from kernels.reference.experts import ALPHA
 from kernels.reference.experts import moe as reference
 
@@ -46,12 +46,12 @@ def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def _activation(y, limit, CLAMPED: tl.constexpr):
+def _activation(y, clamp_at, CLAMPED: tl.constexpr):
     """The gate of y [.., 2], gate and up."""
     gate, up = tl.split(y)
     if CLAMPED:  # by comparison: a minimum would swallow NaN
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        gate = tl.where(gate > clamp_at, clamp_at, gate)
+        up = tl.where(up > clamp_at, clamp_at, tl.where(up < -clamp_at, -clamp_at, up))
         return gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)
     else:
         return gate / (1.0 + tl.exp(-gate)) * up
@@ -59,7 +59,7 @@ def _activation(y, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _gate_up_few_kernel(
-    x, ids, weights, gate_up, bias, h, x_n, first, limit,
+    x, ids, weights, gate_up, bias, h, x_n, first, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, EARLY: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -85,7 +85,7 @@ def _gate_up_few_kernel(
         y = tl.sum(acc, 1)
         if BIAS:
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)
-        y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), limit, CLAMPED) * tl.load(weights + pair)
+        y = _activation(tl.reshape(y, [BLOCK_R // 2, 2]), clamp_at, CLAMPED) * tl.load(weights + pair)
         f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         tl.store(h + pair * F + f, y, mask=f < F)
     if not EARLY:
@@ -102,7 +102,7 @@ def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _down_few_kernel(
-    h, ids, weights, down, bias, plus, out, peers, turns, first, rank,
+    h, ids, weights, down, bias, addend, out, peers, turns, first, rank,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, F: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr,
@@ -145,7 +145,7 @@ def _down_few_kernel(
         biases = tl.load(bias + expert[:, None] * H + row[None, :], mask=local[:, None], other=0.0).to(tl.float32)
         y += tl.sum(weight[:, None] * biases, 0)
     if PLUS:
-        y += tl.load(plus + n * H + row).to(tl.float32)
+        y += tl.load(addend + n * H + row).to(tl.float32)
     if RANKS > 0:
         words = sum_words(y, down.dtype.element_ty)
         send_sum(boxes, words, piece, w, tag, rank, in_row, RANKS, PIECES, SIZE)
@@ -217,7 +217,7 @@ def _product(
 
 @triton.jit
 def _gate_up_kernel(
-    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, shares, limit,
+    x, ids, weights, gate_up, bias, h, order, bounds, block_ends, x_n, P, first, shares, clamp_at,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, H: tl.constexpr, F: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
     BIAS: tl.constexpr, CLAMPED: tl.constexpr, SORTED: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
@@ -241,7 +241,7 @@ def _gate_up_kernel(
             y += tl.load(bias + expert * (2 * F) + row).to(tl.float32)[:, None]
         y = tl.permute(tl.reshape(y, [BLOCK_R // 2, 2, BLOCK_N]), [0, 2, 1])
         weight = tl.load(weights + pair, mask=valid, other=0.0)
-        y = _activation(y, limit, CLAMPED) * weight[None, :]
+        y = _activation(y, clamp_at, CLAMPED) * weight[None, :]
         f = tile * (BLOCK_R // 2) + tl.arange(0, BLOCK_R // 2)
         tl.store(h + (pair * F)[None, :] + f[:, None], y, mask=(f < F)[:, None] & valid[None, :])
     if not EARLY:
@@ -292,7 +292,7 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    outputs, ids, plus, out, peers, turns, first, rank,
+    outputs, ids, addend, out, peers, turns, first, rank,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr,
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, TWO_SHOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -306,7 +306,7 @@ def _sum_kernel(
         width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # what no expert wrote may be NaN
         acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
     if PLUS:
-        acc += tl.load(plus + n * H + c, mask=c < H).to(tl.float32)
+        acc += tl.load(addend + n * H + c, mask=c < H).to(tl.float32)
     if RANKS > 0:
         dtype: tl.constexpr = outputs.dtype.element_ty
         piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK, dtype, H, BLOCK, SIZE)
@@ -320,9 +320,9 @@ def _sum_kernel(
 class RoutedExperts:
     """Sum over a token's chosen local experts of weight * (down(act(gate_up x))), not yet made: a part of ranks' sum.
 
-    `act` is silu(gate) * up; with `limit` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above and
-    up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output, are
-    rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
+    `act` is silu(gate) * up; with `clamp_at` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above
+    and up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output,
+    are rounded to x's dtype. Deterministic. No size depends on ids: one captured graph serves them all.
 
     Attributes:
         x: [N, H], last dim contiguous.
@@ -333,10 +333,11 @@ class RoutedExperts:
         first: global id of local expert 0.
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
         down_bias: [E_local, H], likewise; added once an expert, before its weight.
-        limit: bound of the clamps, or None.
-        plus: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
-        of: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are chosen here.
-        always: of the local experts the first, to which every token goes. A hint at where most of the work is.
+        clamp_at: bound of the clamps, or None.
+        addend: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
+        total_experts: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are
+            chosen here.
+        shared_count: of the local experts the first, to which every token goes. A hint at where most of the work is.
     """
 
     x: torch.Tensor
@@ -347,59 +348,70 @@ class RoutedExperts:
     first: int
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    limit: float | None = None
-    plus: torch.Tensor | None = None
-    of: int | None = None
-    always: int = 0
+    clamp_at: float | None = None
+    addend: torch.Tensor | None = None
+    total_experts: int | None = None
+    shared_count: int = 0
 
     @property
     def _empty(self) -> bool:
         nothing = 0 in (*self.x.shape, len(self.down), self.ids.shape[1])
         return nothing or (self.down.shape[2] == 0 and self.down_bias is None)
 
-    def make(self) -> torch.Tensor:
-        """[N, H] in x's dtype; `plus`, or zeros, for a token without local experts."""
-        x, plus = self.x, self.plus
+    def compute(self) -> torch.Tensor:
+        """[N, H] in x's dtype; `addend`, or zeros, for a token without local experts."""
+        x, addend = self.x, self.addend
         if not dispatch.on_gpu(x):
-            given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias, self.limit, plus
+            given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias, self.clamp_at, addend
             return reference(x, self.ids, self.weights, *given)
         if self._empty:
-            return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if plus is None else plus.clone()
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if addend is None else addend.clone()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._launch(out)
         return out
 
-    def sends(self, two_shot: bool) -> bool:
+    def can_push(self, two_shot: bool) -> bool:
         x = self.x
         return dispatch.on_gpu(x) and not self._empty and x.dtype in DTYPES and x.shape[1] * x.itemsize % 4 == 0
 
-    def send(self, sums: SumBoxes) -> None:
+    def push(self, sums: SumTarget) -> None:
         self._launch(sums)
 
-    def _launch(self, out: torch.Tensor | SumBoxes) -> None:
+    def _launch(self, out: torch.Tensor | SumTarget) -> None:
         x, ids, weights, gate_up, down, first = self.x, self.ids, self.weights, self.gate_up, self.down, self.first
         (N, H), top_k = x.shape, ids.shape[1]
         E, _, F = down.shape
         assert gate_up.shape == (E, 2 * F, H) and gate_up.dtype == down.dtype == x.dtype and x.stride(1) == 1
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32 and ids.shape == weights.shape
-        assert self.plus is None or (self.plus.shape == x.shape and self.plus.dtype == x.dtype)
-        given = (ids, weights, gate_up, down, self.gate_up_bias, self.down_bias, self.plus)
+        assert self.addend is None or (self.addend.shape == x.shape and self.addend.dtype == x.dtype)
+        given = (ids, weights, gate_up, down, self.gate_up_bias, self.down_bias, self.addend)
         assert all(t is None or t.is_contiguous() for t in given)
         P = N * top_k
         h = torch.empty(P, F, dtype=x.dtype, device=x.device)
         if x.is_cuda and experts_sm90.fits(x, gate_up, down):
             experts_sm90.launch(
-                x, ids, weights, gate_up, down, first, self.gate_up_bias, self.down_bias, self.limit, self.plus, h, out
+                x,
+                ids,
+                weights,
+                gate_up,
+                down,
+                first,
+                self.gate_up_bias,
+                self.down_bias,
+                self.clamp_at,
+                self.addend,
+                h,
+                out,
             )
             return
-        sums = out if isinstance(out, SumBoxes) else None
+        sums = out if isinstance(out, SumTarget) else None
         to = (out, None, None) if sums is None else (None, sums.peers, sums.count)
         rank = sums.rank if sums else 0
         boxes = sum_shape(sums)
         shape = dict(EXPERTS=E, H=H, F=F, **overlapped(x))
-        clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.limit is not None)
-        bound = 0.0 if self.limit is None else self.limit
-        summand = dict(PLUS=self.plus is not None, **boxes)
+        clamp = dict(BIAS=self.gate_up_bias is not None, CLAMPED=self.clamp_at is not None)
+        bound = 0.0 if self.clamp_at is None else self.clamp_at
+        summand = dict(PLUS=self.addend is not None, **boxes)
         way = way_of(N, top_k, E)
         if way == "few":
             tile, down_tile = few_tiles(N, F)
@@ -408,13 +420,13 @@ class RoutedExperts:
                 TOP_K=top_k, **clamp, **shape, **tile,
             )  # fmt: skip
             _down_few_kernel[N, triton.cdiv(H, down_tile["BLOCK_R"])](
-                h, ids, weights, down, self.down_bias, self.plus, *to, first, rank,
+                h, ids, weights, down, self.down_bias, self.addend, *to, first, rank,
                 TOP_K=top_k, BLOCK_S=triton.next_power_of_2(top_k), BIAS=self.down_bias is not None,
                 **summand, **shape, **down_tile,
             )  # fmt: skip
             return
 
-        touched = E * (1 - (1 - 1 / (self.of or E)) ** P)  # experts, where pairs lie evenly
+        touched = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # experts, where pairs lie evenly
         tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
         is_sorted = way == "many"
         plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
@@ -422,9 +434,9 @@ class RoutedExperts:
         if is_sorted:
             blocks = P // tile["BLOCK_N"] + E  # at most: all full ones, and the last of each expert
         else:
-            blocks = E + self.always * (shares - 1)
+            blocks = E + self.shared_count * (shares - 1)
         searched = 1 if is_sorted else triton.next_power_of_2(P)
-        find = dict(ALWAYS=self.always, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
+        find = dict(ALWAYS=self.shared_count, BLOCK_P=searched, BLOCK_E=triton.next_power_of_2(E), SORTED=is_sorted)
         outputs = torch.empty(P, H, dtype=x.dtype, device=x.device)
         _gate_up_kernel[triton.cdiv(2 * F, tile["BLOCK_R"]), blocks](
             x, ids, weights, gate_up, self.gate_up_bias, h, *plan, x.stride(0), P, first, shares, bound, TOP_K=top_k,
@@ -436,7 +448,7 @@ class RoutedExperts:
         )  # fmt: skip
         del shape["F"]
         _sum_kernel[N, triton.cdiv(H, 1024)](
-            outputs, ids, self.plus, *to, first, rank, TOP_K=top_k, BLOCK=1024, num_warps=4, **summand, **shape
+            outputs, ids, self.addend, *to, first, rank, TOP_K=top_k, BLOCK=1024, num_warps=4, **summand, **shape
         )
 
 

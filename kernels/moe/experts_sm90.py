@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.dense.tree_sum_sm90 import meet, pairs, send_pairs, workspace
 from kernels.moe.expert_lookup_sm90 import nth_expert, pairs_with, slots, touched_experts, weights_of
 from kernels.overlap import sm_count
-from kernels.peers.mailbox import TURN, SumBoxes, sum_shape
+from kernels.peers.mailbox import TURN, SumTarget, sum_shape
 from kernels.reference.experts import ALPHA
 from kernels.sm90 import COPIED, SHARED
 
@@ -141,7 +141,7 @@ def _bring(
 
 @gluon.jit(do_not_specialize=["x_n", "N", "first", "rank"])
 def _moe_sm90_kernel(
-    w, x, ids, weights, bias, plus, out, words, peers, turns, x_n, N, first, limit, rank,
+    w, x, ids, weights, bias, addend, out, words, peers, turns, x_n, N, first, clamp_at, rank,
     TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr, BLOCK_P: gl.constexpr,
     GATE: gl.constexpr, BIAS: gl.constexpr, PLUS: gl.constexpr, CLAMPED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
@@ -239,9 +239,9 @@ def _moe_sm90_kernel(
             live = (r < H)[:, None] & (n < N)[None, :]
             cell = (n * H)[None, :] + r[:, None]
             if PLUS:
-                summand = gl.load(plus + cell, mask=live, other=0.0).to(gl.float32)
+                summand = gl.load(addend + cell, mask=live, other=0.0).to(gl.float32)
                 if SENDS:
-                    odd_summand = gl.load(plus + cell + 1, mask=live, other=0.0).to(gl.float32)
+                    odd_summand = gl.load(addend + cell + 1, mask=live, other=0.0).to(gl.float32)
             if SENDS:
                 column = r[:, None] // 2 + (n * 0)[None, :]
                 piece = column // SIZE + n[None, :] * ROW_PIECES
@@ -253,8 +253,8 @@ def _moe_sm90_kernel(
                 y += gate_bias[:, None]
                 up += up_bias[:, None]
             if CLAMPED:  # by comparison: a minimum would swallow NaN
-                y = gl.where(y > limit, limit, y)
-                up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
+                y = gl.where(y > clamp_at, clamp_at, y)
+                up = gl.where(up > clamp_at, clamp_at, gl.where(up < -clamp_at, -clamp_at, up))
                 y = y / (1.0 + gl.exp(y * -_ALPHA)) * (up + 1.0)
             else:
                 y = y / (1.0 + gl.exp(-y)) * up
@@ -281,10 +281,10 @@ def _moe_sm90_kernel(
                 nothing = gl.zeros([128], dtype, layout=FLAT)
                 more = nothing
                 if PLUS:
-                    nothing = gl.load(plus + place * VALUES, mask=left, other=0.0)
+                    nothing = gl.load(addend + place * VALUES, mask=left, other=0.0)
                 if SENDS:
                     if PLUS:
-                        more = gl.load(plus + place * VALUES + 1, mask=left, other=0.0)
+                        more = gl.load(addend + place * VALUES + 1, mask=left, other=0.0)
                     column = place % (H // 2)
                     piece = column // SIZE + place // (H // 2) * ROW_PIECES
                     boxes = gl.load(peers + (piece % RANKS if TWO_SHOT else 0))
@@ -313,8 +313,8 @@ def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
 
 def launch(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, first: int,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, limit: float | None, plus: torch.Tensor | None,
-    h: torch.Tensor, out: torch.Tensor | SumBoxes,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
+    addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
 ) -> None:  # fmt: skip
     """`kernels.moe.experts.RoutedExperts` of tensors that fit, into out [N, H] or where ranks add up.
 
@@ -328,14 +328,14 @@ def launch(
     downs = TensorDescriptor(down, [E, H, F], [H * F, F, 1], [1, ROWS.value, BLOCK_K.value], DOWN.value)
     programs = 2 * sm_count(x.device)
     words = workspace(x.device, programs * ROWS.value * MAX_TOKENS // 2)
-    sums = out if isinstance(out, SumBoxes) else None
-    both = (True, gates, x, gate_up_bias, None, h, None), (False, downs, h, down_bias, plus, out, sums)
+    sums = out if isinstance(out, SumTarget) else None
+    both = (True, gates, x, gate_up_bias, None, h, None), (False, downs, h, down_bias, addend, out, sums)
     for gate, w, xs, bias, summand, y, to in both:
         _moe_sm90_kernel[(programs,)](
             w, xs, ids, weights, bias, summand, None if to else y, words if gate or to else words.view(torch.int32),
             *(to.peers, to.count) if to else (None, None), xs.stride(0) // 8, N,
-            first, limit if limit is not None else 0.0, to.rank if to else 0,
+            first, clamp_at if clamp_at is not None else 0.0, to.rank if to else 0,
             TOP_K=k, EXPERTS=E, H=H, F=F, BLOCK_P=max(32, triton.next_power_of_2(N * k)), GATE=gate,
-            BIAS=bias is not None, PLUS=summand is not None, CLAMPED=limit is not None, **sum_shape(to),
+            BIAS=bias is not None, PLUS=summand is not None, CLAMPED=clamp_at is not None, **sum_shape(to),
             num_warps=4, launch_pdl=True,
         )  # fmt: skip

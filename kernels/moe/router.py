@@ -100,7 +100,7 @@ def route(
     group_score: int = 1,
     normalise: bool = False,
     scale: float = 1.0,
-    always: int = 0,
+    shared_count: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` best experts of each token, best first, ties by the lowest id; all in fp32.
 
@@ -118,7 +118,7 @@ def route(
             DeepSeek-V3), bias included.
         normalise: the weights of a token sum to one.
         scale: factor on the weights in the end.
-        always: experts besides the E that every token goes to.
+        shared_count: experts besides the E that every token goes to.
 
     Returns:
         Expert ids [N, top_k + always] int32 and weights [N, top_k + always] fp32.
@@ -129,17 +129,17 @@ def route(
     size = logits.shape[1] // groups
     assert logits.shape[1] == size * groups and group_score <= size and top_k <= size * top_groups <= size * groups
     if not dispatch.on_gpu(logits):
-        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalise, scale, always)
+        return reference(logits, top_k, scoring, bias, groups, top_groups, group_score, normalise, scale, shared_count)
     N = len(logits)
     assert logits.stride(1) == 1
-    ids = torch.empty(N, top_k + always, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(N, top_k + always, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(N, top_k + shared_count, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(N, top_k + shared_count, dtype=torch.float32, device=logits.device)
     if N:
         _route_kernel[(N,)](
             logits, bias, ids, weights, logits.stride(0), scale,
             EXPERTS=logits.shape[1], TOP_K=top_k, GROUPS=groups, TOP_GROUPS=top_groups, GROUP_SCORE=group_score,
-            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, ALWAYS=always,
+            SCORING=scoring, BIAS=bias is not None, NORMALISE=normalise, ALWAYS=shared_count,
             BLOCK_G=triton.next_power_of_2(groups), BLOCK_E=triton.next_power_of_2(size),
-            BLOCK_K=triton.next_power_of_2(top_k + always), num_warps=1, **overlapped(logits),
+            BLOCK_K=triton.next_power_of_2(top_k + shared_count), num_warps=1, **overlapped(logits),
         )  # fmt: skip
     return ids, weights

@@ -26,7 +26,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 @dataclass(frozen=True)
-class SumBoxes:
+class SumTarget:
     """Where a rank sends its part of a sum, and as what.
 
     Attributes:
@@ -46,7 +46,7 @@ class SumBoxes:
     two_shot: bool
 
 
-def sum_shape(sums: SumBoxes | None) -> dict[str, int]:
+def sum_shape(sums: SumTarget | None) -> dict[str, int]:
     """Constants of a kernel that sends its sums; none to speak of where it does not."""
     if sums is None:
         return dict(RANKS=0, PIECES=0, SIZE=0, TWO_SHOT=False)

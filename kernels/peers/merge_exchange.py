@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.split_kv import Parts, item_of, merge_shape, merge_slice, schedule
+from kernels.attention.split_kv import UnmergedAttention, item_of, merge_shape, merge_slice, schedule
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, combine
 from kernels.peers.mailbox import DTYPES, TURN, box, boxes_of, end_turn, pack, patience, receive, send, turn
@@ -95,7 +95,7 @@ def _merge_exchange_kernel(
 
 
 def merge_exchange(
-    parts: Parts,
+    parts: UnmergedAttention,
     result: torch.Tensor,
     starts: torch.Tensor,
     peers: torch.Tensor,

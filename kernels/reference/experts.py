@@ -13,25 +13,25 @@ ALPHA = 1.702  # of gpt-oss's gate
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, limit: float | None, plus: Tensor | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum over the chosen local experts; arguments and shapes as in
     `kernels.moe.experts.RoutedExperts`.
     """
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    if plus is not None:
-        out += plus
+    if addend is not None:
+        out += addend
     for expert in range(len(gate_up)):
         token, slot = torch.where(ids == first + expert)
         h = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        h = silu_mul(h) if limit is None else clamped_swiglu(h, limit)
+        h = silu_mul(h) if clamp_at is None else clamped_swiglu(h, clamp_at)
         y = F.linear(h, down[expert], None if down_bias is None else down_bias[expert])
         out.index_add_(0, token, (y * weights[token, slot, None]).to(out.dtype))
     return out.to(x.dtype)
 
 
-def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, clamp_at: float) -> Tensor:
     """gpt-oss's gate of [N, 2 F], the gate's columns first: [N, F] in the same dtype."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = gate.clamp(max=clamp_at), up.clamp(-clamp_at, clamp_at)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(gate_up.dtype)

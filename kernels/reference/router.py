@@ -9,7 +9,7 @@ from torch import Tensor
 
 def route(
     logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: int, top_groups: int, group_score: int,
-    normalise: bool, scale: float, always: int,
+    normalise: bool, scale: float, shared_count: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The chosen experts and their weights; arguments and shapes as in `kernels.moe.router.route`."""
     scores = logits.float()  # [N, E]
@@ -30,8 +30,8 @@ def route(
         weights = weights.softmax(-1)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    everyone = torch.arange(always, device=ids.device).expand(len(ids), -1)
-    return torch.cat([ids + always, everyone], 1).int(), F.pad(weights * scale, (0, always), value=1.0)
+    everyone = torch.arange(shared_count, device=ids.device).expand(len(ids), -1)
+    return torch.cat([ids + shared_count, everyone], 1).int(), F.pad(weights * scale, (0, shared_count), value=1.0)
 
 
 def _top(scores: Tensor, k: int) -> Tensor:

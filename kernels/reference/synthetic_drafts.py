@@ -1,15 +1,15 @@
-"""`replay` in plain torch."""
+"""`synthetic` in plain torch."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.reference.uniform import DRAFT, REPLAY, uniform
+from kernels.reference.uniform import DRAFT, SYNTHETIC, uniform
 
 CHANCE_UNITS = 1 << 30  # of certainty: a kernel's argument is an integer or rounded to fp32
 
 
-def replay(
+def synthetic_drafts(
     lengths: torch.Tensor, drafts: int, acceptance: float, seed: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes as in `kernels.tokens.synthetic_drafts`."""
@@ -17,5 +17,5 @@ def replay(
     position = lengths[:, None] + 1 + torch.arange(drafts, device=lengths.device)
     seeds = torch.full_like(position, seed)
     tokens = (uniform(seeds, position, DRAFT, slot) * vocab).long()
-    kept = uniform(seeds, position, REPLAY, slot) * CHANCE_UNITS < round(acceptance * CHANCE_UNITS)
+    kept = uniform(seeds, position, SYNTHETIC, slot) * CHANCE_UNITS < round(acceptance * CHANCE_UNITS)
     return tokens, torch.where(kept, tokens, (tokens + 1) % vocab)

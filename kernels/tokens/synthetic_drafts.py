@@ -9,11 +9,11 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.synthetic_drafts import CHANCE_UNITS
-from kernels.reference.synthetic_drafts import replay as reference
-from kernels.reference.uniform import DRAFT, REPLAY
+from kernels.reference.synthetic_drafts import synthetic_drafts as reference
+from kernels.reference.uniform import DRAFT, SYNTHETIC
 from kernels.tokens.uniform import uniform
 
-_DRAFT, _REPLAY, _CHANCE_UNITS = tl.constexpr(DRAFT), tl.constexpr(REPLAY), tl.constexpr(CHANCE_UNITS)
+_DRAFT, _REPLAY, _CHANCE_UNITS = tl.constexpr(DRAFT), tl.constexpr(SYNTHETIC), tl.constexpr(CHANCE_UNITS)
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _replay_kernel(lengths, tokens, outcome, seed, chance, vocab, N, BLOCK: tl.c
     tl.store(outcome + at, tl.where(kept, token, (token + 1) % vocab), mask=j < N)
 
 
-def replay(
+def synthetic_drafts(
     lengths: torch.Tensor, drafts: int, acceptance: float, seed: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random drafts, and what is to count as drawn in their places: the draft with a set chance, else another token.

@@ -20,8 +20,8 @@ from launch.job import spawn
 from launch.job.report import provenance
 from launch.job.spawn import JobError
 
-PLAYED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
-RANKS = f"of {', '.join(PLAYED)}: more than there are GPUs, of which one or two play some (comm/emulated.py)"
+EMULATED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
+RANKS = f"of {', '.join(EMULATED)}: more than there are GPUs, of which one or two play some (comm/emulated.py)"
 MODELS = "of step, baselines (default all), hopb (default qwen2.5-7b), speculate (default llama-3.1-70b demo)"
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("what", choices=what, help="; ".join(f"{k}: {v}" for k, v in what.items()))
     parser.add_argument("--models", nargs="*", help=MODELS)
     parser.add_argument(
-        "--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl, or WHAT-of-N.jsonl"
+        "--output", type=Path, help="JSON lines; default benchmarks/results/WHAT.jsonl, or WHAT.emulated-N.jsonl"
     )
     parser.add_argument("--ranks", type=int, help=RANKS)
     arguments = parser.parse_args()
@@ -55,10 +55,10 @@ def main() -> None:
         print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
     ranks = arguments.ranks if arguments.ranks is not None else gpus or 2
     models = arguments.models
-    played = inputs_parts.played(ranks)
-    if arguments.ranks is not None and (not played or arguments.what not in PLAYED):
+    emulated = inputs_parts.is_emulated(ranks)
+    if arguments.ranks is not None and (not emulated or arguments.what not in EMULATED):
         parser.error(
-            f"--ranks={ranks}: one or two GPUs can play ranks of more, in {', '.join(PLAYED)}; there are {gpus} GPUs"
+            f"--ranks={ranks}: one or two GPUs can play ranks of more, in {', '.join(EMULATED)}; there are {gpus} GPUs"
         )
     if models is not None:
         check_models(parser, arguments.what, models, gpus)
@@ -74,9 +74,9 @@ def main() -> None:
         "hopb": [partial(hopb.run, ranks, models)],
         "prefill": [partial(prefill.run, ranks, device)],
     }
-    name = f"{arguments.what}-of-{ranks}" if played else arguments.what
+    name = f"{arguments.what}.emulated-{ranks}" if emulated else arguments.what
     output = arguments.output or (Path(f"benchmarks/results/{name}.jsonl") if gpus else None)
-    count, facts = 0, provenance(device) | ({"played_by": inputs_parts.processes()} if played else {})
+    count, facts = 0, provenance(device) | ({"emulated_by": inputs_parts.emulating_processes()} if emulated else {})
     problem: str | int | None = None
     with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:
         try:

@@ -20,7 +20,7 @@ def measure(width: int, *overrides: str) -> list[dict[str, Any]]:
 
 def widths(ranks: int) -> list[int]:
     """2, 4, 8 as far as there are GPUs, or what they play."""
-    return [ranks] if parts.played(ranks) else [width for width in (2, 4, 8) if width <= ranks]
+    return [ranks] if parts.is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
 def run(ranks: int) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from launch.inputs.compose import ROOT
 LINES, GIVEN = 100, 30  # of a file; of its edited copy
 
 
-def edits(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict[str, object]]:
+def copy_prompts(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict[str, object]]:
     """Prompts that ask for each Python file in a directory of LINES lines or more, edited; lines of a prompt file."""
     files = {file.name: file.read_text(encoding="utf-8").splitlines() for file in sorted(directory.glob("*.py"))}
     return [

@@ -2,7 +2,7 @@
 
     python -m launch.bench.correctness OUT [memory] [needles] [tests]  (all by default, about ten minutes on four GPUs)
 
-Writes OUT/tests.txt (what pytest said) and OUT/foundation.jsonl, a line for each run: the run's record and its name.
+Writes OUT/tests.txt (what pytest said) and OUT/correctness.jsonl, a line for each run: the run's record and its name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(out: Path, name: str, overrides: list[str], **more: object) -> None:
 
 
 def append(out: Path, line: dict[str, object]) -> None:
-    with (out / "foundation.jsonl").open("a") as file:
+    with (out / "correctness.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 

@@ -23,7 +23,7 @@ def run(ranks: int, models: list[str] | None = None) -> list[dict[str, Any]]:
     gpus = torch.cuda.is_available()
     if ranks < 2:
         raise SystemExit("error: one GPU has nobody to exchange with: use two or more")
-    backends = ("stand_in",) if parts.played(ranks) else ("symm_mem", "nccl") if gpus else ("gloo",)
+    backends = ("emulated",) if parts.is_emulated(ranks) else ("symm_mem", "nccl") if gpus else ("gloo",)
     rows: list[dict[str, Any]] = []
     for model in (models or ["qwen2.5-7b"]) if gpus else ["demo"]:
         for backend in backends:
@@ -43,7 +43,7 @@ def _job(model: str, backend: str, ranks: int, points: list[str]) -> list[dict[s
         [
             f"model={model}", "bench=hopb", f"layout.kvp={ranks}", f"bench.points=[{','.join(points)}]",
             f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
-            *([] if parts.played(ranks) else [f"comm.backend={backend}"]),
+            *([] if parts.is_emulated(ranks) else [f"comm.backend={backend}"]),
         ],
     )["hopb"]  # fmt: skip
     return rows

@@ -20,7 +20,7 @@ from launch.bench.clock import ROTATED, seconds
 class Experts:
     """All experts of a layer; of them, a rank of a tpf x ep grid holds 1 / ep, and of each 1 / tpf of its columns.
 
-    With ep = 1 those that `always` are chosen, shared ones, are among them.
+    With ep = 1 those that `shared_count` are chosen, shared ones, are among them.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Experts:
     groups: int = 1
     top_groups: int = 1
     clamped: bool = False
-    always: int = 0
+    shared_count: int = 0
 
 
 MODELS = [
     Experts("Qwen3-30B-A3B", 128, 8, 2048, 768),
     Experts("gpt-oss-20b", 32, 4, 2880, 2880, "top_softmax", clamped=True),
-    Experts("DeepSeek-R1", 256, 8, 7168, 2048, "sigmoid", 8, 4, always=1),
-    Experts("DeepSeek-V2-Lite", 64, 6, 2048, 1408, always=2),
+    Experts("DeepSeek-R1", 256, 8, 7168, 2048, "sigmoid", 8, 4, shared_count=1),
+    Experts("DeepSeek-V2-Lite", 64, 6, 2048, 1408, shared_count=2),
 ]
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -50,14 +50,16 @@ INPUTS = 32  # at least, each with a choice of experts of its own
 def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device) -> dict[str, Any]:
     """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    always = model.always if ep == 1 else 0
-    E, F, H = model.experts // ep + always, model.width // tpf, model.hidden
-    scoring: dict[str, Any] = dict(scoring=model.scoring, normalise=model.scoring != "top_softmax", always=always)
+    shared_count = model.shared_count if ep == 1 else 0
+    E, F, H = model.experts // ep + shared_count, model.width // tpf, model.hidden
+    scoring: dict[str, Any] = dict(
+        scoring=model.scoring, normalise=model.scoring != "top_softmax", shared_count=shared_count
+    )
     if model.groups > 1:
         bias = torch.zeros(model.experts, device=device)
         scoring |= dict(groups=model.groups, top_groups=model.top_groups, group_score=2, bias=bias)
     expert_bytes = (3 * H * F + model.clamped * (2 * F + H)) * dtype.itemsize
-    expected = (always + (E - always) * (1 - (1 - model.top_k / model.experts) ** tokens)) * expert_bytes
+    expected = (shared_count + (E - shared_count) * (1 - (1 - model.top_k / model.experts) ** tokens)) * expert_bytes
     # Copies of all weights, of which each input touches a part; and several times as many inputs where that part hangs
     # on chance: a rank that holds few experts has no pair at times, or twice as many as at the mean.
     shards = min(48, -(-ROTATED // int(expected))) if device.type == "cuda" else 1
@@ -69,17 +71,17 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
     xs = [normal(tokens, H) for _ in range(copies)]
     logits = [torch.randn(tokens, model.experts, device=device) for _ in range(copies)]
     weights = [(normal(E, 2 * F, H, fan_in=H), normal(E, H, F, fan_in=F)) for _ in range(shards)]
-    clamps: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, limit=None)
+    clamps: dict[str, Any] = dict(gate_up_bias=None, down_bias=None, clamp_at=None)
     if model.clamped:
-        clamps = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), limit=7.0)
-    options = clamps | dict(of=model.experts + always, always=always)
+        clamps = dict(gate_up_bias=normal(E, 2 * F), down_bias=normal(E, H), clamp_at=7.0)
+    options = clamps | dict(total_experts=model.experts + shared_count, shared_count=shared_count)
 
     def ours(i: int) -> torch.Tensor:
         chosen = route(logits[i], model.top_k, **scoring)
-        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, **options).make()
+        return RoutedExperts(xs[i], *chosen, *weights[i % shards], 0, **options).compute()
 
     chosen = [route(score, model.top_k, **scoring) for score in logits]
-    wanted = reference(xs[0], *chosen[0], *weights[0], 0, **clamps, plus=None).float()
+    wanted = reference(xs[0], *chosen[0], *weights[0], 0, **clamps, addend=None).float()
     error = float((ours(0).float() - wanted).norm() / wanted.norm().clamp(min=1e-6))
     # Four roundings to bf16 here or there, of 2^-9 each.
     assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {model.name}, {tpf} x {ep}, {tokens} tokens"
@@ -90,7 +92,7 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
         "tpf": tpf,
         "ep": ep,
         "tokens": tokens,
-        "always": always,
+        "always": shared_count,
         "experts": touched,
         "bytes": touched * expert_bytes,
         "us": seconds(ours, copies, device) * 1e6,

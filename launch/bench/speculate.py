@@ -1,8 +1,8 @@
 """What drafts gain: `python -m launch.bench speculate`.
 
-Two kinds of rows. `replay`: decode steps of whole models with 0 to 15 drafts that are kept at a set rate, over a cache
-of random data (`bench=decode`), and where the time of a step goes. `edits`: the demo model goes on with copies of files
-(`launch.bench.copy_prompts`), its drafts looked up in the prompt.
+Two kinds of rows. `synthetic`: decode steps of whole models with 0 to 15 drafts that are kept at a set rate, over a
+cache of random data (`bench=decode`), and where the time of a step goes. `copy_prompts`: the demo model goes on with
+copies of files (`launch.bench.copy_prompts`), its drafts looked up in the prompt.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from launch.bench.copy_prompts import edits
+from launch.bench.copy_prompts import copy_prompts
 from launch.bench.workloads import fitting_layers, layouts
 from launch.inputs import parts as inputs_parts
 from launch.inputs.compose import spec_of
 from launch.job import spawn
 
 K, M = 1024, 1 << 20
-MODELS = ["llama-3.1-70b", "demo"]  # the shape of replayed steps; `demo` stands for the copies
+MODELS = ["llama-3.1-70b", "demo"]  # the shape of steps with synthetic drafts; `demo` stands for the copies
 ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
 # Of 1, 8, 32 sequences of 8K, 128K, 1M: those that four GPUs hold, but for 8 x 8K, which is between 1 and 32.
 POINTS = [(1, 8 * K), (32, 8 * K), (1, 128 * K), (8, 128 * K), (1, M)]
@@ -92,7 +92,7 @@ def _job(ranks: int, overrides: list[str]) -> dict[str, Any]:
     return spawn.measure(ranks, [*overrides, "decode.stream=false"])
 
 
-def replay(model: str, ranks: int) -> list[dict[str, Any]]:
+def synthetic(model: str, ranks: int) -> list[dict[str, Any]]:
     """One job of a model over the grid with the widest tpa that splits the KV; on a CPU the tiniest case."""
     gpu = torch.cuda.is_available()
     points, gammas, steps = (POINTS, GAMMAS, STEPS) if gpu else ([(2, 64)], [0, 2], 3)
@@ -104,7 +104,7 @@ def replay(model: str, ranks: int) -> list[dict[str, Any]]:
             print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
             spec = spec_of(model, *overrides)
     layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
-    about: dict[str, Any] = {"kind": "replay", "model": model, "layers": spec.layers, "layout": str(layout)}
+    about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": spec.layers, "layout": str(layout)}
     about |= {"acceptance": ACCEPTANCE}
     try:
         record = _job(
@@ -112,7 +112,7 @@ def replay(model: str, ranks: int) -> list[dict[str, Any]]:
             [
                 f"model={model}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
                 "hopb=none", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
-                f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=replay",
+                f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=synthetic",
                 f"speculation.gamma={max(gammas)}", f"speculation.acceptance={ACCEPTANCE}", *overrides,
             ],
         )  # fmt: skip
@@ -126,7 +126,7 @@ def replay(model: str, ranks: int) -> list[dict[str, Any]]:
 def copies(ranks: int) -> Iterator[dict[str, Any]]:
     """A job for each way of drafting, over the same prompts; on a CPU one short prompt, two ways."""
     gpu = torch.cuda.is_available()
-    prompts = edits(EDIT_TOKENS) if gpu else edits(16)[:1]
+    prompts = copy_prompts(EDIT_TOKENS) if gpu else copy_prompts(16)[:1]
     plain: tuple[list[list[int]], dict[str, Any]] | None = None
     with tempfile.TemporaryDirectory() as directory:
         asked, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
@@ -153,11 +153,11 @@ def run(ranks: int, models: list[str] | None = None) -> Iterator[dict[str, Any]]
     terminal = Console(width=150)
     rows = []
     for model in [model for model in chosen if model != "demo"] if gpu else ["demo"]:
-        for row in replay(model, ranks):
+        for row in synthetic(model, ranks):
             rows.append(row)
             yield row
-    terminal.print(_replay_table(rows))
-    if gpu and ("demo" not in chosen or inputs_parts.played(ranks)):
+    terminal.print(_synthetic_table(rows))
+    if gpu and ("demo" not in chosen or inputs_parts.is_emulated(ranks)):
         return
     table = Table("drafts", "tok/step", "tok/s/user", "gain", "as without", title="copies of files by the demo model")
     for row in copies(ranks):
@@ -167,7 +167,7 @@ def run(ranks: int, models: list[str] | None = None) -> Iterator[dict[str, Any]]
     terminal.print(table)
 
 
-def _replay_table(rows: list[dict[str, Any]]) -> Table:
+def _synthetic_table(rows: list[dict[str, Any]]) -> Table:
     heads = ["model", "batch", "length", "drafts", "step p50", "tok/step", "tok/s/user", "gain", "at the rate"]
     table = Table(*heads, *PARTS, REST, title=f"drafts kept at a rate of {ACCEPTANCE}; parts in % of a traced step")
     for r in rows:

@@ -29,9 +29,9 @@ def ranks(config: Config) -> int:
             and there is none.
     """
     layout = config.layout
-    if config.comm.backend == "stand_in":
-        if not (processes := parts.processes()):
-            raise ValueError("comm.backend=stand_in: GPUs play ranks of a larger layout, and this machine has none")
+    if config.comm.backend == "emulated":
+        if not (processes := parts.emulating_processes()):
+            raise ValueError("comm.backend=emulated: GPUs play ranks of a larger layout, and this machine has none")
         return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)

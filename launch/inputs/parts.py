@@ -92,12 +92,12 @@ def load_tokenizer(config: Config) -> Any | None:
         raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error
 
 
-def played(ranks: int) -> bool:
+def is_emulated(ranks: int) -> bool:
     """Whether a benchmark of so many ranks has one or two GPUs to stand in for them: there are GPUs, and fewer."""
     return 0 < torch.cuda.device_count() < ranks
 
 
-def processes() -> int:
+def emulating_processes() -> int:
     """Of those that stand in for ranks."""
     return min(PROCESSES, torch.cuda.device_count())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from helix.errors import AlikeError
+from helix.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     """The backend that `comm.backend` means where ranks found `facts` about their GPUs.
 
     Raises:
-        AlikeError: it cannot be.
+        ConfigError: it cannot be.
     """
     gpus = min(f["gpus"] for f in facts)
     covered = gpus >= place.local_world_size
@@ -69,17 +69,17 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     if backend == "auto":
         return "symm_mem" if peers else "nccl" if covered else "gloo"
     if backend != "gloo" and not covered:
-        raise AlikeError(
+        raise ConfigError(
             f"comm.backend={backend} needs a GPU for each rank: a host has {gpus} for {place.local_world_size} "
             "ranks; use fewer ranks or comm.backend=gloo"
         )
     if backend == "symm_mem" and not peers:
-        raise AlikeError(
+        raise ConfigError(
             "comm.backend=symm_mem needs several ranks on one host whose GPUs reach each other's memory: "
             "use comm.backend=nccl"
         )
-    if backend == "stand_in" and not within_reach:
-        raise AlikeError("comm.backend=stand_in needs two GPUs of one host that reach each other's memory, or one")
+    if backend == "emulated" and not within_reach:
+        raise ConfigError("comm.backend=emulated needs two GPUs of one host that reach each other's memory, or one")
     return backend
 
 

@@ -23,7 +23,7 @@ from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_pro
 
 
 @dataclass(frozen=True)
-class DraftPlan:
+class CheckedDraft:
     """The draft model of a plan; attributes as there."""
 
     layout: HelixLayout
@@ -32,7 +32,7 @@ class DraftPlan:
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class CheckedRun:
     """A config whose parts fit each other, the machine aside.
 
     Attributes:
@@ -47,7 +47,7 @@ class RunPlan:
     layout: HelixLayout
     spec: DecoderSpec
     checkpoint: Checkpoint | None
-    draft: DraftPlan | None
+    draft: CheckedDraft | None
     prompts: list[Prompt]
     finished: bool
     reason: str | None
@@ -65,7 +65,7 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
-def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) -> DraftPlan:
+def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) -> CheckedDraft:
     """Raises ValueError unless the draft model can propose to the target."""
     speculation = config.speculation
     try:
@@ -78,7 +78,7 @@ def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) 
         if has_tokenizer(config.model) and has_tokenizer(speculation.model):
             check_tokenizers(Path(str(config.model.path)), Path(str(speculation.model.path)))
         checkpoint, spec = make_checkpoint(speculation.model, spec, layout, rank)
-        return DraftPlan(layout, spec, checkpoint)
+        return CheckedDraft(layout, spec, checkpoint)
     except ValueError as error:
         raise ValueError(f"the draft model (speculation.model and speculation.layout): {error}") from error
 
@@ -108,7 +108,7 @@ def _token_ids(file: Path) -> dict[str, int]:
         raise ValueError(f"{file} has no vocabulary of the tokenizers library") from error
 
 
-def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> RunPlan:
+def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> CheckedRun:
     """What one rank is to run; the same on every rank but for what only that rank's slices can show.
 
     Args:
@@ -121,8 +121,8 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     check_defaults(config.decode)
     auto = config.layout.mode == "auto"
     layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
-    if config.comm.backend == "stand_in":
-        _check_stand_in(config, layout, world_size)
+    if config.comm.backend == "emulated":
+        _check_emulated(config, layout, world_size)
         rank, world_size = emulated.rank_of(rank, world_size, layout.world_size), layout.world_size
     if layout.world_size != world_size:
         raise ValueError(
@@ -140,9 +140,10 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     if auto:
         layout, reason = choose(config, spec, prompts, world_size, device)
     check_layout(layout, spec)
-    if config.speculation.drafter == "replay" and config.bench.kind == "none" and config.model.load != "random":
+    if config.speculation.drafter == "synthetic" and config.bench.kind == "none" and config.model.load != "random":
         raise ValueError(
-            "speculation.drafter=replay keeps drafts whatever the model says, so that its output is not the model's: "
+            "speculation.drafter=synthetic keeps drafts whatever the model says, so that "
+            "its output is not the model's: "
             "time it with bench=decode or model.load=random, or use speculation.drafter=ngram"
         )
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
@@ -161,7 +162,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         if config.record is not None:
             check_record(Path(config.record))
         finished = 0 < len(prompts) == len(kept_results(config, prompts))
-    return RunPlan(config, layout, spec, checkpoint, draft, prompts, finished, reason)
+    return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason)
 
 
 def prepared(config: Config) -> int:
@@ -180,9 +181,9 @@ def prepared(config: Config) -> int:
     return world_size
 
 
-def _check_stand_in(config: Config, layout: HelixLayout, processes: int) -> None:
+def _check_emulated(config: Config, layout: HelixLayout, processes: int) -> None:
     """Raises ValueError where two processes cannot play ranks of the layout."""
-    what = "comm.backend=stand_in: one or two GPUs play ranks of a larger layout"
+    what = "comm.backend=emulated: one or two GPUs play ranks of a larger layout"
     if config.bench.kind == "none":
         raise ValueError(f"{what}, and tokens mean nothing: set bench=decode, comm, hopb or prefill")
     if config.layout.mode == "auto" or not 1 <= processes <= min(emulated.PROCESSES, layout.world_size - 1):

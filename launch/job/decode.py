@@ -10,13 +10,13 @@ from helix.engine import Engine
 from helix.models import Decoder
 from helix.request import Output, Request
 from helix.speculation import DraftModel
-from launch.inputs.preflight import RunPlan
+from launch.inputs.preflight import CheckedRun
 from launch.inputs.prompts import ResultFile, to_request
 from launch.job.report import Console, summary
 
 
 def decode(
-    plan: RunPlan,
+    plan: CheckedRun,
     comm: Communicator,
     model: Decoder,
     draft: DraftModel | None,

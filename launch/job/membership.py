@@ -41,7 +41,7 @@ class Job:
     Attributes:
         place: which rank this is.
         device: where its tensors live, once `connect` has chosen.
-        backend: symm_mem, stand_in (both over NCCL), nccl or gloo, likewise.
+        backend: symm_mem, emulated (both over NCCL), nccl or gloo, likewise.
         timeout: deadline of each collective, likewise.
     """
 
@@ -105,7 +105,7 @@ class Job:
         """Starts the process group; `backend` may be auto, `facts` are those of `gpu_facts`.
 
         Raises:
-            AlikeError: a backend of GPUs without one for each rank or, for symm_mem, without peers.
+            ConfigError: a backend of GPUs without one for each rank or, for symm_mem, without peers.
         """
         place = self.place
         self.backend = choose_backend(backend, place, facts)

@@ -26,7 +26,7 @@ from helix.models import Decoder
 from helix.request import Output
 from helix.timings import Timings
 from launch.inputs.files import write_atomically
-from launch.inputs.preflight import RunPlan
+from launch.inputs.preflight import CheckedRun
 from launch.job.membership import Job
 
 FILE_WIDTH = 120  # characters of a line that no terminal cuts
@@ -49,7 +49,7 @@ class Phases:
 class Console:
     """The terminal of rank 0; on the other ranks, and where decode.stream=false, it says less or nothing."""
 
-    def __init__(self, plan: RunPlan, job: Job) -> None:
+    def __init__(self, plan: CheckedRun, job: Job) -> None:
         self._layout = plan.layout
         self._job = job
         self._speaks = job.leads
@@ -64,8 +64,8 @@ class Console:
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
-        played = f", of which {job.place.world_size} are played" if job.backend == "stand_in" else ""
-        ranks = f"{plan.layout.world_size} ranks{played}"
+        emulated = f", of which {job.place.world_size} are played" if job.backend == "emulated" else ""
+        ranks = f"{plan.layout.world_size} ranks{emulated}"
         self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")
 
     @contextmanager
@@ -221,7 +221,7 @@ def percentile_us(seconds: list[float], percent: float) -> float | None:
     return float(np.percentile(seconds, percent)) * 1e6 if seconds else None
 
 
-def write_record(path: Path, plan: RunPlan, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
+def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
     """One JSON object: what was asked for, where it ran, and what was measured; raises RankError where it cannot be."""
     record = {
         "config": asdict(plan.config),

@@ -139,12 +139,14 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
         JobError: it failed.
         KeyboardInterrupt: it was interrupted, and no other shall start.
     """
-    played = parts.played(ranks)
+    emulated = parts.is_emulated(ranks)
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
-        stand_in = ["comm.backend=stand_in"] if played else []
+        backend = ["comm.backend=emulated"] if emulated else []
         with heard() as lines:
-            code = launch(parts.processes() if played else ranks, [*stand_in, *overrides, f"record={record}"])
+            code = launch(
+                parts.emulating_processes() if emulated else ranks, [*backend, *overrides, f"record={record}"]
+            )
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code:

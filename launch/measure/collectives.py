@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from comm.emulated import StandInTransport
+from comm.emulated import EmulatedTransport
 from comm.symm_mem import ONE_SHOT_SENT
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import share
@@ -34,8 +34,8 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
     rows = []
     bf16 = torch.bfloat16
     K = len(comm.kvp_group)
-    played = isinstance(comm, StandInTransport)
-    library = StandInTransport if played else TorchDistCommunicator
+    emulated = isinstance(comm, EmulatedTransport)
+    library = EmulatedTransport if emulated else TorchDistCommunicator
     for tokens, heads in EXCHANGES:
         shares = [len(share(heads, K, k)) for k in range(K)]
         out = torch.randn(tokens, heads, DIM, device=comm.device, dtype=bf16)
@@ -49,7 +49,7 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
         )  # fmt: skip
     for tokens, hidden in NORMS:
         x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
-        if played and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
+        if emulated and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
             # Owners add up pieces of different places where two play: their sums are known where all are alike.
             width = SLICE_WORDS * 4 // x.element_size()
             x = torch.linspace(-0.2, 0.2, width, device=comm.device).to(bf16).repeat(tokens, hidden // width)
@@ -92,7 +92,7 @@ def _row(
     }
     row: dict[str, Any] = {"op": op, "ranks": comm.world_size, "message_bytes": size}
     for name, (p50, p90) in times.items():
-        counts = name == "symm" or not isinstance(comm, StandInTransport)  # the library's time of two is not all's
+        counts = name == "symm" or not isinstance(comm, EmulatedTransport)  # the library's time of two is not all's
         row |= {f"{name}_us": p50 if counts else None, f"{name}_p90_us": p90 if counts else None}
     return row | {"bar_us": BARS[op, min(limits)] if limits else None}
 

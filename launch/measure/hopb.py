@@ -26,8 +26,8 @@ from helix.graphs import StepGraphs, seconds_of_each
 from helix.layout import share
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
-from kernels.attention.split_kv import Partial
-from launch.inputs.preflight import RunPlan
+from kernels.attention.split_kv import PartialAttention
+from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console
 from launch.measure.points import at_each, engine_at
 from launch.measure.steps import fill
@@ -39,11 +39,13 @@ UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
 
-def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, console: Console) -> list[dict[str, Any]]:
+def ablate(
+    plan: CheckedRun, comm: Communicator, model: Decoder, backend: str, console: Console
+) -> list[dict[str, Any]]:
     """Rows of all kinds, the steps at each of `bench.points` that fits; a collective.
 
     Raises:
-        AlikeError: the only point does not fit.
+        ConfigError: the only point does not fit.
     """
     done = count()
     with console.progress("hopb", len(plan.config.bench.points)) as advance:
@@ -60,7 +62,7 @@ def ablate(plan: RunPlan, comm: Communicator, model: Decoder, backend: str, cons
     return rows + delays(comm.device)
 
 
-def _ttl(plan: RunPlan, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
+def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
     config, steps = plan.config, plan.config.bench.steps
     engine, reserved = engine_at(plan, comm, model, batch, length, 2, hopb="auto")
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
@@ -93,7 +95,7 @@ def _hidden(off: float, on: float, without: float) -> float | None:
 def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
     """What `measure` gives while each rank keeps its part of the attention of its own heads."""
 
-    def keep(found: Partial, shares: list[int]) -> Tensor:
+    def keep(found: PartialAttention, shares: list[int]) -> Tensor:
         first = sum(shares[: comm.kvp_rank])
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
@@ -114,13 +116,13 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
     lse = torch.randn(batch, MLA_HEADS, device=comm.device)
     pipeline, busy = Pipeline(comm.device if comm.capturable else None), _busy(comm.device)
 
-    def exchange(found: Partial) -> Tensor:
+    def exchange(found: PartialAttention) -> Tensor:
         return comm.merge_exchange(found, shares)
 
-    def measured(chunks: int, attention_s: float, exchange: Callable[[Partial], Tensor]) -> float:
-        def attend(rows: slice) -> Partial:
+    def measured(chunks: int, attention_s: float, exchange: Callable[[PartialAttention], Tensor]) -> float:
+        def attend(rows: slice) -> PartialAttention:
             busy(attention_s * len(out[rows]) / batch)
-            return Partial(out[rows], lse[rows])
+            return PartialAttention(out[rows], lse[rows])
 
         comm.barrier()
         chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
@@ -160,12 +162,12 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
             busy(units * UNIT_S)
             spans.append((stream, request, begin, _mark(device)))
 
-        def attend(rows: slice) -> Partial:
+        def attend(rows: slice) -> PartialAttention:
             for request in range(rows.start, rows.stop):
                 wait("attention", request, ATTENTION_UNITS)
-            return Partial(out[rows], lse[rows])
+            return PartialAttention(out[rows], lse[rows])
 
-        def exchange(found: Partial) -> Tensor:
+        def exchange(found: PartialAttention) -> Tensor:
             for _ in range(len(found.out)):
                 wait("exchange", next(exchanged), EXCHANGE_UNITS)
             return found.out

@@ -13,10 +13,10 @@ from comm.base import Communicator
 from helix.build import build_engine
 from helix.config import Config, bench_points
 from helix.engine import Engine
-from helix.errors import AlikeError
+from helix.errors import ConfigError
 from helix.models import Decoder
 from helix.speculation import DraftModel
-from launch.inputs.preflight import RunPlan
+from launch.inputs.preflight import CheckedRun
 
 
 def gammas(config: Config) -> list[int]:
@@ -25,19 +25,19 @@ def gammas(config: Config) -> list[int]:
 
 
 def at_each(
-    plan: RunPlan, comm: Communicator, measure: Callable[[int, int], list[dict[str, Any]]]
+    plan: CheckedRun, comm: Communicator, measure: Callable[[int, int], list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Rows of `measure(batch, length)` at each point, or one that says why the point `failed`.
 
     Raises:
-        AlikeError: the only point does not fit.
+        ConfigError: the only point does not fit.
     """
     found: list[dict[str, Any]] = []
     todo = bench_points(plan.config.bench)
     for batch, length in todo:
         try:
             found += measure(batch, length)
-        except AlikeError as error:  # of several points, the others count
+        except ConfigError as error:  # of several points, the others count
             if len(todo) == 1:
                 raise
             found.append({"batch": batch, "length": length, "failed": str(error)})
@@ -48,7 +48,7 @@ def at_each(
 
 
 def engine_at(
-    plan: RunPlan,
+    plan: CheckedRun,
     comm: Communicator,
     model: Decoder,
     batch: int,
@@ -63,12 +63,12 @@ def engine_at(
         hopb: instead of hopb.chunks.
 
     Raises:
-        AlikeError: they are more than the model's context, or than memory holds.
+        ConfigError: they are more than the model's context, or than memory holds.
     """
     config = plan.config
     reserved = length + steps * (1 + max(gammas(config)))
     if reserved > model.spec.max_positions:
-        raise AlikeError(
+        raise ConfigError(
             f"{length} tokens and {reserved - length} steps exceed the model's {model.spec.context}: "
             "set model.config.max_position_embeddings, or bench.points of fewer"
         )

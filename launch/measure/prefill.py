@@ -11,16 +11,16 @@ from comm.base import Communicator
 from helix.engine import Engine
 from helix.models import Decoder
 from helix.request import Request
-from launch.inputs.preflight import RunPlan
+from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console
 from launch.measure.points import at_each, engine_at
 
 
-def time_prompts(plan: RunPlan, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
+def time_prompts(plan: CheckedRun, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
     """Seconds from a prompt to its first token at each of `bench.points`, on rank 0.
 
     Raises:
-        AlikeError: the only point is beyond the model's context, or its cache does not fit.
+        ConfigError: the only point is beyond the model's context, or its cache does not fit.
     """
     generator = torch.Generator().manual_seed(plan.config.seed)
 

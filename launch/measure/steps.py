@@ -23,7 +23,7 @@ from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
 from helix.timings import Timings
-from launch.inputs.preflight import RunPlan
+from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
 from launch.measure.points import at_each, engine_at, gammas
 
@@ -33,12 +33,12 @@ LONGEST = 4  # kernels whose times on all ranks are kept
 
 
 def time_steps(
-    plan: RunPlan, comm: Communicator, model: Decoder, draft: DraftModel | None, console: Console
+    plan: CheckedRun, comm: Communicator, model: Decoder, draft: DraftModel | None, console: Console
 ) -> dict[str, Any]:
     """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
 
     Raises:
-        AlikeError: the only point is beyond the model's context, or its cache does not fit.
+        ConfigError: the only point is beyond the model's context, or its cache does not fit.
     """
     found: list[dict[str, Any]] = []
     for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, console)):
@@ -47,7 +47,7 @@ def time_steps(
 
 
 def _time_point(
-    plan: RunPlan,
+    plan: CheckedRun,
     comm: Communicator,
     model: Decoder,
     draft: DraftModel | None,

@@ -379,13 +379,13 @@ DRAWINGS = {
     "moe": Drawing(moe, "moe", ("model", "tpf", "ep", "tokens"), "moe"),
     "comm": Drawing(comm, "comm", ("op", "ranks", "message_bytes")),
     "step": Drawing(step, "step", WORKLOAD),
-    "step-of-8": Drawing(step, "step-of-8", WORKLOAD),
-    "grids-of-8": Drawing(grids, "step-of-8", WORKLOAD),
-    "baselines-of-8": Drawing(baselines, "baselines-of-8", WORKLOAD),
+    "step.emulated-8": Drawing(step, "step.emulated-8", WORKLOAD),
+    "grids.emulated-8": Drawing(grids, "step.emulated-8", WORKLOAD),
+    "baselines.emulated-8": Drawing(baselines, "baselines.emulated-8", WORKLOAD),
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
-    "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "replay"),
+    "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
 }
 
 
@@ -411,8 +411,8 @@ def draw(name: str, results: Path, figures: Path) -> None:
 
 
 def _where(row: Row) -> str:
-    played_by = row.get("played_by")
-    return f"{played_by} x {row['device']} that play all ranks" if played_by else row["device"]
+    emulated_by = row.get("emulated_by")
+    return f"{emulated_by} x {row['device']} that play all ranks" if emulated_by else row["device"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,9 +42,9 @@ def results(name: str, *key: str) -> list[Row]:
     return list({tuple(row.get(k) for k in key): row for row in map(json.loads, lines)}.values())
 
 
-def foundation() -> list[str]:
+def correctness() -> list[str]:
     """What `launch/bench/correctness.py` recorded."""
-    lines = [json.loads(line) for line in (ROOT / "benchmarks/results/foundation.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (ROOT / "benchmarks/results/correctness.jsonl").read_text().splitlines()]
     rows = []
     for line in lines:
         name = line["name"]
@@ -313,7 +313,7 @@ def headline() -> list[str]:
 def four_gpus() -> list[str]:
     """The best Helix layout over four GPUs at one sequence of 1M tokens."""
     rows = ["| shape | KV | best Helix layout | time per token | ideal | x |", "|---|---|---|---|---|---|"]
-    for r in _best("step-on-4"):
+    for r in _best("step.4gpu"):
         if (r["batch"], r["length"]) == (1, 1 << 20):
             times = f"{_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {r['ttl_p50_us'] / r['floor_us']:.2f}"
             rows.append(f"| {_point(r)} | {_layout(r).removeprefix('helix ')} | {times} |")
@@ -345,18 +345,18 @@ def best_steps(*only: int) -> list[str]:
 
 def _on_eight() -> list[tuple[Row, Row, float]]:
     """Steps over eight GPUs, the same emulated on two, and how far apart they are."""
-    both = [r for name in ("step-of-8", "baselines-of-8") for r in results(name, *WORKLOAD)]
+    both = [r for name in ("step.emulated-8", "baselines.emulated-8") for r in results(name, *WORKLOAD)]
     both.sort(key=lambda r: "superseded" not in r)  # the last counts
-    played = {tuple(r[k] for k in WORKLOAD): r for r in both}
+    emulated = {tuple(r[k] for k in WORKLOAD): r for r in both}
     found = []
     for r in (r for name in ("step", "baselines") for r in results(name, *WORKLOAD)):
-        other = played.get(tuple(r[k] for k in WORKLOAD), r)
+        other = emulated.get(tuple(r[k] for k in WORKLOAD), r)
         if "failed" not in r and "failed" not in other and other is not r:
             found.append((r, other, other["ttl_p50_us"] / r["ttl_p50_us"] - 1))
     return found
 
 
-def played_eight() -> list[str]:
+def emulated_eight() -> list[str]:
     """Steps over eight GPUs, and emulated on two."""
     rows = ["| shape | KV | layout | eight GPUs | emulated on two | difference |", "|---|---|---|---|---|---|"]
     for r, other, apart in _on_eight():
@@ -373,31 +373,36 @@ def agreement() -> list[str]:
     return rows + [f"| {m} | {len(a)} | {min(a):+.1%} | {max(a):+.1%} |" for m, a in apart.items()]
 
 
-def played_steps() -> list[str]:
+def emulated_steps() -> list[str]:
     """Four ranks emulated on two GPUs and on one, beside four GPUs with the same kernels."""
     real = {
-        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step-on-4", *WORKLOAD) if "failed" not in r
+        tuple(r[k] for k in WORKLOAD): r["ttl_p50_us"] for r in results("step.4gpu", *WORKLOAD) if "failed" not in r
     }
-    played = {(r["played_by"], *(r[k] for k in WORKLOAD)): r for r in results("step-of-4", "played_by", *WORKLOAD)}
+    emulated = {
+        (r["emulated_by"], *(r[k] for k in WORKLOAD)): r for r in results("step.emulated-4", "emulated_by", *WORKLOAD)
+    }
     rows = [
         "| shape | KV | layout | four GPUs | emulated on two | difference | emulated on one | difference |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (count, *point), r in played.items():
+    for (count, *point), r in emulated.items():
         if count == 2:
             of_four = real[tuple(point)]
-            times = [played[n, *point]["ttl_p50_us"] for n in (2, 1)]
+            times = [emulated[n, *point]["ttl_p50_us"] for n in (2, 1)]
             cells = " | ".join(f"{us / 1e3:.2f} ms | {us / of_four - 1:+.1%}" for us in times)
             rows.append(f"| {_point(r)} | {_layout(r)} | {of_four / 1e3:.2f} ms | {cells} |")
     return rows
 
 
-def played_comm() -> list[str]:
+def emulated_comm() -> list[str]:
     """Collectives of emulated ranks, beside those of as many GPUs."""
     key = "op", "ranks", "message_bytes"
     real = {tuple(r[k] for k in key): r["symm_us"] for r in results("comm", *key)}
     of_4, of_8 = (
-        {(r["played_by"], r["op"], r["message_bytes"]): r for r in results(f"comm-of-{ranks}", "played_by", *key)}
+        {
+            (r["emulated_by"], r["op"], r["message_bytes"]): r
+            for r in results(f"comm.emulated-{ranks}", "emulated_by", *key)
+        }
         for ranks in (4, 8)
     )
     rows = [
@@ -476,7 +481,7 @@ def chunks() -> list[str]:
 
 def gains() -> list[str]:
     """Tokens/s/user with drafts, over those without, at the acceptance rate."""
-    found = [r for r in results("speculate", "kind", "batch", "length", "gamma") if r["kind"] == "replay"]
+    found = [r for r in results("speculate", "kind", "batch", "length", "gamma") if r["kind"] == "synthetic"]
     counts = sorted({r["gamma"] for r in found} - {0})
     rows = [
         f"| KV | {' | '.join(f'{n} drafts' if n > 1 else '1 draft' for n in counts)} |",
@@ -489,9 +494,9 @@ def gains() -> list[str]:
 
 
 def speculate() -> list[str]:
-    """Steps with replayed drafts, and the share of each part of a step in its time."""
+    """Steps with synthetic drafts, and the share of each part of a step in its time."""
     found = results("speculate", "kind", "model", "layout", "batch", "length", "gamma")
-    found = [r for r in found if r["kind"] == "replay"]
+    found = [r for r in found if r["kind"] == "synthetic"]
     points = [_point(r) for r in found]
     found.sort(key=lambda r: (points.index(_point(r)), r["gamma"]))
     rows = [
@@ -533,7 +538,7 @@ def prefill() -> list[str]:
     """The prefill kernel, and prompts, those of eight ranks too."""
     found = [
         r
-        for name in ("prefill", "prefill-of-8")
+        for name in ("prefill", "prefill.emulated-8")
         for r in results(name, "kind", "heads", "q_tokens", "length", "layout")
     ]
     rows = ["| heads | queries | keys | ours | of the matrix rate | cuDNN | flash |", "|---|---|---|---|---|---|---|"]
@@ -571,18 +576,18 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "best-steps": best_steps,
     "best-steps-1m": partial(best_steps, 1, 1 << 20),
     "steps": steps,
-    "steps.4gpu": partial(steps, "step-on-4"),
-    "steps.emulated-8": partial(steps, "step-of-8"),
+    "steps.4gpu": partial(steps, "step.4gpu"),
+    "steps.emulated-8": partial(steps, "step.emulated-8"),
     "four-gpus": four_gpus,
     "gap": gap,
     "agreement": agreement,
-    "emulated-eight": played_eight,
-    "emulated-four": played_steps,
-    "emulated-comm": played_comm,
-    "baselines.4gpu": partial(baselines, "baselines-on-4"),
-    "baselines.emulated-8": partial(baselines, "baselines-of-8"),
-    "budgets.emulated-8": partial(budgets, "baselines-of-8"),
-    "correctness": foundation,
+    "emulated-eight": emulated_eight,
+    "emulated-four": emulated_steps,
+    "emulated-comm": emulated_comm,
+    "baselines.4gpu": partial(baselines, "baselines.4gpu"),
+    "baselines.emulated-8": partial(baselines, "baselines.emulated-8"),
+    "budgets.emulated-8": partial(budgets, "baselines.emulated-8"),
+    "correctness": correctness,
     "kernels": kernels,
     "decode-kernel": decode_kernel,
     "ragged": ragged,
@@ -597,9 +602,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "verify": verify,
     "chunks": chunks,
     "hopb": hopb,
-    "hopb.emulated-8": partial(hopb, "hopb-of-8"),
+    "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),
     "planner": partial(planner, "step", "baselines"),
-    "planner.emulated-8": partial(planner, "step-of-8", "baselines-of-8"),
+    "planner.emulated-8": partial(planner, "step.emulated-8", "baselines.emulated-8"),
 }
 
 

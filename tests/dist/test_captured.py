@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.pending import Projection
+from comm.pending import PendingProjection
 from comm.symm_mem import SymmMemCommunicator
 from kernels.attention.flash_decode import decode_parts
 from kernels.moe.experts import RoutedExperts
@@ -89,7 +89,7 @@ def check_replays(comm: Communicator, replays: int) -> int:
         bounds = table.new_zeros(N, 1), table.new_full((N, 1), 192)
         parts = decode_parts(torch.zeros_like(out)[:, None], values, values, table, *bounds, 1.0)
         wrong.add_((comm.merge_exchange(parts, shares) != wanted).sum())
-        projection = Projection(value(comm.rank, N, 64).bfloat16(), picks, None)
+        projection = PendingProjection(value(comm.rank, N, 64).bfloat16(), picks, None)
         total = comm.all_reduce_norm(projection, torch.zeros_like(total), weight, 1e-5)[1]
         wrong.add_((total != sum(value(r, N, 64) for r in range(comm.world_size))[:, columns]).sum())
         # Experts that send their sums, and the same added up as a tensor.
@@ -97,7 +97,7 @@ def check_replays(comm: Communicator, replays: int) -> int:
         ids = torch.cat([first % 4, (first + 1) % 4], 1).int()
         chosen = RoutedExperts(x, ids, ids.float(), gate_up, down, comm.rank % 3)  # some have no token here
         total, wanted = (
-            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1] for parts in (chosen, chosen.make())
+            comm.all_reduce_norm(parts, torch.zeros_like(total), weight, 1e-5)[1] for parts in (chosen, chosen.compute())
         )
         wrong.add_((total != wanted).sum())
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm.emulated import StandInCommunicator, StandInTransport, rank_of
+from comm.emulated import EmulatedCommunicator, EmulatedTransport, rank_of
 from comm.symm_mem import SymmMemCommunicator
 from tests.pool import pool
 
 LAYOUTS = [(2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2), (6, 3), (5, 5)]  # ranks, kvp
 
 
-def in_worker(process: int, processes: int, kind: type[StandInTransport], world: int, kvp: int) -> list[Any]:
+def in_worker(process: int, processes: int, kind: type[EmulatedTransport], world: int, kvp: int) -> list[Any]:
     """What a process gets from every collective, brought back to the CPU."""
-    device = torch.device("cuda", process) if kind is StandInCommunicator else torch.device("cpu")
+    device = torch.device("cuda", process) if kind is EmulatedCommunicator else torch.device("cpu")
     groups = [tuple(range(first, first + kvp)) for first in range(0, world, kvp)]
     comm = kind(groups, device, timedelta(seconds=20))
     assert (comm.rank, comm.world_size) == (rank_of(process, processes, world), world) and comm.rank in comm.kvp_group
@@ -51,7 +51,7 @@ def test_over_gloo(world: int, kvp: int, processes: int) -> None:
         generator = torch.Generator().manual_seed(process)
         sent.append([torch.randn(*shape, generator=generator) for shape in ((kvp, 5), (3, 4), (3, 4), (3, 64))])
     half = world // processes
-    for p, found in enumerate(pool(processes, "gloo").run(in_worker, StandInTransport, world, kvp)):
+    for p, found in enumerate(pool(processes, "gloo").run(in_worker, EmulatedTransport, world, kvp)):
         other = processes - 1 - p
         (messages, x, y, rows), (their_messages, their_x, their_y, their_rows) = sent[p], sent[other]
         rank = p * half
@@ -80,7 +80,7 @@ def test_over_gloo(world: int, kvp: int, processes: int) -> None:
 def test_how_rows_are_added_up(world: int, rows: int, hidden: int, real: str | None, played: str | None) -> None:
     """Who plays ranks takes one shot where a piece that comes for another rank would not be like its own."""
     x = torch.empty(rows, hidden, dtype=torch.bfloat16)
-    for kind, wanted in ((SymmMemCommunicator, real), (StandInCommunicator, played)):
+    for kind, wanted in ((SymmMemCommunicator, real), (EmulatedCommunicator, played)):
         comm = object.__new__(kind)
         comm.world_size = world
         assert comm._way(x) == wanted
@@ -89,8 +89,8 @@ def test_how_rows_are_added_up(world: int, rows: int, hidden: int, real: str | N
 @pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 @pytest.mark.parametrize("world, kvp", LAYOUTS)
 def test_between_gpus_as_over_gloo(world: int, kvp: int, processes: int) -> None:
-    plain = pool(processes, "gloo").run(in_worker, StandInTransport, world, kvp)
-    gpus = pool(processes, "nccl").run(in_worker, StandInCommunicator, world, kvp)
+    plain = pool(processes, "gloo").run(in_worker, EmulatedTransport, world, kvp)
+    gpus = pool(processes, "nccl").run(in_worker, EmulatedCommunicator, world, kvp)
     for ours, theirs in zip(gpus, plain, strict=True):
         assert ours[-1] == theirs[-1]
         for a, b in zip(ours[:-1], theirs[:-1], strict=True):

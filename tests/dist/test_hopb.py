@@ -22,7 +22,7 @@ from helix.model_runner import ModelRunner
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.speculation import NgramDrafter
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from launch.measure.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
@@ -188,11 +188,11 @@ def test_a_chunk_is_exchanged_before_the_next_and_results_keep_their_order() -> 
     calls: list[str] = []
     x = torch.arange(12.0).view(6, 2)
 
-    def attend(rows: slice) -> Partial:
+    def attend(rows: slice) -> PartialAttention:
         calls.append(f"attend {rows.start}")
-        return Partial(x[rows], x[rows])
+        return PartialAttention(x[rows], x[rows])
 
-    def exchange(found: Partial) -> torch.Tensor:
+    def exchange(found: PartialAttention) -> torch.Tensor:
         calls.append(f"exchange {int(found.out[0, 0]) // 2}")
         return -found.out
 

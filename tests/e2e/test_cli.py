@@ -334,7 +334,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     assert len(found["weight_bytes_per_rank"]) == 2
     ended = run(
         tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[2x300,1x510]",
-        "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=replay", "speculation.gamma=3",
+        "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=synthetic", "speculation.gamma=3",
         "speculation.acceptance=1", f"record={record}",
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output

@@ -21,7 +21,7 @@ from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Pace
+from helix.scheduler import StepPlan
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState, Step
@@ -115,7 +115,7 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
         comm = world.communicator(rank, layout.kvp_group(rank))
         taken, steps = [], 0
         for each in (None, drafter):
-            paces = (Pace(drafts, 1.0, run) for drafts, run in runs(gamma if each else 0, paused))
+            paces = (StepPlan(drafts, 1.0, run) for drafts, run in runs(gamma if each else 0, paused))
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
                     patch.setattr(DraftPolicy, "pace", lambda policy, rows, paces=paces: next(paces))

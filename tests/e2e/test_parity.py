@@ -14,7 +14,7 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from kernels.attention.split_kv import Partial
+from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
 from tests.pool import Pool
@@ -109,9 +109,9 @@ class ShiftedLSE(AttentionPolicy):
     def __init__(self, inner: AttentionPolicy) -> None:
         self.inner = inner
 
-    def attend(self, *args: object) -> Partial:  # type: ignore[override]
+    def attend(self, *args: object) -> PartialAttention:  # type: ignore[override]
         found = self.inner.attend(*args)  # type: ignore[arg-type]
-        return Partial(found.out, found.lse + 0.05)
+        return PartialAttention(found.out, found.lse + 0.05)
 
 
 def test_a_shifted_lse_on_one_rank_is_caught() -> None:

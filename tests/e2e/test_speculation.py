@@ -19,11 +19,11 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Admission, Pace
-from helix.speculation import Draft, Drafter, NgramDrafter, ReplayDrafter
+from helix.scheduler import Admission, StepPlan
+from helix.speculation import Draft, Drafter, NgramDrafter, SyntheticDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState
-from launch.bench.copy_prompts import edits
+from launch.bench.copy_prompts import copy_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
@@ -52,13 +52,13 @@ class Replay(Drafter):
         return Draft(torch.stack(tokens))
 
 
-def whimsical() -> Callable[[DraftPolicy, int], Pace]:
+def whimsical() -> Callable[[DraftPolicy, int], StepPlan]:
     """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
     generator = random.Random(0)
 
-    def pace(policy: DraftPolicy, rows: int) -> Pace:
+    def pace(policy: DraftPolicy, rows: int) -> StepPlan:
         limits = tuple(generator.choice([0, 1, 2, policy.sizes[-1]]) for _ in range(rows))
-        return Pace(generator.choice(policy.sizes), 1.5, generator.randint(1, 3), generator.choice([(), limits]))
+        return StepPlan(generator.choice(policy.sizes), 1.5, generator.randint(1, 3), generator.choice([(), limits]))
 
     return pace
 
@@ -135,10 +135,10 @@ def test_sampled_tokens_and_fewer_steps() -> None:
 
 
 @pytest.mark.parametrize("acceptance, adaptive", [(0.0, False), (0.6, False), (1.0, False), (0.6, True)])
-def test_replayed_drafts_hold_at_their_rate(acceptance: float, adaptive: bool) -> None:
+def test_synthetic_drafts_hold_at_their_rate(acceptance: float, adaptive: bool) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
         comm = world.communicator(rank, (0, 1))
-        drafter = ReplayDrafter(3, acceptance, 5, 256)
+        drafter = SyntheticDrafter(3, acceptance, 5, 256)
         engine = build_engine(
             checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive
         )
@@ -192,8 +192,8 @@ class Refused(Drafter):
 def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
 
-    def pace(policy: DraftPolicy, rows: int) -> Pace:
-        return Pace(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)))
+    def pace(policy: DraftPolicy, rows: int) -> StepPlan:
+        return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)))
 
     monkeypatch.setattr(DraftPolicy, "pace", pace)
     drafters = [Refused(4), Refused(4)]
@@ -379,7 +379,7 @@ def test_bf16_differs_only_where_two_tokens_are_close(ranks: str) -> None:
         return run_ranks(2, body, timeout_s=240.0, device="cuda")
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    prompts = [tuple(tokenizer.encode(str(prompt["prompt"])).ids) for prompt in edits(NEW_TOKENS)]
+    prompts = [tuple(tokenizer.encode(str(prompt["prompt"])).ids) for prompt in copy_prompts(NEW_TOKENS)]
     asked = [Continuation(prompt, (0,) * NEW_TOKENS, torch.empty(0)) for prompt in prompts]
     lookup = NgramDrafter(4, 3)
     kept = run(asked, lookup, False)[0][2]

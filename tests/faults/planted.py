@@ -249,7 +249,7 @@ FAULTS = [
     ),
     Fault(
         "shared experts counted twice", "helix/layers/moe.py",
-        "if spec.shared_width and not self.always:", "if spec.shared_width:", EXPERT_LAYERS,
+        "if spec.shared_width and not self.shared_count:", "if spec.shared_width:", EXPERT_LAYERS,
     ),
     Fault(
         "experts' bias on every rank", "helix/layers/moe.py",

@@ -80,7 +80,7 @@ SPECIAL = {
     **dict.fromkeys(("weights", "choice_bias"), ("*fp32", True)),
     **dict.fromkeys(("out_lse", "lse", "part_lse", "sinks"), ("*fp32", True)),
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
-    **dict.fromkeys(("scale_log2", "eps", "scale", "limit"), ("fp32", False)),
+    **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
     **dict.fromkeys(("P", "first", "G", "target_b", "shares"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
@@ -96,7 +96,7 @@ SPECIAL = {
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs", "packed", "plus", "p_logits", "q_logits", "part",
+    "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
 }  # fmt: skip
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
@@ -197,7 +197,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     ):
         shape = {"EXPERTS": E, "H": H, "F": F, "TOP_K": k, "BLOCK_P": max(32, tokens * k), "CLAMPED": clamped}
         for gate in (True, False):
-            extra = {"GATE": gate, "BIAS": clamped, "PLUS": not gate} | ({"plus": None} if gate else {})
+            extra = {"GATE": gate, "BIAS": clamped, "PLUS": not gate} | ({"addend": None} if gate else {})
             plain = sum_shape(None) | {"peers": None, "turns": None}
             yield "moe-sm90", bf16, _moe_sm90_kernel, shape | extra | plain, {"num_warps": 4}
             if not gate:
@@ -239,7 +239,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         )
     yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
     yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
-    yield "replay", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
+    yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
     find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
     few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
     yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options

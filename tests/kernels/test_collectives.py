@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder as BUILDER
 
-from comm.pending import Projection, Summand
+from comm.pending import PendingProjection, PendingSum
 from kernels.moe import experts_sm90
 from kernels.moe.experts import RoutedExperts
 from kernels.peers.all_gather import SLICE_WORDS, all_gather
 from kernels.peers.all_reduce_norm import all_reduce_norm
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
-from kernels.peers.mailbox import SumBoxes
+from kernels.peers.mailbox import SumTarget
 from kernels.reference.lse_combine import lse_combine
 from kernels.reference.rms_norm import rms_norm
 
@@ -203,19 +203,19 @@ def test_all_reduce_norm(W: int, N: int, H: int, two_shot: bool, dtype: torch.dt
     assert ranks.gave_up() == [0] * W
 
 
-def check_what_is_sent(summands: list[Summand], two_shot: bool, device: torch.device) -> None:
+def check_what_is_sent(summands: list[PendingSum], two_shot: bool, device: torch.device) -> None:
     """Boxes after each rank's `send` hold what they hold after the first phase of a sum of what `make` gives."""
     W, size, pieces = len(summands), 128, 512
     squares = torch.zeros(pieces, dtype=torch.int64, device=device)
     two, one = (Ranks(W, (2 * W + 2) * pieces * size, device) for _ in range(2))
     tables = torch.stack((two.peers, two.peers + 8 * 2 * W * pieces * size))
-    rows = summands[0].make()
+    rows = summands[0].compute()
     for r, summand in enumerate(summands):
-        assert summand.sends(two_shot)
+        assert summand.can_push(two_shot)
         common = dict(rank=r, pieces=pieces, slice_words=size, two_shot=two_shot)
-        summand.send(SumBoxes(one.peers, one.counts[r][0], **common))
+        summand.push(SumTarget(one.peers, one.counts[r][0], **common))
         all_reduce_norm(
-            summand.make(), None, torch.ones_like(rows[0]), 1e-5, tables, squares, two.counts[r][0], two.status[r],
+            summand.compute(), None, torch.ones_like(rows[0]), 1e-5, tables, squares, two.counts[r][0], two.status[r],
             spins=2, phases=1, **common,
         )  # fmt: skip
     words = -(-rows.shape[1] * rows.itemsize // 4)
@@ -232,9 +232,9 @@ def random_tensors(dtype: torch.dtype, device: torch.device) -> Callable[..., Te
 
 def projections(
     W: int, N: int, H: int, K: int, biased: bool, dtype: torch.dtype, device: torch.device
-) -> list[Summand]:
+) -> list[PendingSum]:
     random = random_tensors(dtype, device)
-    return [Projection(random(N, K), random(H, K), random(H) if biased else None) for _ in range(W)]
+    return [PendingProjection(random(N, K), random(H, K), random(H) if biased else None) for _ in range(W)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,40 +259,49 @@ def test_what_projections_on_hopper_send(
 
 
 def experts(
-    W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, dtype: torch.dtype, device: torch.device
-) -> list[Summand]:
+    W: int, N: int, k: int, E: int, H: int, F: int, addend: bool, dtype: torch.dtype, device: torch.device
+) -> list[PendingSum]:
     """E experts a rank, of which the last rank's get no token."""
     random = random_tensors(dtype, device)
-    found: list[Summand] = []
+    found: list[PendingSum] = []
     for r in range(W):
         x, scores = random(N, H), random(N, k).float()
         ids = torch.rand(N, (W - 1) * E, device=device).argsort(1)[:, :k].int().contiguous()
-        summand = random(N, H) if plus else None
-        found.append(RoutedExperts(x, ids, scores, random(E, 2 * F, H), random(E, H, F), r * E, plus=summand))
+        summand = random(N, H) if addend else None
+        found.append(RoutedExperts(x, ids, scores, random(E, 2 * F, H), random(E, H, F), r * E, addend=summand))
     return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize(
-    "W, N, k, E, H, F, plus", [(2, 1, 3, 4, 300, 8, True), (3, 2, 1, 1, 34, 5, False), (3, 17, 2, 3, 258, 16, True)]
+    "W, N, k, E, H, F, addend", [(2, 1, 3, 4, 300, 8, True), (3, 2, 1, 1, 34, 5, False), (3, 17, 2, 3, 258, 16, True)]
 )
 def test_what_experts_send(
-    W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, two_shot: bool, dtype: torch.dtype, device: torch.device
+    W: int,
+    N: int,
+    k: int,
+    E: int,
+    H: int,
+    F: int,
+    addend: bool,
+    two_shot: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    check_what_is_sent(experts(W, N, k, E, H, F, plus, dtype, device), two_shot, device)
+    check_what_is_sent(experts(W, N, k, E, H, F, addend, dtype, device), two_shot, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize(
-    "W, N, k, E, H, F, plus",
+    "W, N, k, E, H, F, addend",
     [(3, 8, 4, 4, 2880, 360, True), (2, 1, 4, 8, 264, 704, False), (8, 5, 6, 16, 1032, 512, True)],
 )
 def test_what_wide_experts_on_hopper_send(
-    W: int, N: int, k: int, E: int, H: int, F: int, plus: bool, two_shot: bool, device: torch.device
+    W: int, N: int, k: int, E: int, H: int, F: int, addend: bool, two_shot: bool, device: torch.device
 ) -> None:
-    found = experts(W, N, k, E, H, F, plus, torch.bfloat16, device)
+    found = experts(W, N, k, E, H, F, addend, torch.bfloat16, device)
     assert all(experts_sm90.fits(one.x, one.gate_up, one.down) for one in found if isinstance(one, RoutedExperts))
     check_what_is_sent(found, two_shot, device)
 

@@ -33,21 +33,21 @@ class Case:
     first: int = 0
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    limit: float | None = None
-    plus: Tensor | None = None
-    always: int = 0
+    clamp_at: float | None = None
+    addend: Tensor | None = None
+    shared_count: int = 0
 
     @property
     def experts(self) -> RoutedExperts:
         return RoutedExperts(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def result(self) -> Tensor:
-        return self.experts.make()
+        return self.experts.compute()
 
     def expected(self) -> Tensor:
         """[N, H] float64 on the CPU, one pair of a token and an expert at a time."""
         x, weights, local = self.x.double(), self.weights.double(), self.ids - self.first
-        out = torch.zeros_like(x) if self.plus is None else self.plus.double()
+        out = torch.zeros_like(x) if self.addend is None else self.addend.double()
         for e in range(len(self.gate_up)):
             pairs = (local == e).nonzero().tolist()
             if not pairs:
@@ -55,10 +55,10 @@ class Case:
             gate_up, down = self.gate_up[e].double(), self.down[e].double()
             for n, slot in pairs:
                 gate, up = (gate_up @ x[n] + (0 if self.gate_up_bias is None else self.gate_up_bias[e])).chunk(2)
-                if self.limit is None:
+                if self.clamp_at is None:
                     h = gate / (1 + (-gate).exp()) * up
                 else:
-                    gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+                    gate, up = gate.clamp(max=self.clamp_at), up.clamp(-self.clamp_at, self.clamp_at)
                     h = gate / (1 + (-1.702 * gate).exp()) * (up + 1)
                 out[n] += weights[n, slot] * (down @ h + (0 if self.down_bias is None else self.down_bias[e]))
         return out.cpu()
@@ -66,7 +66,7 @@ class Case:
 
 def make_case(
     N: int, k: int, E: int, H: int, F: int, *,
-    experts: int | None = None, first: int = 0, clamped: bool = False, plus: bool = False,
+    experts: int | None = None, first: int = 0, clamped: bool = False, addend: bool = False,
     dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0,
 ) -> Case:  # fmt: skip
     """Random tokens that choose k different ones of `experts` (all local if None), of which E from `first` are here."""
@@ -88,7 +88,7 @@ def make_case(
         normal(E, H, F, behind=1, scale=max(F, 1) ** -0.5),
         first,
         *((normal(E, 2 * F, behind=1), normal(E, H, behind=1), 1.5) if clamped else (None, None, None)),
-        normal(N, H, behind=1) if plus else None,
+        normal(N, H, behind=1) if addend else None,
     )
 
 
@@ -143,40 +143,42 @@ def kernel(request: pytest.FixtureRequest, device: torch.device, monkeypatch: py
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize("N, k, E, H, F", [(1, 4, 8, 64, 48), (7, 3, 5, 100, 33), (18, 2, 3, 33, 24), (3, 1, 1, 17, 1)])
 def test_moe(N: int, k: int, E: int, H: int, F: int, clamped: bool, where: torch.device) -> None:
-    case = make_case(N, k, E, H, F, clamped=clamped, plus=N > 1, device=where)
+    case = make_case(N, k, E, H, F, clamped=clamped, addend=N > 1, device=where)
     check(case.result(), case)
 
 
 @given(
     N=st.sampled_from([1, 2, 4, 5, 17, 33, 70]), k=st.integers(1, 4), E=st.integers(1, 7), H=st.integers(1, 80),
     F=st.integers(1, 50), elsewhere=st.integers(0, 6), first=st.integers(0, 6), clamped=st.booleans(),
-    plus=st.booleans(), crowded=st.booleans(), always=st.integers(0, 2), seed=st.integers(0, 99),
+    addend=st.booleans(), crowded=st.booleans(), shared_count=st.integers(0, 2), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 def test_any_shape(
-    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, plus: bool, crowded: bool,
-    always: int, seed: int, kernel: torch.device,
+    N: int, k: int, E: int, H: int, F: int, elsewhere: int, first: int, clamped: bool, addend: bool, crowded: bool,
+    shared_count: int, seed: int, kernel: torch.device,
 ) -> None:  # fmt: skip
     """Experts without tokens, tokens without experts, all tokens on one expert, hints that hold and that do not."""
     experts = E + elsewhere
     if moe_module.way_of(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
         N = min(N, 4)
     case = make_case(
-        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, plus=plus,
+        N, min(k, experts), E, H, F, experts=experts, first=min(first, elsewhere), clamped=clamped, addend=addend,
         device=kernel, seed=seed,
     )  # fmt: skip
     if crowded:
         case.ids[:] = case.first + E - 1
-    check(replace(case, always=min(always, E)).result(), case)
+    check(replace(case, shared_count=min(shared_count, E)).result(), case)
 
 
-@pytest.mark.parametrize("N, k, E, always", [(5, 3, 5, 2), (16, 2, 4, 1), (17, 3, 4, 2), (40, 4, 9, 1), (35, 2, 2, 2)])
-def test_experts_of_all_tokens(N: int, k: int, E: int, always: int, where: torch.device) -> None:
+@pytest.mark.parametrize(
+    "N, k, E, shared_count", [(5, 3, 5, 2), (16, 2, 4, 1), (17, 3, 4, 2), (40, 4, 9, 1), (35, 2, 2, 2)]
+)
+def test_experts_of_all_tokens(N: int, k: int, E: int, shared_count: int, where: torch.device) -> None:
     """Shared experts among the routed, as `route` has them: the first ones, behind a token's others."""
-    case = make_case(N, k, E, 48, 24, clamped=True, plus=True, device=where)
-    ids = torch.stack([torch.randperm(E - always)[: k - always] + always for _ in range(N)])
-    case.ids[:] = torch.cat([ids, torch.arange(always).expand(N, -1)], 1)
-    check(replace(case, always=always).result(), case)
+    case = make_case(N, k, E, 48, 24, clamped=True, addend=True, device=where)
+    ids = torch.stack([torch.randperm(E - shared_count)[: k - shared_count] + shared_count for _ in range(N)])
+    case.ids[:] = torch.cat([ids, torch.arange(shared_count).expand(N, -1)], 1)
+    check(replace(case, shared_count=shared_count).result(), case)
 
 
 def test_ranks_add_up(kernel: torch.device) -> None:
@@ -198,17 +200,17 @@ def test_ranks_add_up(kernel: torch.device) -> None:
     torch.testing.assert_close(total, whole.expected(), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize("addend", [False, True])
 @pytest.mark.parametrize("N, E, F", [(3, 0, 8), (3, 4, 0), (0, 4, 8)])
-def test_nothing_to_do(N: int, E: int, F: int, plus: bool, where: torch.device) -> None:
-    case = make_case(N, 2, E, 16, F, experts=4, plus=plus, device=where)
-    assert case.result().tolist() == ([[0.0] * 16] * N if case.plus is None else case.plus.tolist())
+def test_nothing_to_do(N: int, E: int, F: int, addend: bool, where: torch.device) -> None:
+    case = make_case(N, 2, E, 16, F, experts=4, addend=addend, device=where)
+    assert case.result().tolist() == ([[0.0] * 16] * N if case.addend is None else case.addend.tolist())
 
 
-@pytest.mark.parametrize("plus", [False, True])
-def test_no_pair_of_this_rank(plus: bool, where: torch.device) -> None:
-    case = make_case(3, 2, 4, 33, 24, first=9, clamped=True, plus=plus, device=where)
-    assert case.result().tolist() == ([[0.0] * 33] * 3 if case.plus is None else case.plus.tolist())
+@pytest.mark.parametrize("addend", [False, True])
+def test_no_pair_of_this_rank(addend: bool, where: torch.device) -> None:
+    case = make_case(3, 2, 4, 33, 24, first=9, clamped=True, addend=addend, device=where)
+    assert case.result().tolist() == ([[0.0] * 33] * 3 if case.addend is None else case.addend.tolist())
 
 
 def test_no_columns_but_a_bias(where: torch.device) -> None:
@@ -220,7 +222,7 @@ def test_no_columns_but_a_bias(where: torch.device) -> None:
 def test_moe_is_transformers(clamped: bool, where: torch.device) -> None:
     case = make_case(9, 3, 6, 32, 24, clamped=clamped, device=where)
     if clamped:
-        case.limit = 7.0
+        case.clamp_at = 7.0
         case.x *= 4  # so that some gates reach it
         experts: Any = GptOssExperts(GptOssConfig(num_local_experts=6, hidden_size=32, intermediate_size=24))
         gate, up = case.gate_up.chunk(2, 1)
@@ -252,10 +254,10 @@ def test_a_slot_left_out_is_caught(kernel: torch.device) -> None:
 
 
 def test_a_summand_left_out_is_caught(where: torch.device) -> None:
-    case = make_case(5, 3, 4, 32, 16, plus=True, device=where)
+    case = make_case(5, 3, 4, 32, 16, addend=True, device=where)
     check(case.result(), case)
     with pytest.raises(AssertionError, match="not close"):
-        check(replace(case, plus=None).result(), case)
+        check(replace(case, addend=None).result(), case)
 
 
 @pytest.mark.gpu
@@ -269,7 +271,9 @@ def test_a_summand_left_out_is_caught(where: torch.device) -> None:
     ],
 )  # fmt: skip
 def test_long(N: int, k: int, E: int, H: int, F: int, clamped: bool, dtype: torch.dtype) -> None:
-    case = make_case(N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, plus=True, dtype=dtype, device="cuda")
+    case = make_case(
+        N, k, E, H, F, experts=2 * E, first=E // 2, clamped=clamped, addend=True, dtype=dtype, device="cuda"
+    )
     out = case.result()
     check(out, case)
     assert torch.equal(out, case.result())  # bit by bit
@@ -349,7 +353,7 @@ def test_hopper(
     poison(monkeypatch)
     for N in (8, 3, 2, 1):  # fewer choose fewer
         case = replace(
-            case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], plus=case.plus[:N] if N > 1 else None
+            case, x=case.x[:N], ids=case.ids[:N], weights=case.weights[:N], addend=case.addend[:N] if N > 1 else None
         )
         local = torch.arange(case.first, case.first + E, device="cuda", dtype=torch.int32)
         for t in (case.gate_up, case.down, case.gate_up_bias, case.down_bias):
@@ -365,12 +369,12 @@ def test_hopper_crowded_and_empty(N: int, clamped: bool, monkeypatch: pytest.Mon
     """All tokens on one expert, once or with all their slots; all on all; one token alone here; no pair here."""
     whole = wide_case(4, 32, 4, 2880, 360, clamped)
     poison(monkeypatch)
-    case = replace(whole, x=whole.x[:N], ids=whole.ids[:N], weights=whole.weights[:N], plus=whole.plus[:N])
+    case = replace(whole, x=whole.x[:N], ids=whole.ids[:N], weights=whole.weights[:N], addend=whole.addend[:N])
     case.ids[:] = -1
-    for plus in (case.plus, None):
-        empty = replace(case, plus=plus)
+    for addend in (case.addend, None):
+        empty = replace(case, addend=addend)
         check_hopper(empty)
-        assert torch.equal(empty.result(), torch.zeros_like(case.x) if plus is None else plus)
+        assert torch.equal(empty.result(), torch.zeros_like(case.x) if addend is None else addend)
     case.ids[-1, 2] = case.first + 1
     check_hopper(case)
     case.ids[:, 2] = case.first + 3
@@ -387,7 +391,10 @@ def test_hopper_lets_nothing_pass(clamped: bool) -> None:
     """NaN of a token stays with it; a slot or a summand left out is caught."""
     case = wide_case(4, 8, 8, 512, 328, clamped)
     check_hopper(case)
-    for less in (replace(case, plus=None), replace(case, ids=case.ids.masked_fill(torch.eye(8, 4).bool().cuda(), -1))):
+    for less in (
+        replace(case, addend=None),
+        replace(case, ids=case.ids.masked_fill(torch.eye(8, 4).bool().cuda(), -1)),
+    ):
         out = less.result()
         check(out, less)
         with pytest.raises(AssertionError, match="not close"):

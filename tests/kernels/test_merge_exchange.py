@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.flash_decode import decode_parts
-from kernels.attention.split_kv import LARGE, Parts
+from kernels.attention.split_kv import LARGE, UnmergedAttention
 from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, exchange
 from kernels.peers.merge_exchange import merge_exchange
 from tests.kernels.oracle import make_case
@@ -26,7 +26,7 @@ SHAPES = {
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
-def parts_of(shape: str, rank: int, sms: int, dtype: torch.dtype, device: torch.device) -> Parts:
+def parts_of(shape: str, rank: int, sms: int, dtype: torch.dtype, device: torch.device) -> UnmergedAttention:
     """A rank's attention, before its merge; its workspace is its own."""
     s = SHAPES[shape]
     lengths = s["lengths"][rank]
@@ -49,8 +49,8 @@ def parts_of(shape: str, rank: int, sms: int, dtype: torch.dtype, device: torch.
         lse=lse,
         sms=sms,
     )
-    assert isinstance(parts, Parts)
-    return Parts(**{**parts.__dict__, "part": parts.part.clone(), "part_lse": parts.part_lse.clone()})
+    assert isinstance(parts, UnmergedAttention)
+    return UnmergedAttention(**{**parts.__dict__, "part": parts.part.clone(), "part_lse": parts.part_lse.clone()})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.mla.per_head_linear import MAX_ROWS, each_head
-from kernels.reference.per_head_linear import each_head as reference
+from kernels.mla.per_head_linear import MAX_ROWS, per_head_linear
+from kernels.reference.per_head_linear import per_head_linear as reference
 
-OPS = pytest.mark.parametrize("op", [each_head, reference], ids=["kernel", "reference"])
+OPS = pytest.mark.parametrize("op", [per_head_linear, reference], ids=["kernel", "reference"])
 
 
 def case(
@@ -42,7 +42,7 @@ def test_equals_float64(op: Any, rows: int, heads: int, wide: int, narrow: int, 
 def test_a_neighbouring_heads_matrix_is_caught(device: torch.device) -> None:
     x, weight, _ = case(2, 3, 16, 16, torch.float32, device)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(each_head(x, weight.roll(1, 0)), torch.einsum("nha,hab->nhb", x, weight))
+        torch.testing.assert_close(per_head_linear(x, weight.roll(1, 0)), torch.einsum("nha,hab->nhb", x, weight))
 
 
 @pytest.mark.gpu
@@ -50,7 +50,7 @@ def test_a_neighbouring_heads_matrix_is_caught(device: torch.device) -> None:
 @pytest.mark.parametrize("heads, wide, narrow", [(4, 512, 128), (32, 512, 128), (16, 128, 512), (3, 512, 192)])
 def test_bf16_at_real_sizes(rows: int, heads: int, wide: int, narrow: int) -> None:
     x, weight, room = case(rows, heads, wide, narrow, torch.bfloat16, torch.device("cuda"))
-    got = each_head(x, weight, room[..., :narrow])
+    got = per_head_linear(x, weight, room[..., :narrow])
     want = torch.einsum("nha,hab->nhb", x.double(), weight.double())
     # One rounding to bf16 of the result, 2^-9 of values up to 6 sqrt(512).
     torch.testing.assert_close(got.double(), want, atol=6 * 512**0.5 * 2**-9, rtol=0)

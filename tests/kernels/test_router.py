@@ -94,7 +94,7 @@ def test_experts_that_every_token_goes_to(device: torch.device) -> None:
     """They take the lowest ids, and have a weight that neither scale nor sum touches."""
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 0.5], [3.0, 0.0, 0.0, 4.0, 0.0]], device=device)
     chosen, scores = route(logits, 2, normalise=True, scale=2.5)
-    ids, weights = route(logits, 2, normalise=True, scale=2.5, always=3)
+    ids, weights = route(logits, 2, normalise=True, scale=2.5, shared_count=3)
     assert ids.tolist() == [[4, 5, 0, 1, 2], [6, 3, 0, 1, 2]]
     assert torch.equal(ids[:, :2], chosen + 3) and torch.equal(weights[:, :2], scores)
     assert (weights[:, 2:] == 1.0).all()
@@ -104,7 +104,7 @@ def test_experts_that_every_token_goes_to(device: torch.device) -> None:
     grouped: dict[str, Any] = dict(groups=4, top_groups=2, group_score=2, bias=bias, scoring="sigmoid")
     for options in (grouped, dict(scoring="top_softmax")):
         chosen, scores = route(x, 5, **options)
-        ids, weights = route(x, 5, always=1, **options)
+        ids, weights = route(x, 5, shared_count=1, **options)
         assert torch.equal(ids, torch.cat([chosen + 1, torch.zeros_like(chosen[:, :1])], 1))
         assert torch.equal(weights, torch.cat([scores, torch.ones_like(scores[:, :1])], 1))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.reference.synthetic_drafts import replay as reference
-from kernels.tokens.synthetic_drafts import replay
+from kernels.reference.synthetic_drafts import synthetic_drafts as reference
+from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_the_kernel_is_the_reference(
     B: int, n: int, acceptance: float, seed: int, vocab: int, device: torch.device
 ) -> None:
     lengths = torch.randint(0, 2**31, (B,), generator=torch.Generator().manual_seed(B))
-    mine = replay(lengths.to(device), n, acceptance, seed, vocab)
+    mine = synthetic_drafts(lengths.to(device), n, acceptance, seed, vocab)
     for a, b in zip(mine, reference(lengths, n, acceptance, seed, vocab), strict=True):
         assert a.dtype == torch.int64 and torch.equal(a.cpu(), b)
         assert a.min() >= 0 and a.max() < vocab
@@ -40,7 +40,9 @@ def test_drafts_hold_at_the_rate(acceptance: float) -> None:
 def test_a_place_has_one_fate(device: torch.device) -> None:
     """Drafted again after a rejection before it, it is the same draft and is kept or refused as before."""
     lengths = torch.tensor([10, 20], device=device)
-    tokens, outcome = replay(lengths, 6, 0.5, 0, 1000)
-    again = replay(lengths + 2, 4, 0.5, 0, 1000)
+    tokens, outcome = synthetic_drafts(lengths, 6, 0.5, 0, 1000)
+    again = synthetic_drafts(lengths + 2, 4, 0.5, 0, 1000)
     assert torch.equal(again[0], tokens[:, 2:]) and torch.equal(again[1], outcome[:, 2:])
-    assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens, replay(lengths, 6, 0.5, 1, 1000)[0])
+    assert not torch.equal(tokens[0], tokens[1]) and not torch.equal(
+        tokens, synthetic_drafts(lengths, 6, 0.5, 1, 1000)[0]
+    )

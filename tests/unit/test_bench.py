@@ -71,7 +71,7 @@ def test_ranks_beyond_the_gpus_are_played(
         spawn.measure(ranks, ["bench=comm"])
     [(count, overrides)] = started
     assert count == processes
-    assert overrides[:-1] == ["comm.backend=stand_in"] * played + ["bench=comm"]
+    assert overrides[:-1] == ["comm.backend=emulated"] * played + ["bench=comm"]
     assert overrides[-1].startswith("record=")
 
 

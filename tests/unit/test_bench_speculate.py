@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.bench.copy_prompts import GIVEN, LINES, edits
+from launch.bench.copy_prompts import GIVEN, LINES, copy_prompts
 from launch.bench.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
 from launch.inputs.compose import ROOT
 from launch.records import tables
@@ -70,7 +70,7 @@ def test_gains() -> None:
 def test_tables_of_results_and_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.speculate() == tables.edits() == [], "without a record there is no table"
-    about = {"kind": "replay", "model": "a-7b", "layout": "helix kvp=2 tpa=2 -> tpf=4 ep=1"}
+    about = {"kind": "synthetic", "model": "a-7b", "layout": "helix kvp=2 tpa=2 -> tpf=4 ep=1"}
     lines = [about | row for row in with_gains([point(0, 1000.0, 1.0), point(2, 1250.0, 2.0), FAILED], 0.5)]
     lines.append(
         {"kind": "edits", "drafting": "4", "layout": "helix kvp=4 tpa=1", "tokens_per_step": 2.5, "ttl_p50_us": 1000.0,
@@ -91,7 +91,7 @@ def test_edits_begin_a_copy_in_which_one_name_is_another(tmp_path: Path) -> None
     lines = ["def f(width: int, depth: int) -> int:", "    return width * depth + width", *["# width"] * LINES]
     (tmp_path / "long.py").write_text("\n".join(lines))
     (tmp_path / "short.py").write_text("\n".join(lines[: LINES - 1]))
-    (prompt,) = edits(7, tmp_path)
+    (prompt,) = copy_prompts(7, tmp_path)
     assert prompt["id"] == "long.py" and prompt["max_new_tokens"] == 7
     before, _, after = str(prompt["prompt"]).partition("\n\n\n# The same file with width renamed to new_width.\n")
     assert before == "\n".join(lines[:LINES])
@@ -99,5 +99,5 @@ def test_edits_begin_a_copy_in_which_one_name_is_another(tmp_path: Path) -> None
 
 
 def test_edits_of_this_repository() -> None:
-    prompts = edits(256)
-    assert prompts == edits(256) and len({prompt["id"] for prompt in prompts}) == len(prompts) >= 8
+    prompts = copy_prompts(256)
+    assert prompts == copy_prompts(256) and len({prompt["id"] for prompt in prompts}) == len(prompts) >= 8

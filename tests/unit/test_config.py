@@ -76,7 +76,7 @@ def test_the_composed_config_is_shown() -> None:
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
         ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
         ("bench.kind=all", ["bench.kind", "all", "decode"]),
-        ("speculation.drafter=oracle", ["speculation.drafter", "oracle", "none, ngram, model, replay"]),
+        ("speculation.drafter=oracle", ["speculation.drafter", "oracle", "none, ngram, model, synthetic"]),
         ("speculation.acceptance=1.5", ["speculation.acceptance", "1.5", "from 0 to 1"]),
         ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
         ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),

@@ -15,7 +15,7 @@ from comm.loopback import LoopbackWorld
 from helix import build
 from helix.attention.dense import DenseAttention
 from helix.config import Config
-from helix.errors import AlikeError
+from helix.errors import ConfigError
 from helix.kv_cache import KVCache, token_bytes
 from helix.layout import HelixLayout
 from helix.loading import read_config
@@ -23,7 +23,7 @@ from helix.models import Decoder, spec_from_config
 from helix.request import Request
 from helix.scheduler import Scheduler
 from helix.speculation import DraftModel, ModelDrafter
-from launch.inputs.preflight import DraftPlan, preflight
+from launch.inputs.preflight import CheckedDraft, preflight
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.unit.test_config import composed
 
@@ -35,7 +35,7 @@ def config(draft: Path | str, *overrides: str, target: Path | None = None) -> Co
     )  # fmt: skip
 
 
-def draft_of(config: Config, world: int) -> DraftPlan:
+def draft_of(config: Config, world: int) -> CheckedDraft:
     plans = [preflight(config, rank, world).draft for rank in range(world)]
     assert plans[0] is not None and all(p is not None and p.layout == plans[0].layout for p in plans)
     return plans[0]
@@ -145,7 +145,7 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
     first = min(wanted + sizes.speculation.gamma * max_batch, 32)
     beside = 32 * draft.pages(first, block, 32, max_batch) * draft.bytes_per_token
     if page + beside > int(free * sizes.kv.memory_fraction):
-        with pytest.raises(AlikeError, match="holds no page"):
+        with pytest.raises(ConfigError, match="holds no page"):
             build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
         return
     engine = build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
@@ -175,4 +175,4 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
         for admission in decision.admit:
             drafter.admit(admission)  # would fail if a page were missing
         for slot in scheduler.running:
-            scheduler.took(slot, True)
+            scheduler.record_token(slot, True)

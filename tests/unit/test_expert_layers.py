@@ -25,7 +25,7 @@ SPECS = {
     "few": MoESpec(experts=5, top_k=2, width=3, shared_width=5),  # the shared one also on ranks without experts
     "many": MoESpec(experts=64, top_k=1, width=10),
     "biased": MoESpec(
-        experts=6, top_k=4, width=14, scoring="top_softmax", router_bias=True, expert_bias=True, limit=0.5,
+        experts=6, top_k=4, width=14, scoring="top_softmax", router_bias=True, expert_bias=True, clamp_at=0.5,
         router="router", storage="stacked",
     ),
     "shared": MoESpec(
@@ -75,7 +75,7 @@ def expected(spec: MoESpec, x: Tensor, experts: range) -> Tensor:
         if spec.storage == "stacked":
             gate_up = x @ tensor("mlp.experts.gate_up_proj", (E, HIDDEN, 2 * F))[e]
             gate_up += tensor("mlp.experts.gate_up_proj_bias", (E, 2 * F))[e]
-            gate, up = gate_up[:, ::2].clamp(max=spec.limit), gate_up[:, 1::2].clamp(-spec.limit, spec.limit)
+            gate, up = gate_up[:, ::2].clamp(max=spec.clamp_at), gate_up[:, 1::2].clamp(-spec.clamp_at, spec.clamp_at)
             h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
             out = h @ tensor("mlp.experts.down_proj", (E, F, HIDDEN))[e]
             out += tensor("mlp.experts.down_proj_bias", (E, HIDDEN))[e]
@@ -103,7 +103,7 @@ def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: 
     spec = SPECS[name]
     layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
     x = tokens()
-    parts = torch.stack([layer(spec, layout, rank)[0](x).make() for rank in range(tpf * ep)])  # [ranks, N, H]
+    parts = torch.stack([layer(spec, layout, rank)[0](x).compute() for rank in range(tpf * ep)])  # [ranks, N, H]
     shared = dense(x, "mlp.shared_experts", spec.shared_width) if spec.shared_width else torch.zeros_like(x)
 
     ours = parts.sum(0)
@@ -111,7 +111,7 @@ def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: 
 
     # The paper's: an all-reduce inside each expert group, whose result is what its experts alone add; an all-gather of
     # the groups' results; a local sum. The shared expert, dense, is a sum over all ranks of its own.
-    routed = torch.stack([layer(replace(spec, shared_width=0), layout, r)[0](x).make() for r in range(tpf * ep)])
+    routed = torch.stack([layer(replace(spec, shared_width=0), layout, r)[0](x).compute() for r in range(tpf * ep)])
     gathered = routed.unflatten(0, (ep, tpf)).sum(1)  # [EP, N, H]
     for group in range(ep):
         assert close(gathered[group], expected(spec, x, layout.experts(group * tpf, spec.experts)))
@@ -121,9 +121,11 @@ def test_one_sum_is_what_the_paper_does_in_three_steps(name: str, tpf: int, ep: 
 @pytest.mark.parametrize("tpf, ep", GRIDS)
 def test_shared_experts_are_among_the_routed_where_all_ranks_hold_these(tpf: int, ep: int) -> None:
     layout = HelixLayout("helix", tpf * ep, 1, tpf, ep)
-    for name, always in (("shared-as-wide", 2), ("shared", 0)):
+    for name, shared_count in (("shared-as-wide", 2), ("shared", 0)):
         built = layer(SPECS[name], layout, 0)[0]
-        assert built.always == (always if ep == 1 else 0) and (built.shared is None) == (built.always > 0)
+        assert built.shared_count == (shared_count if ep == 1 else 0) and (built.shared is None) == (
+            built.shared_count > 0
+        )
 
 
 @pytest.mark.parametrize("planted", ["ids of routed experts not moved up", "a slice of the shared experts twice"])
@@ -131,19 +133,19 @@ def test_planted_errors_of_shared_experts_are_caught(planted: str, monkeypatch: 
     spec, x = SPECS["shared-as-wide"], tokens()
     built = layer(spec, HelixLayout("helix", 1, 1, 1, 1), 0)[0]
     wanted = expected(spec, x, range(spec.experts)) + dense(x, "mlp.shared_experts", spec.shared_width)
-    assert close(built(x).make(), wanted)
+    assert close(built(x).compute(), wanted)
     if planted == "ids of routed experts not moved up":
-        monkeypatch.setattr("helix.layers.moe.route", lambda *a, always, **o: route(*a, **o))
+        monkeypatch.setattr("helix.layers.moe.route", lambda *a, shared_count, **o: route(*a, **o))
     else:
         built.down[1] = built.down[0]
-    assert not close(built(x).make(), wanted)
+    assert not close(built(x).compute(), wanted)
 
 
 def test_batches_in_which_experts_get_no_token() -> None:
     x = tokens()[:1]
     for spec in SPECS.values():
         layout = HelixLayout("helix", 8, 1, 1, 8)
-        parts = [layer(replace(spec, shared_width=0), layout, rank)[0](x).make() for rank in range(8)]
+        parts = [layer(replace(spec, shared_width=0), layout, rank)[0](x).compute() for rank in range(8)]
         assert any((part == 0).all() for part in parts), "a rank without work gives zeros"
         assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
 
@@ -151,12 +153,12 @@ def test_batches_in_which_experts_get_no_token() -> None:
 def test_idle_ranks_of_medha_add_nothing() -> None:
     spec, x = SPECS["biased"], tokens()
     layout = HelixLayout("medha", 3, 2, 1, 2)
-    parts = [layer(spec, layout, rank)[0](x).make() for rank in range(6)]
+    parts = [layer(spec, layout, rank)[0](x).compute() for rank in range(6)]
     assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
     assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)))
     spec = SPECS["shared-as-wide"]
     layout = HelixLayout("medha", 3, 2, 2, 1)
-    parts = [layer(spec, layout, rank)[0](x).make() for rank in range(6)]
+    parts = [layer(spec, layout, rank)[0](x).compute() for rank in range(6)]
     assert [bool(part.any()) for part in parts] == [True, False, False, True, False, False]
     shared = dense(x, "mlp.shared_experts", spec.shared_width)
     assert close(torch.stack(parts).sum(0), expected(spec, x, range(spec.experts)) + shared)
@@ -173,7 +175,9 @@ def test_planted_errors_are_caught(planted: str) -> None:
         layers[2].gate_up.copy_(layers[2].gate_up.roll(len(layers[2].columns), 1))
     if planted == "an expert on two ranks":
         layers[2].experts = layers[0].experts
-    assert not close(torch.stack([built(x).make() for built in layers]).sum(0), expected(spec, x, range(spec.experts)))
+    assert not close(
+        torch.stack([built(x).compute() for built in layers]).sum(0), expected(spec, x, range(spec.experts))
+    )
 
 
 @pytest.mark.parametrize("tpf, ep", GRIDS)

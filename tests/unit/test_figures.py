@@ -66,13 +66,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for heads in ("8/1", "32/8") for n in (8, 128)
     ],
     "speculate": [
-        {"kind": "replay", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": batch, "length": length,
+        {"kind": "synthetic", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8,
+         "batch": batch, "length": length,
          "gamma": gamma, "gain": 1.1 + gamma / 9, "gain_at_rate": 1 + gamma / 8, "tokens_per_s_user": 70.0 + gamma}
         for batch, length in ((1, 8 * K), (32, 8 * K), (1, K * K)) for gamma in (0, 1, 4, 15)
-    ] + [{"kind": "replay", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": 8, "length": K * K,
+    ] + [{"kind": "synthetic", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": 8, "length": K * K,
           "gamma": 4, "failed": "does not fit"}],
 }  # fmt: skip
-ROWS |= {f"{name}-of-8": ROWS[name] for name in ("step", "baselines")}
+ROWS |= {f"{name}.emulated-8": ROWS[name] for name in ("step", "baselines")}
 PROVENANCE = {"device": "NVIDIA H200", "commit": "0123456789ab", "versions": {"torch": "2.11.0"}}
 
 
@@ -106,9 +107,9 @@ def test_every_axis_says_what_it_shows(name: str) -> None:
 def test_small_print_says_who_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(records_figures.Figure, "supxlabel", lambda figure, text, **style: said.append(text))
-    rows = [{**row, "played_by": 2} for row in ROWS["step-of-8"]]
-    write(tmp_path / "step-of-8.jsonl", rows, "step-of-8")
-    main(["step-of-8", "--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
+    rows = [{**row, "emulated_by": 2} for row in ROWS["step.emulated-8"]]
+    write(tmp_path / "step.emulated-8.jsonl", rows, "step.emulated-8")
+    main(["step.emulated-8", "--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
     assert said == ["2 x NVIDIA H200 that play all ranks, commit 0123456789ab"]
 
 

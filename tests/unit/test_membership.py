@@ -53,10 +53,10 @@ def test_a_gpu_too_few_is_refused(backend: str) -> None:
         choose_backend(backend, ONE_HOST, facts)
 
 
-def test_a_gpu_alone_can_stand_in_but_not_two_apart() -> None:
-    assert choose_backend("stand_in", Place(0, 1, 0, 1), [{"gpus": 1, "peers": True}]) == "stand_in"
+def test_a_gpu_alone_can_emulate_but_not_two_apart() -> None:
+    assert choose_backend("emulated", Place(0, 1, 0, 1), [{"gpus": 1, "peers": True}]) == "emulated"
     with pytest.raises(ValueError, match="reach each other's memory, or one"):
-        choose_backend("stand_in", Place(0, 2, 0, 2), [{"gpus": 2, "peers": False}] * 2)
+        choose_backend("emulated", Place(0, 2, 0, 2), [{"gpus": 2, "peers": False}] * 2)
 
 
 def test_ranks_of_two_hosts_are_no_peers() -> None:

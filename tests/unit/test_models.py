@@ -77,7 +77,7 @@ def test_mixtral() -> None:
 def test_gpt_oss() -> None:
     s = spec(GptOssConfig(), "GptOssForCausalLM")
     assert s.sinks and s.qkv_bias and s.output_bias and s.head_dim == 64 and s.windows == (128, None) * 18
-    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.limit) == (128, 4, 7.0)
+    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.clamp_at) == (128, 4, 7.0)
     assert s.moe.storage == "stacked" and not s.rope.scaling["truncate"]
     packed = spec(GptOssConfig(), "GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"})
     assert packed.moe is not None and packed.moe.storage == "mxfp4"

@@ -53,10 +53,10 @@ def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
 
 def test_a_good_plan(model: Path, prompts: Path) -> None:
     plan(model, prompts, "layout.tpa=3", world=6)
-    plan(model, prompts, "speculation=replay", "bench=decode")
-    plan(model, prompts, "speculation=replay", "model.load=random")
-    plan(model, prompts, "comm=stand_in", "bench=decode", "layout.tpa=3")
-    plan(model, prompts, "comm=stand_in", "bench=decode", world=1)
+    plan(model, prompts, "speculation=synthetic", "bench=decode")
+    plan(model, prompts, "speculation=synthetic", "model.load=random")
+    plan(model, prompts, "comm=emulated", "bench=decode", "layout.tpa=3")
+    plan(model, prompts, "comm=emulated", "bench=decode", world=1)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("layout.mode=ring",), 2, ["layout.mode='ring'", "helix, tp, medha"]),
         (("layout.mode=tp",), 2, ["layout.kvp=2", "mode=helix"]),
         (("comm.backend=mpi",), 2, ["comm.backend='mpi'"]),
-        (("comm=stand_in", "layout.tpa=3"), 2, ["comm.backend=stand_in", "tokens mean nothing", "bench=decode"]),
-        (("comm=stand_in", "bench=decode"), 2, ["comm.backend=stand_in", "2 processes", "helix kvp=2 tpa=1"]),
-        (("comm=stand_in", "bench=decode", "layout.tpa=3"), 3, ["3 processes", "start 2 at most"]),
-        (("speculation=replay",), 2, ["speculation.drafter=replay", "not the model's", "bench=decode"]),
+        (("comm=emulated", "layout.tpa=3"), 2, ["comm.backend=emulated", "tokens mean nothing", "bench=decode"]),
+        (("comm=emulated", "bench=decode"), 2, ["comm.backend=emulated", "2 processes", "helix kvp=2 tpa=1"]),
+        (("comm=emulated", "bench=decode", "layout.tpa=3"), 3, ["3 processes", "start 2 at most"]),
+        (("speculation=synthetic",), 2, ["speculation.drafter=synthetic", "not the model's", "bench=decode"]),
         (("decode.prompts=null",), 2, ["nothing to do", "decode.prompts", "bench=decode"]),
         (("model.path=null",), 2, ["no model", "model.path=DIR"]),
         (("decode.temperature=-1",), 2, ["decode: ", "temperature = -1", ">= 0"]),

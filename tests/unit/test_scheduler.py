@@ -13,7 +13,7 @@ from helix.kv_cache import Placement
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Decision, Pace, Scheduler, Segment
+from helix.scheduler import Decision, Scheduler, Segment, StepPlan
 
 GREEDY, DRAWN, FILTERED = SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_k=5)
 
@@ -186,7 +186,7 @@ class Ranks:
         if not row.ended:
             row.taken += 1
             row.ended = row.taken == min(new, stops)
-            self.scheduler.took(slot, row.ended)
+            self.scheduler.record_token(slot, row.ended)
 
 
 def serve(workload: Workload, tampered: Callable[[Decision], Decision] = lambda decision: decision) -> Ranks:
@@ -259,9 +259,9 @@ def test_drafts_have_room_behind_the_last_token() -> None:
 def test_a_run_of_steps_goes_at_its_pace() -> None:
     """Steps of three tokens: so many as the first to end needs, unless the pace says fewer."""
     asked: list[int] = []
-    paces = [Pace(4, 3.0), Pace(4, 3.0, 2, (4, 1)), Pace(0)]
+    paces = [StepPlan(4, 3.0), StepPlan(4, 3.0, 2, (4, 1)), StepPlan(0)]
 
-    def pace(rows: int) -> Pace:
+    def pace(rows: int) -> StepPlan:
         asked.append(rows)
         return paces[len(asked) - 1]
 

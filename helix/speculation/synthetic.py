@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
-from kernels.tokens.synthetic_drafts import replay
+from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 
-class ReplayDrafter(Drafter):
+class SyntheticDrafter(Drafter):
     """Stands for drafts of a known quality where weights are random, and nothing that is drawn means anything.
 
     Args:
@@ -24,5 +24,5 @@ class ReplayDrafter(Drafter):
         self.vocab = vocab
 
     def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        tokens, outcome = replay(state.lengths[:rows], drafts, self.acceptance, self.seed, self.vocab)
+        tokens, outcome = synthetic_drafts(state.lengths[:rows], drafts, self.acceptance, self.seed, self.vocab)
         return Draft(tokens, outcome=outcome)
