@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -24,23 +26,46 @@ ALLOWED = {
 # Of others, kernels may import these alone.
 KERNELS_LIBRARIES = {"torch", "triton"}
 
-# Inside helix, a module imports only from ranks before its own (or from its own package).
-HELIX_ORDER = [
-    {"layout", "config", "graphs", "files"},
-    {"kv_cache", "sampling"},
-    {"request", "step"},
-    {"attention", "text", "scheduler"},
-    {"layers"},
-    {"models"},
-    {"loading", "speculation"},
-    {"timings"},
-    {"model_runner"},
-    {"autotune"},
-    {"engine"},
-    {"simulate"},
-]
+# Inside a package, a room (a folder, or a file beside the folders) imports only from levels before its own, or itself.
+LEVELS = {
+    "kernels": [
+        {"dispatch", "overlap", "sm90", "reference"},
+        {"attention"},
+        {"mla", "peers"},
+        {"dense", "tokens"},
+        {"moe"},
+    ],
+    "helix": [
+        {"config", "errors", "files", "graphs", "layout"},
+        {"kv_cache", "sampling"},
+        {"request", "step"},
+        {"attention", "scheduler", "text"},
+        {"layers"},
+        {"models"},
+        {"loading", "speculation"},
+        {"timings"},
+        {"model_runner"},
+        {"autotune"},
+        {"engine"},
+        {"build"},
+        {"simulate"},
+    ],
+    "launch": [{"inputs"}, {"job"}, {"measure"}, {"bench"}, {"records"}],
+}
+COMMANDS = len(LEVELS["launch"])  # the level of files beside launch's rooms: what one types
 # Imports that take seconds, and that rank 0 alone needs.
 LATE = {"transformers", "tokenizers", "tomllib"}
+
+
+def sources(*more: str) -> list[Path]:
+    return [ROOT / "torchrun_entry.py", *(f for p in (*OURS[:-1], *more) for f in sorted((ROOT / p).rglob("*.py")))]
+
+
+def name_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+MODULES = {name_of(str(f.relative_to(ROOT))) for f in sources("tests")}
 
 
 def imports(tree: ast.AST) -> list[tuple[str, bool]]:
@@ -52,19 +77,29 @@ def imports(tree: ast.AST) -> list[tuple[str, bool]]:
             found += [(alias.name, node in inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where things come from"
-            found.append((node.module or "", node in inside))
+            modules = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES
+            names = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
+            found += [
+                (module, node in inside) for module in (*sorted(modules), *([node.module or ""] if names else []))
+            ]
     return found
 
 
-def helix_rank(module: str) -> int:
-    return next(i for i, names in enumerate(HELIX_ORDER) if module in names)
+def level_of(module: str) -> int | None:
+    """The level of a module in its package; None where it lies in no room."""
+    package, _, rest = module.partition(".")
+    room = rest.partition(".")[0]
+    found = next((i for i, rooms in enumerate(LEVELS[package]) if room in rooms), None)
+    return COMMANDS if found is None and package == "launch" and "." not in rest else found
 
 
 def violations(path: str, source: str) -> list[str]:
     """What is wrong with the imports of the file at `path` (relative to the root)."""
-    parts = Path(path).with_suffix("").parts
-    package = parts[0]
+    mine = name_of(path)
+    package, _, rest = mine.partition(".")
     problems = []
+    if package in LEVELS and rest and level_of(mine) is None:
+        problems.append(f"{path} lies in no room of {package}: {LEVELS[package]}")
     for module, late in imports(ast.parse(source)):
         top = module.split(".")[0]
         if late and top not in LATE:
@@ -73,15 +108,14 @@ def violations(path: str, source: str) -> list[str]:
             problems.append(f"{path} imports {module}: {package} may import {sorted(ALLOWED[package])}")
         if package == "kernels" and top not in OURS and top not in KERNELS_LIBRARIES | sys.stdlib_module_names:
             problems.append(f"{path} imports {module}: kernels may import {sorted(KERNELS_LIBRARIES)}")
-        if package == "helix" and top == "helix" and len(parts) > 1 and parts[1] != "__init__":
-            other = module.split(".")[1]
-            if other != parts[1] and helix_rank(other) >= helix_rank(parts[1]):
+        if package in LEVELS and top == package and rest and "." in module and not problems:
+            same = module.split(".")[1] == mine.split(".")[1]
+            theirs, own = level_of(module), level_of(mine)
+            if theirs is None or own is None:
+                problems.append(f"{path} imports {module}, which lies in no room")
+            elif not same and (theirs > own or (theirs == own and own != COMMANDS)):
                 problems.append(f"{path} imports {module}, which does not come before it")
     return problems
-
-
-def sources() -> list[Path]:
-    return [ROOT / "torchrun_entry.py", *(f for p in OURS[:-1] for f in sorted((ROOT / p).rglob("*.py")))]
 
 
 def test_imports_point_one_way() -> None:
@@ -94,26 +128,107 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     "path, source",
     [
-        ("kernels/x.py", "import comm.base"),
-        ("kernels/x.py", "import numpy"),
+        ("kernels/x.py", "import torch"),
+        ("kernels/moe/x.py", "import comm.base"),
+        ("kernels/moe/x.py", "import numpy"),
+        ("kernels/attention/x.py", "from kernels.peers.mailbox import turn"),
+        ("kernels/peers/x.py", "from kernels.mla import decode"),
         ("comm/x.py", "from helix.layout import HelixLayout"),
-        ("helix/x.py", "import launch"),
+        ("helix/engine.py", "import launch"),
         ("helix/layout.py", "from helix.engine import Engine"),
         ("helix/layers/x.py", "from helix.models import Decoder"),
         ("helix/step.py", "def f():\n    import helix.kv_cache"),
+        ("launch/inputs/x.py", "from launch.job import spawn"),
+        ("launch/measure/x.py", "from launch.bench.clock import seconds"),
+        ("launch/records/x.py", "from launch.plan import main"),
+        ("launch/new/x.py", "import torch"),
         ("torchrun_entry.py", "from helix.config import Config"),
     ],
 )
 def test_violations_are_found(path: str, source: str) -> None:
-    if path.startswith("helix/x"):
-        path = path.replace("/x", "/engine")
     assert violations(path, source)
 
 
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    edges = {
+        name_of(str(f.relative_to(ROOT))): {m for m, _ in imports(ast.parse(f.read_text())) if m in MODULES}
+        for f in sources()
+    }
+    assert sum(map(len, edges.values())) > 300
+    assert cycle(edges) == []
+    assert cycle(edges | {"kernels.dispatch": {"launch.run"}}) != []
+
+
+def private_names(path: str, source: str) -> Iterator[str]:
+    """Names with _ that a file takes from another of ours; Triton's kernels, which tests compile, apart."""
+    tree = ast.parse(source)
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in MODULES:
+                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                elif alias.name.startswith("_"):
+                    yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname: alias.name for alias in node.names if alias.asname and alias.name in MODULES}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            if node.attr.startswith("_") and not node.attr.startswith("__"):
+                yield f"{modules[node.value.id]}.{node.attr}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, _, name = node.value.rpartition(".")
+            if module in MODULES and name.startswith("_"):
+                yield node.value
+
+
+def is_tests_kernel(path: str, name: str) -> bool:
+    return path.startswith("tests/") and name.endswith("_kernel")
+
+
+def test_nobody_takes_a_private_name_of_another_file() -> None:
+    found = []
+    for file in sources("tests"):
+        path = str(file.relative_to(ROOT))
+        found += [f"{path}: {n}" for n in private_names(path, file.read_text()) if not is_tests_kernel(path, n)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kernels.peers.exchange import _exchange_kernel",
+        "from kernels.peers import exchange\nexchange._exchange_kernel",
+        "import kernels.peers.exchange as other\nother._exchange_kernel",
+        'patch("kernels.peers.exchange._exchange_kernel")',
+    ],
+)
+def test_private_names_are_found(source: str) -> None:
+    assert list(private_names("launch/x.py", source)) == ["kernels.peers.exchange._exchange_kernel"]
+
+
 def test_kernels_package_is_cheap_and_unversioned() -> None:
-    tree = ast.parse((ROOT / "kernels/__init__.py").read_text())
-    assert imports(tree) == []
-    assert "__version__" not in ast.dump(tree)
+    for file in ROOT.glob("kernels/**/__init__.py"):
+        tree = ast.parse(file.read_text())
+        assert imports(tree) == [], file
+        assert "__version__" not in ast.dump(tree)
+
+
+def test_every_room_is_a_package_that_is_installed() -> None:
+    """A folder without `__init__.py`, or one that pyproject.toml does not list, would be missed by an installation."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted({name_of(str(f.parent.relative_to(ROOT))) for f in sources()[1:]})
+    assert all((ROOT / package.replace(".", "/") / "__init__.py").is_file() for package in listed)
 
 
 def test_transformers_imports_beside_our_kernels(tmp_path: Path) -> None:
