@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,15 +26,20 @@ from launch.inputs.parts import load_tokenizer, weights_of
 from launch.inputs.place import Place, gpu_facts, gpu_name
 from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
-from launch.job import decode, spawn
+from launch.job import spawn
 from launch.job.membership import Job
 from launch.job.report import Console, Phases, write_record
 from launch.job.spawn import REFUSED
-from launch.measure.collectives import time_collectives
-from launch.measure.hopb import ablate
-from launch.measure.prefill import time_prompts
-from launch.measure.steps import time_steps
+from launch.job.task import Done, Task
 
+# By bench.kind, the module whose `run` is the work of a job. A job imports its own alone: decoding needs no benchmark.
+WORK = {
+    "none": "launch.job.decode",
+    "comm": "launch.measure.collectives",
+    "decode": "launch.measure.steps",
+    "hopb": "launch.measure.hopb",
+    "prefill": "launch.measure.prefill",
+}
 BACKENDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}
 
 
@@ -109,11 +114,7 @@ def _run_rank(job: Job, config: Config) -> int:
     console = Console(plan, job)
     phases.mark("connect")
 
-    measured: dict[str, Any]
-    refused = 0
-    if config.bench.kind == "comm":
-        measured = {"collectives": time_collectives(comm)}
-    else:
+    def load() -> tuple[Decoder, DraftModel | None]:
         model = _load(plan, config.model, config.seed, comm, console)
         draft = None
         if plan.draft is not None:
@@ -121,14 +122,10 @@ def _run_rank(job: Job, config: Config) -> int:
             draft = DraftModel(own, plan.draft.layout, comms[1])
         comm.barrier()
         phases.mark("load")
-        if config.bench.kind == "decode":
-            measured = time_steps(plan, comm, model, draft, console)
-        elif config.bench.kind == "hopb":
-            measured = {"hopb": ablate(plan, comm, model, job.backend, console)}
-        elif config.bench.kind == "prefill":
-            measured = time_prompts(plan, comm, model, console)
-        else:
-            measured, refused = decode.decode(plan, comm, model, draft, tokenizer, results, console)
+        return model, draft
+
+    work: Callable[[Task], Done] = import_module(WORK[config.bench.kind]).run
+    measured, refused = work(Task(plan, comm, job.backend, load, tokenizer, results, console))
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()
     if job.leads and config.record is not None:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from comm.base import Communicator
 from helix.build import build_engine
 from helix.engine import Engine
-from helix.models import Decoder
 from helix.request import Output, Request
-from helix.speculation import DraftModel
-from launch.inputs.preflight import CheckedRun
-from launch.inputs.prompts import ResultFile, to_request
-from launch.job.report import Console, summary
+from launch.inputs.prompts import to_request
+from launch.job.report import summary
+from launch.job.task import Done, Task
 
 
-def decode(
-    plan: CheckedRun,
-    comm: Communicator,
-    model: Decoder,
-    draft: DraftModel | None,
-    tokenizer: Any | None,
-    results: ResultFile | None,
-    console: Console,
-) -> tuple[dict[str, Any], int]:
-    """Serves the plan's prompts on all ranks; returns what the record says of it, and how many were refused.
-
-    Args:
-        results: where they go; on rank 0 alone.
-    """
+def run(task: Task) -> Done:
+    """Serves the plan's prompts on all ranks."""
+    plan, comm, tokenizer, results, console = task.plan, task.comm, task.tokenizer, task.results, task.console
+    model, draft = task.load()
     config = plan.config
     requests, refusals = [], []
     if results is not None:

@@ -20,6 +20,7 @@ from comm.symm_mem import ONE_SHOT_SENT
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import share
 from kernels.peers.all_reduce_norm import SLICE_WORDS
+from launch.job.task import Done, Task
 
 DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
@@ -27,6 +28,10 @@ NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64))]  # t
 GATHERS = [1, 8, 64]  # tokens
 IN_A_ROW = 20
 BARS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
+
+
+def run(task: Task) -> Done:
+    return {"collectives": time_collectives(task.comm)}, 0
 
 
 def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
-from launch.job.report import Console
+from launch.job.task import Done, Task
 from launch.measure.points import at_each, engine_at
 from launch.measure.steps import fill
 
@@ -39,16 +39,16 @@ UNIT_S = 200e-6  # long beside the launch of a kernel
 MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
 
 
-def ablate(
-    plan: CheckedRun, comm: Communicator, model: Decoder, backend: str, console: Console
-) -> list[dict[str, Any]]:
+def run(task: Task) -> Done:
     """Rows of all kinds, the steps at each of `bench.points` that fits; a collective.
 
     Raises:
         ConfigError: the only point does not fit.
     """
+    plan, comm = task.plan, task.comm
+    model, _ = task.load()
     done = count()
-    with console.progress("hopb", len(plan.config.bench.points)) as advance:
+    with task.console.progress("hopb", len(plan.config.bench.points)) as advance:
 
         def measure(batch: int, length: int) -> list[dict[str, Any]]:
             advance(next(done))
@@ -58,8 +58,8 @@ def ablate(
         advance(next(done))
     rows += [row for batch in (MLA_BATCHES if comm.capturable else (2,)) for row in _mla(comm, batch)]
     for row in rows:
-        row["backend"] = backend
-    return rows + delays(comm.device)
+        row["backend"] = task.backend
+    return {"hopb": rows + delays(comm.device)}, 0
 
 
 def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:

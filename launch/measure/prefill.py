@@ -7,21 +7,20 @@ from typing import Any
 
 import torch
 
-from comm.base import Communicator
 from helix.engine import Engine
-from helix.models import Decoder
 from helix.request import Request
-from launch.inputs.preflight import CheckedRun
-from launch.job.report import Console
+from launch.job.task import Done, Task
 from launch.measure.points import at_each, engine_at
 
 
-def time_prompts(plan: CheckedRun, comm: Communicator, model: Decoder, console: Console) -> dict[str, Any]:
+def run(task: Task) -> Done:
     """Seconds from a prompt to its first token at each of `bench.points`, on rank 0.
 
     Raises:
         ConfigError: the only point is beyond the model's context, or its cache does not fit.
     """
+    plan, comm = task.plan, task.comm
+    model, _ = task.load()
     generator = torch.Generator().manual_seed(plan.config.seed)
 
     def measure(batch: int, length: int) -> list[dict[str, Any]]:
@@ -30,7 +29,7 @@ def time_prompts(plan: CheckedRun, comm: Communicator, model: Decoder, console: 
         short = [Request("warm-up", tuple(ids[0, : min(length, 2 * plan.config.decode.prefill_chunk)].tolist()), 1)]
         _serve(engine, short)  # compiles kernels, opens connections
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
-        with console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
+        with task.console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
             engine.on_prefill = lambda done, _: advance(done)
             comm.barrier()
             begin = time.perf_counter()
@@ -39,7 +38,7 @@ def time_prompts(plan: CheckedRun, comm: Communicator, model: Decoder, console: 
         engine.close()
         return [{"batch": batch, "length": length, "prefill_s": seconds, "tokens_per_s": batch * length / seconds}]
 
-    return {"points": at_each(plan, comm, measure)}
+    return {"points": at_each(plan, comm, measure)}, 0
 
 
 def _serve(engine: Engine, requests: list[Request]) -> None:

@@ -25,6 +25,7 @@ from helix.step import PAST
 from helix.timings import Timings
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
+from launch.job.task import Done, Task
 from launch.measure.points import at_each, engine_at, gammas
 
 WARM_UP = 4
@@ -32,18 +33,18 @@ NAME = 100  # characters of a kernel's name that are kept
 LONGEST = 4  # kernels whose times on all ranks are kept
 
 
-def time_steps(
-    plan: CheckedRun, comm: Communicator, model: Decoder, draft: DraftModel | None, console: Console
-) -> dict[str, Any]:
+def run(task: Task) -> Done:
     """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
 
     Raises:
         ConfigError: the only point is beyond the model's context, or its cache does not fit.
     """
+    plan, comm = task.plan, task.comm
+    model, draft = task.load()
     found: list[dict[str, Any]] = []
-    for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, console)):
+    for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, task.console)):
         found += [row | {"gamma": gamma} for gamma in gammas(plan.config)] if "failed" in row else [row]
-    return {"points": found}
+    return {"points": found}, 0
 
 
 def _time_point(

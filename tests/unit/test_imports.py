@@ -169,6 +169,29 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycle(edges | {"kernels.dispatch": {"launch.run"}}) != []
 
 
+def test_a_plain_decode_imports_no_benchmark() -> None:
+    """From the entry to the work of bench=none; other kinds of work are imported by name, each where it is done."""
+    tree = ast.parse((ROOT / "launch/run.py").read_text())
+    (table,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "WORK"]
+    work = ast.literal_eval(table)
+    assert set(work) == {file.stem for file in (ROOT / "conf/bench").glob("*.yaml")}
+    assert all(module in MODULES and "run" in definitions(module) for module in work.values()), work
+    reached, todo = set(), ["launch.run", work["none"]]
+    while todo:
+        module = todo.pop()
+        reached.add(module)
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        path = path if path.is_file() else path.with_suffix("") / "__init__.py"
+        todo += {m for m, _ in imports(ast.parse(path.read_text())) if m in MODULES} - reached
+    assert {".".join(m.split(".")[:2]) for m in reached} & {"launch.measure", "launch.bench", "launch.records"} == set()
+    assert "helix.engine" in reached and "kernels.attention.flash_decode" in reached
+
+
+def definitions(module: str) -> set[str]:
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 def private_names(path: str, source: str) -> Iterator[str]:
     """Names with _ that a file takes from another of ours; Triton's kernels, which tests compile, apart."""
     tree = ast.parse(source)
