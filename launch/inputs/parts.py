@@ -12,11 +12,11 @@ from comm.emulated import PROCESSES
 from comm.loopback import LoopbackWorld
 from helix.attention.dense import DenseAttention
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
+from helix.files import read_json
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_spec_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
-from launch.inputs.preflight import check_tokenizer_files
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
@@ -69,6 +69,12 @@ def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: 
 
 def has_tokenizer(config: ModelConfig) -> bool:
     return config.path is not None and os.path.lexists(Path(config.path) / "tokenizer.json")
+
+
+def check_tokenizer_files(config: ModelConfig) -> None:
+    """Raises ValueError where one is no JSON object; transformers passes over what is no regular file."""
+    for file in sorted(Path(str(config.path)).glob("*token*.json")) if has_tokenizer(config) else ():
+        read_json(file)
 
 
 def load_tokenizer(config: Config) -> Any | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from comm import emulated
-from helix.config import Config, ModelConfig, check
+from helix.config import Config, check
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint
@@ -17,7 +17,14 @@ from helix.models import DecoderSpec
 from helix.speculation import check_draft
 from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
-from launch.inputs.parts import has_tokenizer, make_checkpoint, make_draft_layout, make_layout, make_spec
+from launch.inputs.parts import (
+    check_tokenizer_files,
+    has_tokenizer,
+    make_checkpoint,
+    make_draft_layout,
+    make_layout,
+    make_spec,
+)
 from launch.inputs.place import Place, choose_backend
 from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
 
@@ -206,9 +213,3 @@ def _prompts(config: Config) -> list[Prompt]:
             why = f"model.path={config.model.path} has no tokenizer.json"
         raise ValueError(f'{config.decode.prompts} holds text, but {why}: use "prompt_ids"')
     return prompts
-
-
-def check_tokenizer_files(config: ModelConfig) -> None:
-    """Raises ValueError where one is no JSON object; transformers passes over what is no regular file."""
-    for file in sorted(Path(str(config.path)).glob("*token*.json")) if has_tokenizer(config) else ():
-        read_json(file)

@@ -20,17 +20,6 @@ from launch.inputs.compose import composed, sweep_points
 from launch.records.tables import PAGES, with_tables
 
 ROOT = Path(__file__).parents[2]
-# Named by the pages, and there once files have moved: to be deleted then.
-COMING = {
-    "comm/emulated.py", "comm/pending.py", "helix/build.py", "helix/model_runner.py",
-    "kernels/attention/", "kernels/dense/", "kernels/mla/", "kernels/moe/", "kernels/peers/", "kernels/tokens/",
-    "kernels/dispatch.py", "kernels/overlap.py",
-    "launch/bench/", "launch/inputs/", "launch/job/", "launch/records/",
-    "tests/dist/test_emulated.py", "tests/kernels/test_emulated_boxes.py", "tests/kernels/test_experts.py",
-    "tests/kernels/test_per_head_linear.py", "tests/kernels/test_router.py", "tests/kernels/test_synthetic_drafts.py",
-    ".4gpu.", ".emulated-8.", "-of-8.png",
-    "comm=emulated", "speculation=synthetic", "launch.tables", "launch.bench.correctness",
-}  # fmt: skip
 ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 FOLDERS = "assets|benchmarks|comm|conf|docs|helix|kernels|launch|tests"
@@ -62,10 +51,6 @@ def commands(page: str) -> Iterator[tuple[str, bool]]:
                 yield " ".join(command.split()), NEEDS.search(line) is None
 
 
-def known(text: str) -> bool:
-    return not any(name in text for name in COMING)
-
-
 def test_the_readme_is_short() -> None:
     assert len(read("README.md").splitlines()) <= 110
 
@@ -84,8 +69,6 @@ def test_links_lead_somewhere(page: str) -> None:
     dead = []
     for link, anchor in LINK.findall(read(page)):
         target = ((ROOT / page).parent / link).resolve() if link else ROOT / page
-        if not known(link):
-            continue
         if not target.exists():
             dead.append(link)
         elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
@@ -98,7 +81,7 @@ def test_paths_are_there(page: str) -> None:
     prose = re.sub(r"<!-- table .*?<!-- end -->|^```.*?^```", "", read(page), flags=re.M | re.S)
     named = {path for code in re.findall(r"`([^`]+)`", prose) for path in PATH.findall(code)}
     named |= {path for command, _ in commands(page) for path in PATH.findall(command)}
-    assert not [p for p in named if known(p) and not PLACEHOLDER.search(p) and not list(ROOT.glob(p))]
+    assert not [p for p in named if not PLACEHOLDER.search(p) and not list(ROOT.glob(p))]
 
 
 @pytest.mark.parametrize("page", DOCS)
@@ -109,7 +92,7 @@ def test_words_are_plain(page: str) -> None:
 def test_each_figure_is_shown_once() -> None:
     shown = Counter(Path(link).name for page in DOCS for link, _ in LINK.findall(read(page)) if link.endswith(".png"))
     drawn = {file.name for folder in ("assets", "benchmarks/figures") for file in (ROOT / folder).rglob("*.png")}
-    assert {name for name in drawn ^ set(shown) if known(name)} == set()
+    assert drawn == set(shown)
     assert set(shown.values()) == {1}
 
 
@@ -139,8 +122,6 @@ def test_commands_are_understood(
     """Runs compose, programs have the options, quick ones that need no GPU are run, paths and targets exist."""
     monkeypatch.chdir(ROOT)
     for command, quick in commands(page):
-        if not known(command):
-            continue
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
         if any(name in command for name in RUNS):
             at = max(i for i, word in enumerate(words) if any(word == name.split()[-1] for name in RUNS))
