@@ -48,6 +48,7 @@ LEVELS = {
         {"autotune"},
         {"engine"},
         {"build"},
+        {"llm"},
         {"simulate"},
     ],
     "launch": [{"inputs"}, {"job"}, {"measure"}, {"bench"}, {"records"}],

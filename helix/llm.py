@@ -1,0 +1,262 @@
+"""Decoding from Python: `LLM("DIR", kvp=2).generate(["text"])`, inside ranks or from a process that has none.
+
+Where a launcher has started this process as a rank (`RANK` is set), every rank makes an LLM and calls `generate` alike.
+Elsewhere the LLM starts the ranks itself: processes of this host, which end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.attention.dense import DenseAttention
+from helix.build import build_engine
+from helix.config import Config, ModelConfig
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, read_config
+from helix.models import Decoder, spec_from_config
+from helix.request import Output, Request
+from helix.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+START_S = 300.0  # for all ranks to have loaded the model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every rank is told; attributes as of `LLM`."""
+
+    path: str
+    layout: HelixLayout
+    dtype: str
+    max_batch: int
+    max_length: int
+    timeout_s: float
+
+
+class LLM:
+    """A checkpoint over the ranks of a layout; usable as a context, which closes it.
+
+    Args:
+        path: Hugging Face checkpoint directory.
+        kvp, tpa, ep: widths of the layout, as in `HelixLayout`; kvp x tpa ranks, GPUs where there are as many.
+        dtype: float32, bfloat16, float16, or auto: the checkpoint's on GPUs, float32 on CPUs.
+        max_batch: sequences at a time; more prompts wait.
+        max_length: the most tokens of one sequence, prompt and new ones.
+        timeout_s: deadline of each collective, seconds.
+
+    Raises:
+        ValueError: the checkpoint, the layout and this machine do not fit each other.
+        RuntimeError: a rank could not start.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        kvp: int = 1,
+        tpa: int = 1,
+        ep: int = 1,
+        dtype: str = "auto",
+        max_batch: int = 8,
+        max_length: int = 8192,
+        timeout_s: float = 300.0,
+    ) -> None:
+        layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
+        spec = spec_from_config(read_config(Path(path)))
+        layout.check_heads(spec.q_heads, spec.kv_heads)
+        settings = Settings(str(path), layout, dtype, max_batch, min(max_length, spec.max_positions), timeout_s)
+        self._ranks: list[Any] = []
+        self._local: Rank | None = None
+        if "RANK" in os.environ:
+            world = int(os.environ["WORLD_SIZE"])
+            if world != layout.world_size:
+                raise ValueError(f"kvp*tpa = {kvp}*{tpa} = {layout.world_size} ranks, but {world} were started")
+            self._local = Rank(settings, int(os.environ["RANK"]))
+            return
+        context = mp.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store  # for as long as the ranks live
+        for rank in range(layout.world_size):
+            connection = theirs if rank == 0 else None
+            process = context.Process(target=serve, args=(settings, rank, store.port, connection), daemon=True)
+            process.start()
+            self._ranks.append(process)
+        theirs.close()
+        self._answer(START_S)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> list[Output]:
+        """Continues prompts, texts or token ids; greedy unless a temperature says otherwise.
+
+        Returns:
+            What became of each prompt, in order, with `output_ids`, `text` and `finish_reason`; one that was refused
+            has `finish_reason="error"` and a `reason`. Inside ranks: on rank 0, and nothing on the others.
+
+        Raises:
+            ValueError: a sampling parameter is out of range.
+            RuntimeError: a rank failed; the LLM is closed.
+        """
+        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        asked = list(prompts), max_new_tokens, sampling, tuple(stop)
+        if self._local is not None:
+            return self._local.generate(*asked)
+        if not self._ranks:
+            raise RuntimeError("this LLM is closed: make a new one")
+        self._connection.send(asked)
+        outputs: list[Output] = self._answer(None)
+        return outputs
+
+    def close(self) -> None:
+        """Ends the ranks, or this rank's part; a second call does nothing."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+        for process in self._ranks:
+            process.terminate()
+        for process in self._ranks:
+            process.join()
+        self._ranks = []
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self, timeout_s: float | None) -> Any:
+        """What rank 0 sends; a rank that ends first, or its error, is raised here."""
+        ready = wait([self._connection, *(process.sentinel for process in self._ranks)], timeout_s)
+        why = f"the ranks did not start within {timeout_s} s"
+        if self._connection in ready:
+            try:
+                failed, answer = self._connection.recv()
+            except EOFError:
+                failed, answer = True, "rank 0 ended"
+            if not failed:
+                return answer
+            why = str(answer)
+        elif ready:
+            ended = [(rank, p.exitcode) for rank, p in enumerate(self._ranks) if p.sentinel in ready]
+            why = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended)
+        self.close()
+        raise RuntimeError(f"the LLM's ranks failed: {why}")
+
+
+class Rank:
+    """One rank's part of an LLM; the process group is that of the environment, or already there."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        layout = settings.layout
+        world, gpus = layout.world_size, torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        device = torch.device("cuda", local) if gpus >= here else torch.device("cpu")
+        kind: type[TorchDistCommunicator] = TorchDistCommunicator
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+            others = [r for r in range(here) if r != local]
+            if here == world > 1 and all(torch.cuda.can_device_access_peer(local, r) for r in others):
+                kind = SymmMemCommunicator
+        timeout = timedelta(seconds=settings.timeout_s)
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            bound = device if device.type == "cuda" else None
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, device_id=bound)
+        self._comm = kind(layout.kvp_groups(), device, timeout)
+        checkpoint = Checkpoint(Path(settings.path))
+        spec = checkpoint.with_head(spec_from_config(read_config(checkpoint.path)))
+        name = settings.dtype if settings.dtype != "auto" else spec.dtype if device.type == "cuda" else "float32"
+        model = Decoder(spec, layout, self._comm, DenseAttention(), getattr(torch, name), device)
+        checkpoint.check(model.weights.slices, spec.unused)
+        checkpoint.load(model.weights)
+        self._tokenizer = tokenizer_of(checkpoint.path) if rank == 0 else None
+        config = Config(model=ModelConfig(path=settings.path))
+        wanted = settings.max_batch * settings.max_length
+        self._engine: Engine = build_engine(
+            layout, self._comm, model, config, settings.max_batch, wanted, self._tokenizer
+        )
+
+    def generate(
+        self, prompts: list[Prompt], max_new_tokens: int, sampling: SamplingParams, stop: tuple[str, ...]
+    ) -> list[Output]:
+        """As `LLM.generate`; a collective call, of which rank 0's prompts count."""
+        requests: list[Request] = []
+        if self._comm.rank == 0:
+            for i, prompt in enumerate(prompts):
+                if isinstance(prompt, str):
+                    if self._tokenizer is None:
+                        raise ValueError("the checkpoint has no tokenizer.json: give token ids instead of text")
+                    prompt = self._tokenizer(prompt)["input_ids"]
+                requests.append(Request(i, prompt, max_new_tokens, sampling, stop))
+        ended = {o.id: o for o in self._engine.generate(requests) if o.finish_reason is not None}
+        return [ended[i] for i in range(len(requests))]
+
+    def close(self) -> None:
+        """Ends this rank's part once all ranks have come here."""
+        self._engine.close()
+        self._comm.barrier()
+        self._comm.close()
+        if self._owns_group:
+            dist.destroy_process_group()
+
+
+def tokenizer_of(path: Path) -> Any | None:
+    """The tokenizer of a checkpoint directory, None where it has none."""
+    if not (path / "tokenizer.json").is_file():
+        return None
+    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def serve(settings: Settings, rank: int, port: int, connection: Connection | None) -> None:
+    """The body of a rank that an LLM has started: what rank 0 is sent, all do, until the LLM is gone."""
+    world = str(settings.layout.world_size)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": world}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": world, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(world)))
+    try:
+        mine = Rank(settings, rank)
+        nothing: tuple[list[Prompt], int, SamplingParams, tuple[str, ...]] = [], 1, SamplingParams(), ()
+        if connection is None:
+            while True:
+                mine.generate(*nothing)
+        connection.send((False, None))
+        while True:
+            connection.send((False, mine.generate(*connection.recv())))
+    except EOFError:  # the LLM is gone
+        os._exit(0)
+    except BaseException:
+        if connection is not None:
+            connection.send((True, traceback.format_exc()))
+        os._exit(1)  # at once: taking a process group down may wait for peers

@@ -1,0 +1,40 @@
+"""The command `helix`: every command of this package under one name."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from launch.inputs.compose import ROOT
+
+COMMANDS = {
+    "run": "decode prompts, or time a job: one run of one config",
+    "sweep": "one job for each point of several values",
+    "plan": "rank layouts by predicted time",
+    "simulate": "price one layout, or redraw the paper's figures",
+    "bench": "time kernels, collectives and whole models",
+    "calibrate": "measure this machine for the planner",
+    "demo": "decode the demo prompts, and check that the needle is found",
+    "needles": "make needle prompts, and score the answers",
+    "plot": "draw figures from what benchmarks recorded",
+    "tables": "write the tables of the pages from what benchmarks recorded",
+}
+
+
+def main() -> None:
+    """Hands over to the command that the first argument names; with `--help`, lists them."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        listed = "\n".join(f"  {command:<10} {what}" for command, what in COMMANDS.items())
+        print(f"usage: helix COMMAND ...\n\n{listed}\n\n`helix COMMAND --help` says what a command takes.")
+        return
+    if name not in COMMANDS:
+        sys.exit(f"error: helix has no command {name!r}; known: {', '.join(COMMANDS)}")
+    program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"launch.{name}"]
+    # In place of this process, so that signals and exit codes are the command's own.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.execv(sys.executable, [sys.executable, *program, *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()
