@@ -290,7 +290,7 @@ BAD_COMMAND_LINES = [
     (["kv.memory_fraction=half"], 1, "kv.memory_fraction=half must be a number"),
     (["kv=flat"], 1, "kv=flat: kv has no option flat; known: paged"),
     (["comm.backend=mpi"], 1, "comm.backend='mpi' is unknown; choose one of auto, gloo, nccl, symm_mem, emulated"),
-    (["comm=mpi"], 1, "comm=mpi: comm has no option mpi; known: auto, gloo, nccl, emulated, symm_mem"),
+    (["comm=mpi"], 1, "comm=mpi: comm has no option mpi; known: auto, emulated, gloo, nccl, symm_mem"),
     (
         ["comm.backend=nccl"],
         1,
@@ -323,7 +323,7 @@ BAD_COMMAND_LINES = [
     (
         ["speculation=oracle"],
         1,
-        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, replay",
+        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, synthetic",
     ),
     (
         ["speculation.drafter=oracle"],
