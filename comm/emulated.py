@@ -52,7 +52,7 @@ def addresses(
 
 
 class EmulatedTransport(TorchDistCommunicator):
-    """As `TorchDistCommunicator`, for a process that plays one of the W ranks in `kvp_groups`.
+    """`TorchDistCommunicator` for a process that emulates one of the W ranks in `kvp_groups`.
 
     Objects come from the processes: that of a rank which is not there is the one of the rank played in its half.
     """
@@ -105,7 +105,7 @@ class EmulatedTransport(TorchDistCommunicator):
 
 
 class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
-    """As `SymmMemCommunicator`, likewise."""
+    """`SymmMemCommunicator` whose peers' addresses all lead to one of the real processes."""
 
     def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
         own, other = memory[self._process], memory[self._other]

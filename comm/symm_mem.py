@@ -45,7 +45,7 @@ SOURCE = {
 
 
 class SymmMemCommunicator(TorchDistCommunicator):
-    """As `TorchDistCommunicator` over NCCL, with collectives of a decode step's size in kernels of our own.
+    """`TorchDistCommunicator` over NCCL, with collectives of a decode step's size in kernels of our own.
 
     Args:
         kvp_groups, device, timeout: as there; all ranks on one host, with peer access.

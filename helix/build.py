@@ -73,7 +73,7 @@ def build_engine(
         return min(wanted, pages * kv.page_size * layout.kvp)
 
     def bytes_of(pages: int) -> int:
-        """Of this many pages, and of the draft model's for the tokens that are let in with them."""
+        """The bytes of this many pages, with the draft model's for the tokens that are let in with them."""
         if draft is None:
             return pages * page_bytes
         own = draft.pages(tokens_of(pages), kv.append_block, kv.page_size, max_batch)

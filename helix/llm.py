@@ -209,7 +209,7 @@ class Rank:
     def generate(
         self, prompts: list[Prompt], max_new_tokens: int, sampling: SamplingParams, stop: tuple[str, ...]
     ) -> list[Output]:
-        """As `LLM.generate`; a collective call, of which rank 0's prompts count."""
+        """What `LLM.generate` says; a collective call, of which rank 0's prompts count."""
         requests: list[Request] = []
         if self._comm.rank == 0:
             for i, prompt in enumerate(prompts):

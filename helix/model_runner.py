@@ -118,7 +118,7 @@ class ModelRunner:
         return drawn
 
     def check(self, wait: bool = True) -> None:
-        """As `Communicator.check`, of all collectives of a step."""
+        """Looks at all collectives of a step, by `Communicator.check`."""
         self.comm.check(wait)
         if self.drafter is not None:
             self.drafter.check(wait)

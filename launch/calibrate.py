@@ -140,7 +140,7 @@ def launches(device: torch.device) -> Iterator[Row]:
 
 
 def collectives(device: torch.device) -> Iterator[Row]:
-    """Those of a step, over 2, 4, .. ranks, in jobs of their own; ours and the library's."""
+    """Collectives of a step, over 2, 4, .. ranks, in jobs of their own; ours and the library's."""
     for width in bench_comm.widths(torch.cuda.device_count() if device.type == "cuda" else 2):
         yield from bench_comm.measure(width, f"comm.timeout_s={COMM_S}")
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements() -> list[str]:
-    """Of running and of testing. The project itself is not installed: it runs from its checkout."""
+    """Packages needed to run and to test. The project itself is not installed: it runs from its checkout."""
     import tomllib  # not before the version of Python is known to have it
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -286,7 +286,7 @@ class Layer:
         return s.hidden * (m.experts + 3 * self._shared_columns() + 3 * routed)
 
     def _shared_columns(self) -> Array:
-        """Of shared experts, which are divided like a dense FFN; in mode dp each group has them whole."""
+        """Columns of shared experts, which are divided like a dense FFN; in mode dp each group has them whole."""
         p, width = self.points, self._moe.shared_width
         return np.where(p.mode == DP, _up(width, p.tpa), _up(width, p.ffn_ranks))
 

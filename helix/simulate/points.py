@@ -73,7 +73,7 @@ class Points:
 
     @property
     def ranks(self) -> Array:
-        """Of a pipeline stage."""
+        """The ranks of a pipeline stage."""
         return self.dp * self.kvp * self.tpa
 
     @property

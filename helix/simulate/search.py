@@ -119,7 +119,7 @@ def frontier(step: Step) -> Array:
 
 
 def best_at(step: Step, user: float) -> tuple[int | None, int | None]:
-    """Of points at least as fast for a user: the index of the highest throughput, and of the most users in flight."""
+    """The index of the highest throughput, and of the most users in flight, of points at least as fast for a user."""
     fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None

@@ -159,7 +159,7 @@ class DraftPolicy:
         return self._acceptance.expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
 
     def _step_seconds(self, rows: int, drafts: int) -> float:
-        """As last seen; else as timed before, in the proportion that those seen have to their times.
+        """Seconds of a step as last seen; else as timed before, in the proportion that those seen have to their times.
 
         Of what was never timed: on the line through the fewest and the most drafts seen.
         """

@@ -61,7 +61,7 @@ class Drafter(ABC):
         return
 
     def check(self, wait: bool = True) -> None:
-        """As `Communicator.check`, of collectives of its own."""
+        """Looks at collectives of its own, by `Communicator.check`."""
         return
 
     @abstractmethod

@@ -39,7 +39,7 @@ class DraftModel:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of KV, on the rank that stores the token."""
+        """Bytes of KV on the rank that stores the token."""
         spec = self.model.spec
         return token_bytes(spec.layers, spec.entries(self.layout, self.comm.rank), self.model.weights.dtype)
 

@@ -50,7 +50,7 @@ class HeadSlots:
 
     @property
     def shape(self) -> dict[str, int]:
-        """As kernels want it."""
+        """The arguments as kernels want them."""
         (_, q_heads, D), (_, page_size, kv_heads, _) = self.q.shape, self.k_cache.shape
         return dict(Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size)
 

@@ -90,7 +90,7 @@ def attend_tiles(
 
 @triton.jit
 def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
-    """Of the tiles first..last-1, where those begin and end that every row of `live` reads whole: they need no mask."""
+    """Where those of the tiles first..last-1 begin and end that every row of `live` reads whole: they need no mask."""
     shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
     shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
     full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)

@@ -94,7 +94,7 @@ def _gate_up_few_kernel(
 
 @triton.jit
 def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Of the words of BLOCK values of row n, from `first` on: pieces, places in these, whether the row has them."""
+    """Pieces of the words of BLOCK values of row n from `first` on, places in these, and whether the row has them."""
     VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2
     column = first // VALUES + tl.arange(0, BLOCK // VALUES)
     return n * ((H // VALUES + SIZE - 1) // SIZE) + column // SIZE, column % SIZE, column < H // VALUES

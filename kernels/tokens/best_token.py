@@ -76,7 +76,7 @@ def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def best_of_ranks(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of pairs [W, B, 2] of all ranks: the largest score [B] fp64 and its smallest token id [B] int64.
+    """The largest score [B] fp64 of all ranks' pairs [W, B, 2], and its smallest token id [B] int64.
 
     The id is -1 where that score is not finite.
     """

@@ -78,7 +78,7 @@ class Verified:
 
     @cached_property
     def layout(self) -> tuple[_Like, ...]:
-        """Of all three, asked for in every launch."""
+        """Shared memory of all three, requested in every launch."""
         return tuple(map(_like, self.tensors))
 
     def copy(self, accepted: torch.Tensor, has_mismatch: torch.Tensor, next_tokens: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class Packed:
 
     @cached_property
     def layout(self) -> tuple[_Like, _Like]:
-        """Of kv and offsets, asked for in every launch."""
+        """Shared memory of kv and offsets, requested in every launch."""
         return _like(self.kv), _like(self.offsets)
 
     def copy(self, kv: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -97,7 +97,7 @@ def check(work: Workload, name: str, scan: Callable[..., None] | None, fused: Ca
 
 
 def eager_seconds(run: Run, copies: int, device: torch.device) -> list[float]:
-    """Of single runs, launched from Python between two events."""
+    """Seconds of single runs, launched from Python between two events."""
     if device.type != "cuda":
         return seconds_of_each(lambda: run(0), 1, device)
     indices = cycle(range(copies))

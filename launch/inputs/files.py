@@ -98,5 +98,5 @@ def replace(path: Path, text: str) -> TextIO:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """As `replace`, and nothing more is to be written."""
+    """Replaces a file in one go, as `replace` does; nothing more is to be written."""
     replace(path, text).close()

@@ -31,7 +31,7 @@ def make_spec(config: Config) -> DecoderSpec:
 
 
 def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
-    """Those of a rank, without memory for them."""
+    """A rank's weight declarations, on the meta device."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
     return Decoder(spec, layout, comm, DenseAttention(), dtype, torch.device("meta")).weights
 
@@ -104,7 +104,7 @@ def is_emulated(ranks: int) -> bool:
 
 
 def emulating_processes() -> int:
-    """Of those that stand in for ranks."""
+    """How many processes emulate ranks."""
     return min(PROCESSES, torch.cuda.device_count())
 
 

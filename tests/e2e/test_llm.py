@@ -12,7 +12,7 @@ import pytest
 from helix.llm import LLM
 from launch.cli import COMMANDS
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ROOT, Job, torchrun
+from tests.e2e.cli import ROOT
 
 LENGTHS = (7, 17)
 
@@ -43,13 +43,6 @@ def test_what_cannot_be_is_said_before_ranks_start() -> None:
         LLM(checkpoint("qwen3"), tpa=4)
     with pytest.raises(ValueError, match="is not a directory"):
         LLM("/nowhere")
-
-
-def test_inside_ranks(tmp_path: object) -> None:
-    """The example, under torchrun."""
-    command = [*torchrun(2)[:-1], "-m", "launch.example"]
-    ended = Job(command, log=tmp_path / "log").wait()  # type: ignore[operator]
-    assert ended.code == 0 and "0 length: " in ended.output and "1 length: " in ended.output, ended.output
 
 
 def test_the_command_names_all_commands() -> None:

@@ -308,7 +308,7 @@ def compiled(dtype: torch.dtype, function: Any, constants: dict[str, Any], optio
 
 
 def registers_and_stack(kernel: Any) -> tuple[int, int]:
-    """Of a thread, the stack in bytes."""
+    """Registers of a thread, and its stack in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -318,7 +318,7 @@ def registers_and_stack(kernel: Any) -> tuple[int, int]:
 
 
 def programs_on_an_sm(kernel: Any, registers: int) -> int:
-    """As many as 64K registers, which warps take by eights a thread, and 228 KiB of shared memory hold at once."""
+    """How many 64K registers, which warps take by eights a thread, and 228 KiB of shared memory hold at once."""
     by_registers = 65536 // (triton.cdiv(registers, 8) * 8 * 32 * kernel.metadata.num_warps)
     return min(by_registers, (228 << 10) // (kernel.metadata.shared + 1024))  # a KiB of each is the system's
 

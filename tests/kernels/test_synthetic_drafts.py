@@ -23,7 +23,7 @@ def test_the_kernel_is_the_reference(
 
 
 def rates(acceptance: float, seed: int = 3) -> tuple[float, float]:
-    """Of 4000 rows' drafts at four places: the share that holds, and how far that of any place is from the mean's."""
+    """The share of 4000 rows' drafts at four places that holds, and how far that of any place is from the mean's."""
     tokens, outcome = reference(torch.arange(4000) * 5, 4, acceptance, seed, 1000)
     held = (tokens == outcome).double()
     return held.mean().item(), (held.mean(0) - held.mean()).abs().max().item()

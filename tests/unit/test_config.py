@@ -152,7 +152,7 @@ def test_options_and_keys_of_the_model_s_config_are_taken(key: str) -> None:
     ["/a b(1)=x{'.jsonl", "a,b", "it's", "[x]", "~/x", "a\\", "x=${root:}y", "'a b'", "\u00fc {", "null.x", "1", "a:b"],
 )
 def test_paths_are_taken_as_they_are(path: str) -> None:
-    """Those in quotes already, and interpolations, are Hydra's to read."""
+    """Paths in quotes already, and interpolations, are Hydra's to read."""
     wanted = {"x=${root:}y": f"x={ROOT}y", "'a b'": "a b"}.get(path, path)
     assert composed(f"decode.prompts={path}").decode.prompts == wanted
     if "," not in path:
