@@ -142,7 +142,7 @@ def main(words: list[str]) -> int:
         found = list(track(work, f"{len(faults)} faults", len(faults), console=console, transient=True))
     table = Table("fault", "in", "caught by", "s")
     for fault, result in zip(faults, found, strict=True):
-        by = Text(result.by, "green" if result.caught else "bold red")
+        by = Text(result.by.split("::", 1)[-1], "green" if result.caught else "bold red")
         table.add_row(fault.name, fault.file, by, f"{result.seconds:.0f}")
     console.print(table)
     caught = sum(result.caught for result in found)
