@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-from launch.inputs.compose import ROOT
-
+ROOT = Path(__file__).resolve().parent.parent  # found here: the list of commands imports nothing that takes seconds
 COMMANDS = {
     "run": "decode prompts, or time a job: one run of one config",
     "sweep": "one job for each point of several values",
