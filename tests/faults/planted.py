@@ -383,7 +383,7 @@ FAULTS = [
     Fault(
         "LSE sent in base 2", "kernels/peers/merge_exchange.py",
         "log = log2 * 0.6931471805599453", "log = log2",
-        ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-3-dtype0]",),
+        ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-40-dtype0]",),
     ),
     # ---- the control plane
     Fault(
