@@ -6,19 +6,24 @@ Elsewhere the LLM starts the ranks itself: processes of this host, which end wit
 
 from __future__ import annotations
 
+import atexit
 import os
+import subprocess
+import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
@@ -34,6 +39,7 @@ from helix.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 START_S = 300.0  # for all ranks to have loaded the model
+LOOK_S = 0.2  # between two looks at whether the ranks live, while they work
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ class LLM:
         spec = spec_from_config(read_config(Path(path)))
         layout.check_heads(spec.q_heads, spec.kv_heads)
         settings = Settings(str(path), layout, dtype, max_batch, min(max_length, spec.max_positions), timeout_s)
-        self._ranks: list[Any] = []
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
         self._local: Rank | None = None
         if "RANK" in os.environ:
             world = int(os.environ["WORLD_SIZE"])
@@ -88,16 +95,18 @@ class LLM:
                 raise ValueError(f"kvp*tpa = {kvp}*{tpa} = {layout.world_size} ranks, but {world} were started")
             self._local = Rank(settings, int(os.environ["RANK"]))
             return
-        context = mp.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store  # for as long as the ranks live
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # while the ranks live
+        root = str(Path(__file__).resolve().parent.parent)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         for rank in range(layout.world_size):
-            connection = theirs if rank == 0 else None
-            process = context.Process(target=serve, args=(settings, rank, store.port, connection), daemon=True)
-            process.start()
-            self._ranks.append(process)
-        theirs.close()
+            # Programs of their own, not multiprocessing's, which would run the caller's script again in each of them.
+            ours, theirs = Pipe()
+            command = [sys.executable, "-c", "from helix.llm import serve; serve()", str(theirs.fileno())]
+            self._ranks.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
+            theirs.close()
+            ours.send((settings, rank, self._store.port))
+            self._connections.append(ours)
+        atexit.register(self.close)
         self._answer(START_S)
 
     def generate(
@@ -128,7 +137,7 @@ class LLM:
             return self._local.generate(*asked)
         if not self._ranks:
             raise RuntimeError("this LLM is closed: make a new one")
-        self._connection.send(asked)
+        self._connections[0].send(asked)
         outputs: list[Output] = self._answer(None)
         return outputs
 
@@ -137,11 +146,14 @@ class LLM:
         if self._local is not None:
             self._local.close()
             self._local = None
+        atexit.unregister(self.close)
         for process in self._ranks:
-            process.terminate()
+            process.kill()
         for process in self._ranks:
-            process.join()
-        self._ranks = []
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._ranks, self._connections = [], []
 
     def __enter__(self) -> LLM:
         return self
@@ -153,21 +165,21 @@ class LLM:
 
     def _answer(self, timeout_s: float | None) -> Any:
         """What rank 0 sends; a rank that ends first, or its error, is raised here."""
-        ready = wait([self._connection, *(process.sentinel for process in self._ranks)], timeout_s)
-        why = f"the ranks did not start within {timeout_s} s"
-        if self._connection in ready:
-            try:
-                failed, answer = self._connection.recv()
-            except EOFError:
-                failed, answer = True, "rank 0 ended"
-            if not failed:
-                return answer
-            why = str(answer)
-        elif ready:
-            ended = [(rank, p.exitcode) for rank, p in enumerate(self._ranks) if p.sentinel in ready]
-            why = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not self._connections[0].poll(LOOK_S):
+                ended = {r: code for r, p in enumerate(self._ranks) if (code := p.poll()) is not None}
+                if ended:
+                    raise EOFError(", ".join(f"rank {r} ended with exit code {code}" for r, code in ended.items()))
+                if deadline is not None and time.monotonic() > deadline:
+                    raise EOFError(f"they did not start within {timeout_s:.0f} s")
+            failed, answer = self._connections[0].recv()
+        except (EOFError, ConnectionError) as error:
+            failed, answer = True, str(error) or "rank 0 ended"
+        if not failed:
+            return answer
         self.close()
-        raise RuntimeError(f"the LLM's ranks failed: {why}")
+        raise RuntimeError(f"the LLM's ranks failed: {answer}")
 
 
 class Rank:
@@ -239,24 +251,32 @@ def tokenizer_of(path: Path) -> Any | None:
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
-def serve(settings: Settings, rank: int, port: int, connection: Connection | None) -> None:
+def serve() -> None:
     """The body of a rank that an LLM has started: what rank 0 is sent, all do, until the LLM is gone."""
+    connection = Connection(int(sys.argv[1]))
+    settings, rank, port = connection.recv()
     world = str(settings.layout.world_size)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": world}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": world, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(world)))
+    if rank:  # which hears nothing more: the end of the connection is that of the LLM
+        Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         mine = Rank(settings, rank)
-        nothing: tuple[list[Prompt], int, SamplingParams, tuple[str, ...]] = [], 1, SamplingParams(), ()
-        if connection is None:
-            while True:
-                mine.generate(*nothing)
+        while rank:
+            mine.generate([], 1, SamplingParams(), ())
         connection.send((False, None))
         while True:
             connection.send((False, mine.generate(*connection.recv())))
-    except EOFError:  # the LLM is gone
+    except EOFError:
         os._exit(0)
     except BaseException:
-        if connection is not None:
-            connection.send((True, traceback.format_exc()))
+        connection.send((True, traceback.format_exc()))
         os._exit(1)  # at once: taking a process group down may wait for peers
+
+
+def _end_with(connection: Connection) -> None:
+    try:
+        connection.recv()
+    finally:
+        os._exit(0)

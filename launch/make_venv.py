@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements() -> list[str]:
-    """Packages needed to run and to test. The project itself is not installed: it runs from its checkout."""
+    """Packages needed to run and to test."""
     import tomllib  # not before the version of Python is known to have it
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -53,7 +53,8 @@ def main() -> None:
         (packages / "torch-of-the-host.pth").write_text(f"{torch.locate_file('')}\n")
         constraints = []
     pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*pip, *constraints, *needed]).returncode:
+    # The project itself as an editable install: it runs from its checkout, and `helix` is a command.
+    if subprocess.run([*pip, *constraints, *needed, "--editable", str(ROOT)]).returncode:
         sys.exit(f"setting up {target} failed; what pip said stands above")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from helix.llm import LLM
 from launch.cli import COMMANDS
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ROOT
+from tests.e2e.cli import ROOT, Job
 
 LENGTHS = (7, 17)
 
@@ -36,6 +38,15 @@ def test_a_plain_process_starts_its_ranks_itself() -> None:
         with pytest.raises(RuntimeError, match="closed"):
             llm.generate([(1, 2)])
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
+
+
+def test_the_six_lines_of_the_readme_are_a_whole_program(tmp_path: Path) -> None:
+    """The script needs no guard around its main part, and nobody outlives it."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert code is not None
+    (tmp_path / "mine.py").write_text(code[1].replace('"DIR"', repr(str(DEMO))).replace("=64", "=4"))
+    ended = Job(["env", f"PYTHONPATH={ROOT}", sys.executable, str(tmp_path / "mine.py")], log=tmp_path / "log").wait()
+    assert ended.code == 0 and len(ended.output.splitlines()) >= 2 and "Error" not in ended.output, ended.output
 
 
 def test_what_cannot_be_is_said_before_ranks_start() -> None:
