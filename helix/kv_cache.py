@@ -72,6 +72,19 @@ class Placement:
         return -(-self.layout.local_length(length, rank, self.append_block, start) // self.page_size)
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of the cache on this rank.
+
+    Attributes:
+        keys: [pages, page_size, Hkv, D]; latents: [pages, page_size, R + P].
+        values: like `keys`; latents: the first R of the numbers in `keys`.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
 class KVCache:
     """What this rank stores of the tokens it owns, paged, for every layer, and the list of free pages.
 
@@ -101,9 +114,10 @@ class KVCache:
         self.tensors = [torch.empty(layers, pages, page_size, *entry, dtype=dtype, device=device) for entry in entries]
         self._free = list(range(pages - 1, -1, -1))
 
-    def layer(self, index: int) -> list[Tensor]:
-        """One layer's tensors, each [pages, page_size, *entry]."""
-        return [tensor[index] for tensor in self.tensors]
+    def layer(self, index: int, latent: int | None = None) -> LayerCache:
+        """One layer's part; `latent` is R of a cache of latents."""
+        keys = self.tensors[0][index]
+        return LayerCache(keys, self.tensors[1][index] if latent is None else keys[..., :latent])
 
     def take(self, count: int) -> list[int]:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: admission let too much in"

@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.attention.dense import DenseAttention
 from helix.build import build_engine
 from helix.config import Config, ModelConfig
 from helix.engine import Engine
@@ -208,7 +207,7 @@ class Rank:
         checkpoint = Checkpoint(Path(settings.path))
         spec = checkpoint.with_head(spec_from_config(read_config(checkpoint.path)))
         name = settings.dtype if settings.dtype != "auto" else spec.dtype if device.type == "cuda" else "float32"
-        model = Decoder(spec, layout, self._comm, DenseAttention(), getattr(torch, name), device)
+        model = Decoder(spec, layout, self._comm, getattr(torch, name), device)
         checkpoint.check(model.weights.slices, spec.unused)
         checkpoint.load(model.weights)
         self._tokenizer = tokenizer_of(checkpoint.path) if rank == 0 else None

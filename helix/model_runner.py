@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from helix.attention.base import AttentionPolicy
+from helix.attention.dense import DenseAttention
 from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
@@ -33,6 +35,7 @@ class ModelRunner:
         cache: this rank's pages.
         max_batch: slots.
         max_length: the most tokens of one sequence, prompt and new ones.
+        policy: which keys a query reads; all by default.
         drafter: proposes tokens that decode steps verify; None for one token a step.
         hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
             is none where `hopb_chunks` says nothing.
@@ -56,6 +59,7 @@ class ModelRunner:
         *,
         max_batch: int,
         max_length: int,
+        policy: AttentionPolicy | None = None,
         drafter: Drafter | None = None,
         hopb: str = "none",
         observer: Callable[[Tensor, Tensor, Tensor], None] | None = None,
@@ -67,6 +71,7 @@ class ModelRunner:
         self.placement = placement
         self.max_batch = max_batch
         self.max_length = max_length
+        self.policy = policy or DenseAttention()
         self.drafter = drafter
         self.drafts = 0 if drafter is None else drafter.limit
         self.hopb = hopb
@@ -139,7 +144,7 @@ class ModelRunner:
             (s.slot, s.begin, torch.from_numpy(np.asarray(self.admitted[s.slot].prompt[s.begin : s.end])).long())
             for s in segments
         ]
-        hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts))
+        hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts), self.policy)
         if self.drafter is not None:
             self.drafter.prefill(self.state, prompts)
         ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
@@ -175,7 +180,7 @@ class ModelRunner:
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
         step = self.state.decode_step(rows, tokens, chunks)
-        hidden = self.model.hidden(self.cache, step)
+        hidden = self.model.hidden(self.cache, step, self.policy)
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
         drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
         if draft is not None and draft.outcome is not None:

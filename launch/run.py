@@ -14,7 +14,6 @@ from comm.base import Communicator
 from comm.emulated import EmulatedCommunicator
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.attention.dense import DenseAttention
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.kv_cache import free_bytes
@@ -141,7 +140,7 @@ def _load(
     if dtype == "auto":
         dtype = plan.spec.dtype if comm.device.type == "cuda" else "float32"
     _check_room(plan, getattr(torch, dtype), comm)
-    model = Decoder(plan.spec, plan.layout, comm, DenseAttention(), getattr(torch, dtype), comm.device)
+    model = Decoder(plan.spec, plan.layout, comm, getattr(torch, dtype), comm.device)
     if plan.checkpoint is None:
         randomize(model.weights, seed)
     else:

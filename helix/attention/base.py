@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from helix.kv_cache import LayerCache
 from helix.step import Step
 from kernels.attention.split_kv import PartialAttention
 
@@ -21,8 +22,7 @@ class AttentionPolicy(ABC):
     def attend(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        cache: LayerCache,
         step: Step,
         window: int | None,
         scale: float,
@@ -33,8 +33,7 @@ class AttentionPolicy(ABC):
 
         Args:
             q: [N, Hq_local, D], rotated.
-            keys, values: one layer's cache [pages, page_size, Hkv_local, D]. MLA's has no head dimension: keys are
-                [pages, page_size, R + P], values their first R, and q is absorbed, [N, Hq_local, R + P].
+            cache: the layer's part of the cache; of latents, q is absorbed, [N, Hq_local, R + P].
             step: the tokens' positions, bounds and block tables.
             window: the layer's sliding window in tokens, or None.
             scale: factor on q.k.

@@ -5,36 +5,37 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.attention.mla import attend_latents
+from helix.kv_cache import LayerCache
 from helix.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.split_kv import PartialAttention
+from kernels.mla.decode import decode_parts as mla_decode_parts
+from kernels.mla.prefill import mla_prefill
 from kernels.overlap import sm_count
+from kernels.paged_keys import PagedKeys
 
 
 class DenseAttention(AttentionPolicy):
     def attend(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        cache: LayerCache,
         step: Step,
         window: int | None,
         scale: float,
         sinks: Tensor | None = None,
         reserved_sms: int = 0,
     ) -> PartialAttention:
-        if keys.dim() == 3:
-            return attend_latents(q, keys, values.shape[-1], step, window, scale, reserved_sms)
         lo, hi = step.bounds(window)
+        latents = cache.keys.dim() == 3
         if step.cu_q is not None:
-            segments = step.block_tables, step.cu_q, step.max_q
-            return PartialAttention(*flash_prefill(q, keys, values, *segments, lo, hi, scale, sinks=sinks))
-        sequences = len(step.block_tables)
-        per_sequence = (sequences, -1)
-        return decode_parts(
-            q.unflatten(0, per_sequence), keys, values, step.block_tables,
-            lo.view(per_sequence), hi.view(per_sequence), scale,
-            sinks=sinks, sms=max(1, sm_count(q.device) - reserved_sms), early=True,
-        )  # fmt: skip
+            keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, scale, sinks)
+            prefill = mla_prefill if latents else flash_prefill
+            return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q))
+        of_sequences = (len(step.block_tables), -1)
+        bounds = lo.view(of_sequences), hi.view(of_sequences)
+        keys = PagedKeys(cache.keys, cache.values, step.block_tables, *bounds, scale, sinks)
+        decode = mla_decode_parts if latents else decode_parts
+        sms = max(1, sm_count(q.device) - reserved_sms)
+        return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True)

@@ -11,7 +11,7 @@ from comm.base import Communicator
 from comm.hopb import RESERVED_SMS, Pipeline
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, rows_of
-from helix.kv_cache import KVCache
+from helix.kv_cache import KVCache, LayerCache
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
@@ -52,35 +52,33 @@ class ShardedAttention:
     def __init__(
         self,
         comm: Communicator,
-        policy: AttentionPolicy,
         pipeline: Pipeline,
         shares: list[int],
         scale: float,
         window: int | None = None,
     ) -> None:
         self.comm = comm
-        self.policy = policy
         self.pipeline = pipeline
         self.shares = shares
         self.scale = scale
         self.window = window
         self.sinks: Tensor | None = None
 
-    def exact(self, q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
-        """[N, Hq_local, D] over one layer's cache -> exact attention of this rank's own heads [N, heads, D]."""
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        """[N, Hq_local, D] over one layer's cache -> what all ranks found for this one's own heads [N, heads, D]."""
         sequences = len(step.block_tables)
         chunks = min(step.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
-            return self.exchange(self.policy.attend(q, keys, values, step, self.window, self.scale, self.sinks))
+            return self.exchange(policy.attend(q, cache, step, self.window, self.scale, self.sinks))
 
-        def attend(rows: slice) -> PartialAttention:
+        def attend_chunk(rows: slice) -> PartialAttention:
             part = rows_of(step, rows)
-            found = self.policy.attend(q[rows], keys, values, part, self.window, self.scale, self.sinks, RESERVED_SMS)
-            return PartialAttention(*found.merge())  # before the next chunk's parts take the workspace
+            partial = policy.attend(q[rows], cache, part, self.window, self.scale, self.sinks, RESERVED_SMS)
+            return PartialAttention(*partial.merge())  # before the next chunk's parts take the workspace
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
+        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend_chunk, self.exchange)
 
     def exchange(self, partial: PartialAttention) -> Tensor:
         # A kvp group of one has all keys and all heads of its own.
@@ -101,14 +99,13 @@ class Attention(ShardedAttention):
         weights: Weights,
         comm: Communicator,
         layout: HelixLayout,
-        policy: AttentionPolicy,
         spec: AttentionSpec,
         name: str,
         index: int,
         pipeline: Pipeline,
     ) -> None:
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
-        super().__init__(comm, policy, pipeline, layout.head_shares(*heads), spec.scale, spec.window)
+        super().__init__(comm, pipeline, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec = spec
         self.index = index
 
@@ -143,10 +140,12 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> PendingProjection:
+    def __call__(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step, policy: AttentionPolicy
+    ) -> PendingProjection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
-        keys, values = cache.layer(self.index)
+        mine = cache.layer(self.index)
         q = qkv_append(
-            x, self.qkv.weight, self.qkv.bias, *angles, keys, values, step.append_slots, self.norms
+            x, self.qkv.weight, self.qkv.bias, *angles, mine.keys, mine.values, step.append_slots, self.norms
         )  # [N, Hq, D], this TPA slice
-        return self.output(self.exact(q, keys, values, step).flatten(1))
+        return self.output(self.attend(q, mine, step, policy).flatten(1))

@@ -120,14 +120,13 @@ class MLA(ShardedAttention):
         weights: Weights,
         comm: Communicator,
         layout: HelixLayout,
-        policy: AttentionPolicy,
         spec: MLASpec,
         name: str,
         index: int,
         pipeline: Pipeline,
     ) -> None:
         heads = (comm.rank, spec.q_heads, 1)
-        super().__init__(comm, policy, pipeline, layout.head_shares(*heads), spec.scale)
+        super().__init__(comm, pipeline, layout.head_shares(*heads), spec.scale)
         self.spec = spec
         self.index = index
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
@@ -173,18 +172,20 @@ class MLA(ShardedAttention):
             False,
         )
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> PendingProjection:
+    def __call__(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step, policy: AttentionPolicy
+    ) -> PendingProjection:
         """x [N, H], the same on every rank -> this rank's part [N, H]."""
         spec = self.spec
-        (latents,) = cache.layer(self.index)
+        mine = cache.layer(self.index, spec.latent)
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, latents, step.append_slots)
+        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, mine.keys, step.append_slots)
         if self.gathered:
             absorbed = self._gather(absorbed)
-        return self.output(self.exact(absorbed, latents, latents[..., : spec.latent], step).flatten(1))
+        return self.output(self.attend(absorbed, mine, step, policy).flatten(1))
 
     def _gather(self, q: Tensor) -> Tensor:
         """[N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send one that is not read."""

@@ -91,7 +91,6 @@ class DecoderLayer:
         weights: Weights,
         comm: Communicator,
         layout: HelixLayout,
-        policy: AttentionPolicy,
         spec: DecoderSpec,
         index: int,
         pipeline: Pipeline,
@@ -101,7 +100,7 @@ class DecoderLayer:
         place = f"{name}.self_attn", index, pipeline
         self.attention: Attention | MLA
         if spec.mla is not None:
-            self.attention = MLA(weights, comm, layout, policy, spec.mla, *place)
+            self.attention = MLA(weights, comm, layout, spec.mla, *place)
         else:
             attention = AttentionSpec(
                 spec.hidden,
@@ -115,7 +114,7 @@ class DecoderLayer:
                 spec.windows[index],
                 spec.sinks,
             )
-            self.attention = Attention(weights, comm, layout, policy, attention, *place)
+            self.attention = Attention(weights, comm, layout, attention, *place)
         self.ffn_norm = AllReduceNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
         self.ffn: MoE | GatedMLP
         if spec.moe is not None and spec.moe_layers[index]:
@@ -124,14 +123,20 @@ class DecoderLayer:
             self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
     def __call__(
-        self, x: Tensor | None, parts: Tensor | PendingSum, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step
+        self,
+        x: Tensor | None,
+        parts: Tensor | PendingSum,
+        angles: tuple[Tensor, Tensor],
+        cache: KVCache,
+        step: Step,
+        policy: AttentionPolicy,
     ) -> tuple[Tensor, Tensor | PendingSum]:
         """The residual stream x [N, H] and this rank's part of what is to be added -> the same after this layer.
 
         Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
         """
         normed, x = self.input_norm(parts, x)
-        normed, x = self.ffn_norm(self.attention(normed, angles, cache, step), x)
+        normed, x = self.ffn_norm(self.attention(normed, angles, cache, step, policy), x)
         return x, self.ffn(normed)
 
 
@@ -140,7 +145,6 @@ class Decoder:
 
     Args:
         comm: the communicator of this rank.
-        policy: which keys a query reads.
         dtype: of weights, activations and the KV cache.
 
     Attributes:
@@ -152,7 +156,6 @@ class Decoder:
         spec: DecoderSpec,
         layout: HelixLayout,
         comm: Communicator,
-        policy: AttentionPolicy,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -161,21 +164,25 @@ class Decoder:
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.pipeline = Pipeline(device if comm.capturable else None)
-        parts = weights, comm, layout, policy, spec
+        parts = weights, comm, layout, spec
         self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(spec.layers)]
         self.norm = AllReduceNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
 
-    def hidden(self, cache: KVCache, step: Step) -> Tensor:
-        """Runs a step through all layers, its KV appended: [N] tokens -> normalised [N, H], the same on every rank."""
+    def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
+        """Runs a step through all layers, its KV appended: [N] tokens -> normalised [N, H], the same on every rank.
+
+        Args:
+            policy: which keys a query reads, in this step; steps of different policies may share a cache.
+        """
         x: Tensor | None = None
         parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
         for window in set(self.spec.windows):  # all bounds before the first layer: attention reads them early
             step.bounds(window)
         for layer in self.layers:
-            x, parts = layer(x, parts, angles, cache, step)
+            x, parts = layer(x, parts, angles, cache, step, policy)
         return self.norm(parts, x)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

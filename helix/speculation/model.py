@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from helix.attention.dense import DenseAttention
 from helix.kv_cache import KVCache, Placement, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
@@ -77,6 +78,7 @@ class ModelDrafter(Drafter):
         model, layout, comm = draft.model, draft.layout, draft.comm
         check_draft(vocab, comm.world_size, model.spec.vocab, layout)
         self.model = model
+        self.policy = DenseAttention()
         self.comm = comm
         self.placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
         pages = draft.pages(token_budget, append_block, page_size, max_batch)
@@ -99,7 +101,7 @@ class ModelDrafter(Drafter):
         self.cache.give_back(self._pages.pop(slot))
 
     def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
-        self.model.hidden(self.cache, self.sequences.prefill_step(segments))
+        self.model.hidden(self.cache, self.sequences.prefill_step(segments), self.policy)
         for row, begin, tokens in segments:
             self.sequences.lengths[row] = begin + len(tokens)
 
@@ -121,7 +123,7 @@ class ModelDrafter(Drafter):
         own.active[:rows] = state.active[:rows]
         own.lengths[:rows] = before
         own.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
-        hidden = self.model.hidden(self.cache, own.decode_step(rows, last)).unflatten(0, (rows, 2))[:, 1]
+        hidden = self.model.hidden(self.cache, own.decode_step(rows, last), self.policy).unflatten(0, (rows, 2))[:, 1]
         tokens: list[Tensor] = []
         sampled_from: list[Distribution] = []
         for n in range(1, drafts + 1):
@@ -129,7 +131,7 @@ class ModelDrafter(Drafter):
             if n < drafts:
                 own.tokens[:rows] = tokens[-1]
                 own.lengths[:rows] = lengths + n
-                hidden = self.model.hidden(self.cache, own.decode_step(rows))
+                hidden = self.model.hidden(self.cache, own.decode_step(rows), self.policy)
         own.lengths[:rows] = lengths + 1
         proposed = torch.stack(tokens, 1)
         proposed = torch.where(proposed.cummin(1).values < 0, -1, proposed)  # nothing behind a row that is broken

@@ -19,6 +19,7 @@ from kernels import dispatch
 from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_decode import flash_decode as reference
 
 
@@ -136,14 +137,8 @@ def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
 
 def flash_decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
+    keys: PagedKeys,
     *,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     sms: int | None = None,
@@ -151,21 +146,12 @@ def flash_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
 
-    Query head h reads KV head `h // (Hq // Hkv)`. Local key i of a sequence lies in page
-    `block_table[b, i // page_size]`, slot `i % page_size`. Causal, window and verify bounds are all `[lo, hi)`; the
-    ranges of one sequence's queries together leave no gap. Keys and table entries outside them are never used, so
-    they may hold anything. No size depends on device data: one captured graph serves every length. Deterministic.
-    Launches on one device share a workspace: they must not run at the same time.
+    No size depends on device data: one captured graph serves every length. Deterministic. Launches on one device share
+    a workspace: they must not run at the same time.
 
     Args:
         q: [B, T, Hq, D] bf16, fp16 or fp32; last dim contiguous.
-        k_cache: [pages, page_size, Hkv, D] in q's dtype; last dim contiguous.
-        v_cache: like `k_cache`, with the same strides.
-        block_table: [B, max_pages] int32, rows contiguous.
-        lo: [B, T] int32, first local key of each query, at least 0.
-        hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
-        scale: factor on the scores, above 0.
-        sinks: [Hq] fp32, contiguous, or None: each head's score of one more key, of value 0, that all its queries read.
+        keys: in q's dtype.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
         sms: how many streaming multiprocessors to fill; all if None.
@@ -179,23 +165,15 @@ def flash_decode(
         FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
         section 2.1.
     """
-    found = decode_parts(
-        q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse, sms=sms, early=early
-    )
+    found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early)
     found.merge()
     return found.out, found.lse
 
 
 def decode_parts(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
+    keys: PagedKeys,
     *,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     sms: int | None = None,
@@ -203,14 +181,13 @@ def decode_parts(
 ) -> PartialAttention:
     """`flash_decode` with its arguments, up to the merge."""
     if not dispatch.on_gpu(q):
-        return PartialAttention(
-            *reference(q, k_cache, v_cache, block_table, lo, hi, scale, sinks=sinks, out=out, lse=lse)
-        )
+        return PartialAttention(*reference(q, keys, out=out, lse=lse))
     B, T, Hq, D = q.shape
-    page_size, Hkv = k_cache.shape[1:3]
+    k, v, table, lo, hi, sinks = keys.k, keys.v, keys.table, keys.lo, keys.hi, keys.sinks
+    Hkv = k.shape[2]
     group = Hq // Hkv
-    assert scale > 0 and Hq % Hkv == 0 and k_cache.dtype == v_cache.dtype == q.dtype
-    assert k_cache.stride() == v_cache.stride() and q.stride(3) == k_cache.stride(3) == block_table.stride(1) == 1
+    assert keys.scale > 0 and Hq % Hkv == 0 and k.dtype == v.dtype == q.dtype
+    assert k.stride() == v.stride() and q.stride(3) == k.stride(3) == table.stride(-1) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
@@ -221,10 +198,10 @@ def decode_parts(
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
-        q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
-        *q.stride()[:3], *k_cache.stride()[:3], block_table.stride(0),
+        q, k, v, table, lo, hi, sinks, out, lse, part, part_lse,
+        *q.stride()[:3], *k.stride()[:3], table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
-        scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=page_size,
+        keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

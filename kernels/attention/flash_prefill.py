@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
+from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
@@ -77,34 +78,21 @@ def _flash_prefill_kernel(
 
 def flash_prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
     *,
-    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of several sequences' prompt chunks over their paged keys: a partial output and its LSE.
 
-    Heads, pages and bounds as in `kernels.attention.flash_decode.flash_decode`.
-
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, the chunks one after another; last dim contiguous.
-        k_cache: [pages, page_size, Hkv, D] in q's dtype; last dim contiguous.
-        v_cache: like `k_cache`, with the same strides.
-        block_table: [n, max_pages] int32, rows contiguous; row i belongs to segment i.
+        keys: in q's dtype; row i of the table belongs to segment i. Bounds [N], contiguous, do not decrease within a
+            segment.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
-        lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
-        hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
-        scale: factor on the scores, above 0.
-        sinks: as in `flash_decode`.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
@@ -116,26 +104,27 @@ def flash_prefill(
         FlashAttention-2, with the queries of a KV head's group packed into one tile.
     """
     if not dispatch.on_gpu(q):
-        return reference(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, sinks=sinks, out=out, lse=lse)
+        return reference(q, keys, cu_q, max_q, out=out, lse=lse)
+    k, v, table, lo, hi, sinks = keys.k, keys.v, keys.table, keys.lo, keys.hi, keys.sinks
     Hq, D = q.shape[1:]
-    page_size, Hkv = k_cache.shape[1:3]
+    Hkv = k.shape[2]
     group = Hq // Hkv
-    assert Hq == group * Hkv and k_cache.dtype == v_cache.dtype == q.dtype
-    assert k_cache.stride() == v_cache.stride() and q.stride(2) == k_cache.stride(3) == block_table.stride(1) == 1
-    assert scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
+    assert Hq == group * Hkv and k.dtype == v.dtype == q.dtype and table.dim() == 2
+    assert k.stride() == v.stride() and q.stride(2) == k.stride(3) == table.stride(1) == 1
+    assert keys.scale > 0 and cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
-    if q.is_cuda and flash_prefill_sm90.fits(q, k_cache, v_cache, max_q, scale):
-        flash_prefill_sm90.launch(q, k_cache, v_cache, block_table, cu_q, max_q, lo, hi, scale, sinks, out, lse)
+    if q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q):
+        flash_prefill_sm90.launch(q, keys, cu_q, max_q, out, lse)
         return out, lse
     tile = tile_shape(max_q * group, 64, D, q.dtype)
     grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
     _flash_prefill_kernel[grid](
-        q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
-        *q.stride()[:2], *k_cache.stride()[:3], block_table.stride(0),
+        q, k, v, table, cu_q, lo, hi, sinks, out, lse,
+        *q.stride()[:2], *k.stride()[:3], table.stride(0),
         *out.stride()[:2], *lse.stride(),
-        scale * math.log2(math.e), GROUP=group, D=D, PAGE=page_size, SINKS=sinks is not None, **tile,
+        keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None, **tile,
     )  # fmt: skip
     return out, lse

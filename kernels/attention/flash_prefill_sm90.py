@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.paged_tiles import with_sink
+from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
 D = gl.constexpr(128)  # head dim
@@ -258,18 +259,19 @@ def _flash_prefill_sm90_kernel(
         )  # fmt: skip
 
 
-def fits(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, max_q: int, scale: float) -> bool:
+def fits(q: torch.Tensor, keys: PagedKeys, max_q: int) -> bool:
     """Whether `launch` takes these arguments of `kernels.attention.flash_prefill`, and is the faster one."""
-    page_size, heads, dim = k_cache.shape[1:]
+    k = keys.k
+    page_size, heads, dim = k.shape[1:]
     return (
         max_q * q.shape[1] >= MIN_ROWS
         and dim == D.value
         and q.dtype in (torch.bfloat16, torch.float16)
         and page_size % PIECE.value == 0
-        and k_cache.stride()[1:] == (heads * dim, dim, 1)
-        and k_cache.stride(0) % (heads * dim) == 0
-        and k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0
-        and scale > 0  # the largest score is sought before it is scaled
+        and k.stride()[1:] == (heads * dim, dim, 1)
+        and k.stride(0) % (heads * dim) == 0
+        and k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
+        and keys.scale > 0  # the largest score is sought before it is scaled
         and torch.cuda.get_device_capability(q.device)[0] == 9
     )
 
@@ -284,15 +286,9 @@ def _slots(cache: torch.Tensor) -> TensorDescriptor:
 
 def launch(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -301,12 +297,13 @@ def launch(
     Source:
         FlashAttention-3 (arXiv:2407.08608), without the turns that its groups take.
     """
-    page_size, heads = k_cache.shape[1:3]
+    k = keys.k
+    heads = k.shape[2]
     group = q.shape[1] // heads
     grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, cu_q.shape[0] - 1
     _flash_prefill_sm90_kernel[grid](
-        _slots(k_cache), _slots(v_cache), q, block_table, cu_q, lo, hi, sinks, out, lse,
-        *q.stride()[:2], k_cache.stride(0) // k_cache.stride(1), block_table.stride(0),
+        _slots(k), _slots(keys.v), q, keys.table, cu_q, keys.lo, keys.hi, keys.sinks, out, lse,
+        *q.stride()[:2], k.stride(0) // k.stride(1), keys.table.stride(0),
         *out.stride()[:2], *lse.stride(),
-        scale * math.log2(math.e), GROUP=group, PAGE=page_size, SINKS=sinks is not None, num_warps=4,
+        keys.scale * math.log2(math.e), GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None, num_warps=4,
     )  # fmt: skip

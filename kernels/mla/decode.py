@@ -13,6 +13,7 @@ from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item
 from kernels.mla import decode_common_sm90, decode_few_rows_sm90, decode_many_rows_sm90
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_decode import mla_decode as reference
 
 
@@ -78,34 +79,24 @@ def _mla_decode_kernel(
 
 def mla_decode(
     q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
-    latent: int,
+    keys: PagedKeys,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    programs: int | None = None,
+    sms: int | None = None,
     early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of absorbed queries over paged latents: a partial output in latent space and its LSE.
 
     A slot of the cache holds R latent values and P rotated ones: all R + P are the key of every head, the first R its
-    value. Pages, bounds and what they promise as in `kernels.attention.flash_decode.flash_decode`.
+    value.
 
     Args:
         q: [B, T, Hq, R + P] bf16, fp16 or fp32; last dim contiguous.
-        cache: [pages, page_size, R + P] in q's dtype, contiguous within a page; pages may be strided.
-        block_table: [B, max_pages] int32, rows contiguous.
-        lo: [B, T] int32, first local key of each query, at least 0.
-        hi: [B, T] int32, one past the last; `lo >= hi` reads nothing.
-        scale: factor on the scores.
-        latent: R.
+        keys: latents in q's dtype.
         out: [B, T, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        programs: the grid; one on every SM if None.
+        sms: how many streaming multiprocessors to fill; all if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
 
     Returns:
@@ -115,32 +106,28 @@ def mla_decode(
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashDecoding; stream-K (arXiv:2301.03598).
     """
-    found = decode_parts(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse, programs=programs, early=early)
+    found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early)
     found.merge()
     return found.out, found.lse
 
 
 def decode_parts(
     q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
-    latent: int,
+    keys: PagedKeys,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    programs: int | None = None,
+    sms: int | None = None,
     early: bool = False,
 ) -> PartialAttention:
     """`mla_decode` with its arguments, up to the merge."""
     if not dispatch.on_gpu(q):
-        return PartialAttention(*reference(q, cache, block_table, lo, hi, scale, latent, out=out, lse=lse))
+        return PartialAttention(*reference(q, keys, out=out, lse=lse))
     B, T, Hq, width = q.shape
+    cache, table, lo, hi, latent = keys.k, keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     P = width - latent
     assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
-    assert cache.dtype == q.dtype and q.stride(3) == block_table.stride(1) == 1
+    assert cache.dtype == q.dtype and q.stride(3) == table.stride(1) == 1
     out = torch.empty(B, T, Hq, latent, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(B, T, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(3) == 1
@@ -149,16 +136,16 @@ def decode_parts(
 
     if q.is_cuda and decode_common_sm90.fits(q, cache, latent):
         on_hopper = decode_few_rows_sm90 if T * Hq <= decode_few_rows_sm90.MOST_ROWS else decode_many_rows_sm90
-        return on_hopper.launch(q, cache, block_table, lo, hi, scale, latent, out, lse, programs, early)
+        return on_hopper.launch(q, keys, out, lse, sms or sm_count(q.device), early)
     tile = latent_tile(T * Hq, latent, P, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * Hq))
-    programs = programs or sm_count(q.device)
+    programs = sms or sm_count(q.device)
     part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_kernel[(programs,)](
-        q, cache, block_table, lo, hi, out, lse, part, part_lse,
-        *q.stride()[:3], cache.stride(0), block_table.stride(0),
+        q, cache, table, lo, hi, out, lse, part, part_lse,
+        *q.stride()[:3], cache.stride(0), table.stride(0),
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
-        scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
+        keys.scale * math.log2(math.e), B, T=T, GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1],
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.split_kv import UnmergedAttention, workspace
 from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_of, slot_of
-from kernels.overlap import sm_count
+from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
 # Of TILE rows of queries and TILE keys, and of the rows and half of the latents.
@@ -379,28 +379,24 @@ def _mla_decode_sm90_kernel(
 
 def launch(
     q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
-    latent: int,
+    keys: PagedKeys,
     out: torch.Tensor,
     lse: torch.Tensor,
-    programs: int | None,
+    programs: int,
     early: bool,
 ) -> UnmergedAttention:
     """`kernels.mla.decode.mla_decode` of tensors that fit."""
     B, T, Hq, width = q.shape
-    page_rows, latents, ropes = pieces(cache, latent)
+    table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
+    page_rows, latents, ropes = pieces(keys.k, latent)
     tiles_m = triton.cdiv(T * Hq, TILE.value)
-    runs = max(1, (programs or sm_count(q.device)) // tiles_m)
+    runs = max(1, programs // tiles_m)
     rows = min(tiles_m * TILE.value, triton.next_power_of_2(T * Hq))
     part, part_lse = workspace(q.device, q.dtype, runs, rows, latent)
     _mla_decode_sm90_kernel[(runs * tiles_m,)](
-        latents, ropes, q, block_table, lo, hi, out, lse, part, part_lse,
-        *q.stride()[:3], block_table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
-        scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=cache.shape[1],
+        latents, ropes, q, table, lo, hi, out, lse, part, part_lse,
+        *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
+        keys.scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
         # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.mla.latent_tiles import attend_latents, latent_tile
+from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_prefill import mla_prefill as reference
 
 
@@ -78,14 +79,9 @@ def _mla_prefill_kernel(
 
 def mla_prefill(
     q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
+    keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
-    lo: torch.Tensor,
-    hi: torch.Tensor,
-    scale: float,
-    latent: int,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -96,14 +92,9 @@ def mla_prefill(
 
     Args:
         q: [N, Hq, R + P] bf16, fp16 or fp32, absorbed, the chunks one after another; last dim contiguous.
-        cache: [pages, page_size, R + P] in q's dtype, contiguous within a page; pages may be strided.
-        block_table: [n, max_pages] int32, rows contiguous; row i belongs to segment i.
+        keys: latents in q's dtype; row i of the table belongs to segment i.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
-        lo: [N] int32, first local key of each query, at least 0; non-decreasing within a segment.
-        hi: [N] int32, one past the last, likewise; `lo >= hi` reads nothing.
-        scale: factor on the scores.
-        latent: R.
         out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
@@ -115,11 +106,12 @@ def mla_prefill(
         DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashAttention-2.
     """
     if not dispatch.on_gpu(q):
-        return reference(q, cache, block_table, cu_q, max_q, lo, hi, scale, latent, out=out, lse=lse)
+        return reference(q, keys, cu_q, max_q, out=out, lse=lse)
     N, Hq, width = q.shape
+    cache, table, lo, hi, latent = keys.k, keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     P = width - latent
     assert cache.stride()[1:] == (width, 1), f"a page must be contiguous, got strides {cache.stride()}"
-    assert cache.dtype == q.dtype and q.stride(2) == block_table.stride(1) == 1
+    assert cache.dtype == q.dtype and q.stride(2) == table.stride(1) == 1
     assert cu_q.is_contiguous() and lo.is_contiguous() and hi.is_contiguous()
     out = torch.empty(N, Hq, latent, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(N, Hq, dtype=torch.float32, device=q.device) if lse is None else lse
@@ -127,8 +119,8 @@ def mla_prefill(
 
     tile = latent_tile(max_q * Hq, latent, P, q.dtype)
     _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), cu_q.shape[0] - 1](
-        q, cache, block_table, cu_q, lo, hi, out, lse,
-        *q.stride()[:2], cache.stride(0), block_table.stride(0), *out.stride()[:2], *lse.stride(),
-        scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
+        q, cache, table, cu_q, lo, hi, out, lse,
+        *q.stride()[:2], cache.stride(0), table.stride(0), *out.stride()[:2], *lse.stride(),
+        keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
     )  # fmt: skip
     return out, lse

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+
+from kernels.paged_keys import PagedKeys
 
 # Scores held at once (8 MiB of fp32): large enough for the matmuls, small enough to stay near the cache.
 SCORES = 1 << 21
@@ -10,34 +14,28 @@ SCORES = 1 << 21
 
 def attend(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    keys: PagedKeys,
     pages: torch.Tensor,
     lo: torch.Tensor,
     hi: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one sequence's queries over its own keys, an online softmax over blocks of keys in fp32.
 
     Args:
         q: [T, Hq, D], any float dtype.
-        k_cache: [pages, page_size, Hkv, D].
-        v_cache: [pages, page_size, Hkv, D].
-        pages: [max_pages] int, this sequence's row of the block table.
+        keys: of all sequences, any float dtype.
+        pages: [max_pages] int, this sequence's row of the table.
         lo: [T] int, first key of each query.
         hi: [T] int, one past the last key of each query.
-        scale: factor on the scores.
-        sinks: [Hq], each head's score of one more key of value 0, or None.
 
     Returns:
         Output [T, Hq, D] fp32 and natural-log LSE [T, Hq] fp32; 0 and -inf (with sinks: the sink) where a query reads
         no key.
     """
     T, Hq, D = q.shape
-    page_size, Hkv = k_cache.shape[1:3]
+    page_size, Hkv = keys.k.shape[1:3]
     group = Hq // Hkv
-    rows = (q.float() * scale).view(T, Hkv, group, D).transpose(0, 1).reshape(Hkv, T * group, D)
+    rows = (q.float() * keys.scale).view(T, Hkv, group, D).transpose(0, 1).reshape(Hkv, T * group, D)
     lo, hi = (bound.repeat_interleave(group)[:, None] for bound in (lo, hi))  # [T * group, 1]
     out = rows.new_zeros(rows.shape)
     total = rows.new_zeros(Hkv, T * group, 1)
@@ -48,12 +46,12 @@ def attend(
     start, stop = (int(lo[reads].min()), int(hi[reads].max())) if reads.any() else (0, 0)
     block = max(64, SCORES // max(1, T * Hq))
     for begin in range(start, stop, block):
-        keys = torch.arange(begin, min(begin + block, stop), device=q.device)
-        where = pages[keys // page_size], keys % page_size
-        k, v = (cache[where].float().transpose(0, 1) for cache in (k_cache, v_cache))  # [Hkv, keys, D]
+        at = torch.arange(begin, min(begin + block, stop), device=q.device)
+        where = pages[at // page_size], at % page_size
+        k, v = (cache[where].float().transpose(0, 1) for cache in (keys.k, keys.v))  # [Hkv, keys, D]
         scores = rows @ k.mT  # [Hkv, T * group, keys]
-        if (lo > keys[0]).any() or (hi <= keys[-1]).any():
-            scores.masked_fill_((keys < lo) | (keys >= hi), -torch.inf)
+        if (lo > at[0]).any() or (hi <= at[-1]).any():
+            scores.masked_fill_((at < lo) | (at >= hi), -torch.inf)
         last, peak = peak, torch.maximum(peak, scores.amax(-1, keepdim=True))
         rescale = (last - peak).exp_()
         weights = scores.sub_(peak).exp_()
@@ -64,7 +62,13 @@ def attend(
     lse = peak + total.log()  # log 0 = -inf
     out = out.view(Hkv, T, group, D).transpose(0, 1).reshape(T, Hq, D)
     lse = lse.view(Hkv, T, group).transpose(0, 1).reshape(T, Hq)
-    if sinks is None:
+    if keys.sinks is None:
         return out, lse
-    both = torch.logaddexp(lse, sinks)
+    both = torch.logaddexp(lse, keys.sinks)
     return out * (lse - both).exp()[..., None], both
+
+
+def whole(latents: PagedKeys) -> PagedKeys:
+    """Latents as one KV head, whose values are taken whole, to be cut afterwards."""
+    slots = latents.k.unsqueeze(2)
+    return replace(latents, k=slots, v=slots)

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.flash_decode import flash_decode
+from kernels.paged_keys import PagedKeys
 from launch.bench.clock import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -51,8 +52,8 @@ class Setting:
     hi: torch.Tensor
 
     def ours(self, copy: int, **options: Any) -> torch.Tensor:
-        scale = DIM**-0.5
-        return flash_decode(self.q, *self.caches[copy], self.table, self.lo, self.hi, scale, **options)[0]
+        keys = PagedKeys(*self.caches[copy], self.table, self.lo, self.hi, DIM**-0.5)
+        return flash_decode(self.q, keys, **options)[0]
 
     def contiguous(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same keys and values as [B, Hkv, S, D]."""

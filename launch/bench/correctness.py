@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.attention.dense import DenseAttention
 from helix.build import build_engine
 from helix.config import Config, DecodeConfig, KVConfig, ModelConfig
 from helix.layout import HelixLayout
@@ -66,7 +65,7 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
 
     def body(world: LoopbackWorld, rank: int) -> list[tuple[int, ...]]:
         comm = world.communicator(rank, layout.kvp_group(rank))
-        model = Decoder(make_spec(config), layout, comm, DenseAttention(), dtype, comm.device)
+        model = Decoder(make_spec(config), layout, comm, dtype, comm.device)
         Checkpoint(DEMO).load(model.weights)
         engine = build_engine(layout, comm, model, config, 4, 4 * NEEDLE_LENGTH)
         answers = {output.id: output.output_ids for output in engine.generate(requests)}

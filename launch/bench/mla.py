@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.mla.decode import mla_decode
+from kernels.paged_keys import PagedKeys
 from launch.bench.clock import PAGE, READ_CEILING, ROTATED, K, seconds
 
 try:
@@ -45,7 +46,10 @@ class Setting:
     hi: torch.Tensor
 
     def ours(self, copy: int, **options: Any) -> torch.Tensor:
-        return mla_decode(self.q, self.caches[copy], self.table, self.lo, self.hi, SCALE, LATENT, **options)[0]
+        cache = self.caches[copy]
+        return mla_decode(
+            self.q, PagedKeys(cache, cache[..., :LATENT], self.table, self.lo, self.hi, SCALE), **options
+        )[0]
 
     def expected(self, b: int) -> torch.Tensor:
         """Output [T, heads, LATENT] fp32 of one sequence over the first copy, in plain torch."""

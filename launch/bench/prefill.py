@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from helix.graphs import seconds_of_each
 from kernels.attention.flash_prefill import flash_prefill
+from kernels.paged_keys import PagedKeys
 from launch.bench.attention import TORCH
 from launch.bench.clock import DIM, PAGE
 from launch.inputs import parts
@@ -41,9 +42,9 @@ def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, devic
     cu_q = torch.tensor([0, queries], dtype=torch.int32, device=device)
 
     def ours() -> torch.Tensor:
-        return flash_prefill(
-            q, k_cache, v_cache, table, cu_q, queries, torch.zeros_like(hi), hi, DIM**-0.5
-        )[0]  # fmt: skip
+        return flash_prefill(q, PagedKeys(k_cache, v_cache, table, torch.zeros_like(hi), hi, DIM**-0.5), cu_q, queries)[
+            0
+        ]
 
     k, v = (c[table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in (k_cache, v_cache))
     last = scaled_dot_product_attention(q[-1, None, :, None].float(), k.float(), v.float(), enable_gqa=True)[0, :, 0]

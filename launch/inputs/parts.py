@@ -10,7 +10,6 @@ import torch
 
 from comm.emulated import PROCESSES
 from comm.loopback import LoopbackWorld
-from helix.attention.dense import DenseAttention
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
 from helix.files import read_json
 from helix.layers.weights import Weights
@@ -33,7 +32,7 @@ def make_spec(config: Config) -> DecoderSpec:
 def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
     """A rank's weight declarations, on the meta device."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
-    return Decoder(spec, layout, comm, DenseAttention(), dtype, torch.device("meta")).weights
+    return Decoder(spec, layout, comm, dtype, torch.device("meta")).weights
 
 
 def make_checkpoint(

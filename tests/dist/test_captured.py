@@ -13,6 +13,7 @@ from comm.pending import PendingProjection
 from comm.symm_mem import SymmMemCommunicator
 from kernels.attention.flash_decode import decode_parts
 from kernels.moe.experts import RoutedExperts
+from kernels.paged_keys import PagedKeys
 from tests.dist.ranks import (
     balanced,
     on_ranks,
@@ -87,7 +88,7 @@ def check_replays(comm: Communicator, replays: int) -> int:
         values = value(comm.rank, N, 1, 2 * K + 1, D).bfloat16().expand(-1, 64, -1, -1).contiguous()
         table = torch.arange(N, dtype=torch.int32, device=comm.device)[:, None].expand(-1, 3).contiguous()
         bounds = table.new_zeros(N, 1), table.new_full((N, 1), 192)
-        parts = decode_parts(torch.zeros_like(out)[:, None], values, values, table, *bounds, 1.0)
+        parts = decode_parts(torch.zeros_like(out)[:, None], PagedKeys(values, values, table, *bounds, 1.0))
         wrong.add_((comm.merge_exchange(parts, shares) != wanted).sum())
         projection = PendingProjection(value(comm.rank, N, 64).bfloat16(), picks, None)
         total = comm.all_reduce_norm(projection, torch.zeros_like(total), weight, 1e-5)[1]

@@ -13,7 +13,6 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.attention.dense import DenseAttention
 from helix.engine import Engine
 from helix.kv_cache import KVCache, Placement, pages_for_tokens
 from helix.layout import HelixLayout
@@ -48,7 +47,7 @@ def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torc
     """One rank's slices of a checkpoint, without EOS: random models would stop anywhere."""
     checkpoint = Checkpoint(path)
     spec = replace(checkpoint.with_head(spec_from_config(read_config(path))), eos=())
-    model = Decoder(spec, layout, comm, DenseAttention(), dtype, comm.device)
+    model = Decoder(spec, layout, comm, dtype, comm.device)
     checkpoint.load(model.weights)
     return model
 

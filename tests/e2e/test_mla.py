@@ -119,8 +119,7 @@ def test_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> Non
 
 def shifts_lse(engine: Engine) -> None:
     if engine.comm.rank == 1:
-        for layer in engine.runner.model.layers:
-            layer.attention.policy = ShiftedLSE(layer.attention.policy)
+        engine.runner.policy = ShiftedLSE(engine.runner.policy)
 
 
 def forgets_temperature(engine: Engine) -> None:

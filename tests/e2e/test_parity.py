@@ -119,8 +119,7 @@ def test_a_shifted_lse_on_one_rank_is_caught() -> None:
 
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
-            for layer in engine.runner.model.layers:
-                layer.attention.policy = ShiftedLSE(layer.attention.policy)
+            engine.runner.policy = ShiftedLSE(engine.runner.policy)
 
     results = loopback(checkpoint("qwen3"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
     with pytest.raises(AssertionError, match="prompt"):

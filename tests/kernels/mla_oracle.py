@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from kernels.paged_keys import PagedKeys
 from tests.kernels.oracle import Case, make_case
 
 
@@ -19,6 +20,9 @@ class LatentCase(Case):
     @property
     def cache(self) -> Tensor:
         return self.k_cache[:, :, 0]
+
+    def paged(self, B: int | None = None) -> PagedKeys:
+        return replace(super().paged(B), k=self.cache, v=self.cache[..., : self.latent])
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Output [N, Hq, R] and natural-log LSE [N, Hq], float64."""

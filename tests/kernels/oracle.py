@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.paged_keys import PagedKeys
+
 
 @dataclass
 class Case:
@@ -33,6 +35,11 @@ class Case:
     @property
     def scale(self) -> float:
         return self.q.shape[-1] ** -0.5
+
+    def paged(self, B: int | None = None) -> PagedKeys:
+        """What the kernels read, with bounds of `B` sequences' queries apart, [B, T], or all [N]."""
+        lo, hi = (self.lo, self.hi) if B is None else (self.lo.view(B, -1), self.hi.view(B, -1))
+        return PagedKeys(self.k_cache, self.v_cache, self.block_table, lo, hi, self.scale, self.sinks)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Output [N, Hq, D] and natural-log LSE [N, Hq], float64; 0 and -inf where a query reads nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,10 +34,7 @@ SHAPES = {
 
 def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     B = len(case.counts)
-    out, lse = op(
-        case.q.unflatten(0, (B, -1)), case.k_cache, case.v_cache, case.block_table,
-        case.lo.view(B, -1), case.hi.view(B, -1), case.scale, sinks=case.sinks, **options,
-    )  # fmt: skip
+    out, lse = op(case.q.unflatten(0, (B, -1)), case.paged(B), **options)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
@@ -138,10 +136,7 @@ def test_planted_errors_are_caught(planted: str) -> None:
         case.sinks += math.log(2)
     out, lse = run(reference, case)
     if planted == "scale":
-        out, lse = reference(
-            case.q.unflatten(0, (2, -1)), case.k_cache, case.v_cache, case.block_table,
-            case.lo.view(2, -1), case.hi.view(2, -1), 1.001 * case.scale,
-        )  # fmt: skip
+        out, lse = reference(case.q.unflatten(0, (2, -1)), replace(case.paged(2), scale=1.001 * case.scale))
         out, lse = out.flatten(0, 1), lse.flatten(0, 1)
     if planted == "lse":
         lse = lse + 1e-3
@@ -153,12 +148,12 @@ def test_planted_errors_are_caught(planted: str) -> None:
 def test_one_graph_serves_every_length() -> None:
     case = make_case([1, 1, 1], [700, 3, 250], heads=(8, 2), dim=128, device="cuda")
     B = 3
-    args = (case.q.unflatten(0, (B, -1)), case.k_cache, case.v_cache, case.block_table)
-    lo, hi = case.lo.view(B, 1).clone(), case.hi.view(B, 1).clone()
-    flash_decode(*args, lo, hi, case.scale)  # compiled before capture
+    q, keys = case.q.unflatten(0, (B, -1)), case.paged(B)
+    hi = keys.hi
+    flash_decode(q, keys)  # compiled before capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = flash_decode(*args, lo, hi, case.scale)
+        out, lse = flash_decode(q, keys)
     for bounds in ([700, 3, 250], [1, 0, 64], [512, 2, 0]):
         hi.copy_(torch.tensor(bounds, device="cuda")[:, None])
         case.hi = hi.flatten().clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,10 +31,7 @@ SHAPES = {
 
 def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
-    return op(
-        case.q, case.k_cache, case.v_cache, case.block_table, cu_q, max(case.counts),
-        case.lo, case.hi, case.scale, sinks=case.sinks, **options,
-    )  # fmt: skip
+    return op(case.q, case.paged(), cu_q, max(case.counts), **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -124,7 +122,7 @@ def test_hopper(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into outputs full of NaN, and bitwise the same when repeated."""
     monkeypatch.setattr(flash_prefill_sm90, "MIN_ROWS", 1)
     case = make_case(**dict(dim=128, page_size=64, dtype=torch.bfloat16, device="cuda") | LONG[shape])
-    assert flash_prefill_sm90.fits(case.q, case.k_cache, case.v_cache, max(case.counts), case.scale)
+    assert flash_prefill_sm90.fits(case.q, case.paged(), max(case.counts))
     out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype, device="cuda")
     lse = torch.full(case.q.shape[:2], torch.nan, device="cuda")
     check(*run(flash_prefill, case, out=out, lse=lse), case)
@@ -185,5 +183,5 @@ def test_shapes_of_the_kernel_for_hopper(change: dict[str, Any], fits: bool, mon
     max_q, scale, kv_heads, capability = (given.pop(name) for name in ("max_q", "scale", "kv_heads", "capability"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     case = make_case([2], [3], heads=(4, 2), **given)
-    k_cache, v_cache = (cache[:, :, :kv_heads] for cache in (case.k_cache, case.v_cache))
-    assert flash_prefill_sm90.fits(case.q, k_cache, v_cache, max_q, scale) == fits
+    keys = replace(case.paged(), k=case.k_cache[:, :, :kv_heads], v=case.v_cache[:, :, :kv_heads], scale=scale)
+    assert flash_prefill_sm90.fits(case.q, keys, max_q) == fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,9 +107,9 @@ def test_any_cut_of_the_keys_combines_to_the_whole(parts: int, length: int, seed
     whole = make_case([1], [length], seed=seed)
     cuts = sorted(torch.randint(0, length + 1, (parts - 1,), generator=torch.Generator().manual_seed(seed)).tolist())
     bounds = list(zip([0, *cuts], [*cuts, length], strict=True))
-    args = (whole.q[:, None], whole.k_cache, whole.v_cache, whole.block_table)
     shards = [
-        flash_decode(*args, torch.tensor([[lo]]).int(), torch.tensor([[hi]]).int(), whole.scale) for lo, hi in bounds
+        flash_decode(whole.q[:, None], replace(whole.paged(), lo=torch.tensor([[lo]]), hi=torch.tensor([[hi]])))
+        for lo, hi in bounds
     ]
     out, lse = reference(torch.stack([o[:, 0] for o, _ in shards]), torch.stack([s[:, 0] for _, s in shards]))
     want, want_lse = whole.expected()

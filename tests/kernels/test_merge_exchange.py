@@ -35,20 +35,8 @@ def parts_of(shape: str, rank: int, sms: int, dtype: torch.dtype, device: torch.
         sinks=s.get("sinks", False) and rank == 0, dtype=dtype, device=device,
     )  # fmt: skip
     q = case.q.unflatten(0, (len(lengths), -1))
-    bounds = [b.view(len(lengths), -1) for b in (case.lo, case.hi)]
     out, lse = torch.full_like(q, torch.nan), q.new_full(q.shape[:3], torch.nan, dtype=torch.float32)
-    parts = decode_parts(
-        q,
-        case.k_cache,
-        case.v_cache,
-        case.block_table,
-        *bounds,
-        case.scale,
-        sinks=case.sinks,
-        out=out,
-        lse=lse,
-        sms=sms,
-    )
+    parts = decode_parts(q, case.paged(len(lengths)), out=out, lse=lse, sms=sms)
     assert isinstance(parts, UnmergedAttention)
     return UnmergedAttention(**{**parts.__dict__, "part": parts.part.clone(), "part_lse": parts.part_lse.clone()})
 

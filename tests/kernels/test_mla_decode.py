@@ -34,10 +34,7 @@ SHAPES = {
 
 def run(op: Any, case: LatentCase, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     B = len(case.counts)
-    out, lse = op(
-        case.q.unflatten(0, (B, -1)), case.cache, case.block_table,
-        case.lo.view(B, -1), case.hi.view(B, -1), case.scale, case.latent, **options,
-    )  # fmt: skip
+    out, lse = op(case.q.unflatten(0, (B, -1)), case.paged(B), **options)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
@@ -53,17 +50,17 @@ def test_kernel(shape: str, device: torch.device) -> None:
     check(*run(mla_decode, case), case)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 7, 50])
+@pytest.mark.parametrize("sms", [1, 2, 7, 50])
 @pytest.mark.parametrize("shape", ["plain", "twenty-heads-verify-4", "window-verify", "empty-shards"])
-def test_programs(shape: str, programs: int, device: torch.device) -> None:
+def test_sms(shape: str, sms: int, device: torch.device) -> None:
     case = make_latent_case(**SHAPES[shape], device=device)
-    check(*run(mla_decode, case, programs=programs), case)
+    check(*run(mla_decode, case, sms=sms), case)
 
 
 def test_more_parts_than_one_go_merges(device: torch.device) -> None:
     """A long sequence beside a short one, items that begin inside a run, and several query tiles."""
     case = make_latent_case([2, 2], [1100, 100], heads=9, latent=16, device=device)
-    check(*run(mla_decode, case, programs=37), case)
+    check(*run(mla_decode, case, sms=37), case)
 
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
@@ -86,7 +83,7 @@ def test_writes_where_told_and_nothing_else(device: torch.device) -> None:
     case = make_latent_case([1, 1], [40, 0], device=device)
     out = torch.full((2, 1, 8, 40), torch.nan, device=device)
     lse = torch.full((2, 1, 8), torch.nan, device=device)
-    check(*run(mla_decode, case, out=out[:, :, 2:6, :32], lse=lse[:, :, 2:6], programs=3), case)
+    check(*run(mla_decode, case, out=out[:, :, 2:6, :32], lse=lse[:, :, 2:6], sms=3), case)
     check(out[:, 0, 2:6, :32], lse[:, 0, 2:6], case)
     for rest in (out[:, :, :2], out[:, :, 6:], out[..., 32:], lse[:, :, :2], lse[:, :, 6:]):
         assert rest.isnan().all()
@@ -101,7 +98,7 @@ def test_nan_in_a_key_that_is_read_surfaces(column: int, device: torch.device) -
 
 def test_repeats_bitwise(device: torch.device) -> None:
     case = make_latent_case([3, 3], [90, 31], heads=6, latent=16, device=device)
-    first, second = run(mla_decode, case, programs=5), run(mla_decode, case, programs=5)
+    first, second = run(mla_decode, case, sms=5), run(mla_decode, case, sms=5)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
@@ -171,7 +168,7 @@ def test_on_hopper(shape: str) -> None:
     case = make_latent_case(**settings, latent=512, rope=64, device="cuda")
     assert decode_common_sm90.fits(case.q.unflatten(0, (len(case.counts), -1)), case.cache, case.latent)
     expected = case.expected()
-    for options in ({}, {"programs": 7}):
+    for options in ({}, {"sms": 7}):
         shape_of_lse = (len(case.counts), case.counts[0], case.q.shape[1])
         # Strided, as a slice of something wider.
         out = torch.full((*shape_of_lse, 520), torch.nan, dtype=case.q.dtype, device="cuda")[..., :512]
@@ -219,12 +216,12 @@ def test_one_graph_serves_every_length(heads: int) -> None:
         [1, 1, 1], [700, 3, 250], heads=heads, latent=512, rope=64, page_size=64, dtype=torch.bfloat16, device="cuda"
     )
     B = 3
-    args = (case.q.unflatten(0, (B, -1)), case.cache, case.block_table)
-    lo, hi = case.lo.view(B, 1).clone(), case.hi.view(B, 1).clone()
-    mla_decode(*args, lo, hi, case.scale, case.latent)  # compiled before capture
+    q, keys = case.q.unflatten(0, (B, -1)), case.paged(B)
+    hi = keys.hi
+    mla_decode(q, keys)  # compiled before capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = mla_decode(*args, lo, hi, case.scale, case.latent)
+        out, lse = mla_decode(q, keys)
     for bounds in ([1, 0, 64], [65, 1, 0], [512, 2, 128], [700, 3, 250]):
         hi.copy_(torch.tensor(bounds, device="cuda")[:, None])
         case.hi = hi.flatten().clone()

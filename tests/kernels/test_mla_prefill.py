@@ -28,10 +28,7 @@ SHAPES = {
 
 def run(op: Any, case: LatentCase, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
-    return op(
-        case.q, case.cache, case.block_table, cu_q, max(case.counts),
-        case.lo, case.hi, case.scale, case.latent, **options,
-    )  # fmt: skip
+    return op(case.q, case.paged(), cu_q, max(case.counts), **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

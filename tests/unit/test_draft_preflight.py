@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld
 from helix import build
-from helix.attention.dense import DenseAttention
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.kv_cache import KVCache, token_bytes
@@ -119,7 +118,7 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
 def model_of(family: str, layout: HelixLayout) -> Decoder:
     comm = LoopbackWorld(layout.world_size).communicator(0, layout.kvp_group(0))
     spec = spec_from_config(read_config(checkpoint(family)))
-    return Decoder(spec, layout, comm, DenseAttention(), torch.float32, torch.device("meta"))
+    return Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -29,7 +29,8 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Inside a package, a room (a folder, or a file beside the folders) imports only from levels before its own, or itself.
 LEVELS = {
     "kernels": [
-        {"dispatch", "overlap", "sm90", "reference"},
+        {"dispatch", "overlap", "paged_keys", "sm90"},
+        {"reference"},
         {"attention"},
         {"mla", "peers"},
         {"dense", "tokens"},

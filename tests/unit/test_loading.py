@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from comm.loopback import LoopbackWorld
-from helix.attention.dense import DenseAttention
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, from_mxfp4, load_spec_config, randomize, read_config
@@ -32,7 +31,7 @@ def decoder(
     layout: HelixLayout, rank: int, config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32
 ) -> Decoder:
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
-    return Decoder(spec_from_config(config), layout, comm, DenseAttention(), dtype, torch.device("cpu"))
+    return Decoder(spec_from_config(config), layout, comm, dtype, torch.device("cpu"))
 
 
 def tensors(config: dict[str, Any] = CONFIG) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from comm.loopback import LoopbackWorld
-from helix.attention.dense import DenseAttention
 from helix.kv_cache import token_bytes
 from helix.layers import mla
 from helix.layout import HelixLayout
@@ -38,7 +37,7 @@ def v3(**more: Any) -> DecoderSpec:
 
 def decoder(s: DecoderSpec, layout: HelixLayout, rank: int) -> Decoder:
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))
-    return Decoder(s, layout, comm, DenseAttention(), torch.float32, torch.device("cpu"))
+    return Decoder(s, layout, comm, torch.float32, torch.device("cpu"))
 
 
 def test_the_published_shapes() -> None:

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from comm.loopback import LoopbackWorld
-from helix.attention.dense import DenseAttention
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
 from launch.inputs.parts import make_spec
@@ -126,7 +125,7 @@ def test_experts_that_are_not_supported(config: Any, architecture: str, more: di
 def test_the_shapes_have_the_published_number_of_parameters(model: str, billions: float) -> None:
     s = make_spec(composed(f"model={model}"))
     comm = LoopbackWorld(1).communicator(0, (0,))
-    decoder = Decoder(s, HelixLayout.create(), comm, DenseAttention(), torch.bfloat16, torch.device("meta"))
+    decoder = Decoder(s, HelixLayout.create(), comm, torch.bfloat16, torch.device("meta"))
     assert round(sum(p.numel() for p in decoder.weights.parameters) / 1e9, 2) == billions
 
 
