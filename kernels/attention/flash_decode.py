@@ -49,11 +49,11 @@ def _prefetch_tile(
 @triton.jit
 def _flash_decode_kernel(
     q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
-    q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, lo_b, lo_t, hi_b, hi_t,
+    q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, table_h, lo_b, lo_t, hi_b, hi_t,
     out_b, out_t, out_h, lse_b, lse_t, lse_h,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -71,7 +71,7 @@ def _flash_decode_kernel(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
     )
     if EARLY:
-        if PDL and PAGE % BLOCK_N == 0:
+        if PDL and PAGE % BLOCK_N == 0 and not HOLES:  # a table of choices is younger than the bounds
             if (begin < end) & (start < stop):
                 # One tile: more hold the predecessor up (benchmarks/LOG.md).
                 _prefetch_tile(
@@ -102,20 +102,21 @@ def _flash_decode_kernel(
         query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
         first = start // BLOCK_N + at - item_begin
         last = first + tl.minimum(end, item_end) - at
+        pages = block_table + b * table_b + head * table_h
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
-        if BLOCK_M > 64:
+        if BLOCK_M > 64 and not HOLES:
             acc, total, peak = attend_tiles_masking_edges(
                 acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
-                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
+                pages, page_stride, slot_stride, head_stride, head, scale_log2,
                 PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
             )  # fmt: skip
         else:  # bound by bytes: there is time for masks
             acc, total, peak = attend_tiles(
                 acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
-                block_table + b * table_b, page_stride, slot_stride, head_stride, head, scale_log2,
-                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+                pages, page_stride, slot_stride, head_stride, head, scale_log2,
+                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES,
             )  # fmt: skip
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
@@ -199,9 +200,10 @@ def decode_parts(
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k, v, table, lo, hi, sinks, out, lse, part, part_lse,
-        *q.stride()[:3], *k.stride()[:3], table.stride(0),
+        *q.stride()[:3], *k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
         *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
-        BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None, EARLY=early, **overlapped(q), **tile,
+        BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
+        HOLES=table.dim() == 3, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

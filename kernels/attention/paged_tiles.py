@@ -40,11 +40,13 @@ def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HOLES: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
-    promises that every row reads every key of these tiles. `scale_log2` is the scale times log2(e), above 0.
+    promises that every row reads every key of these tiles. With HOLES (and MASKED), negative entries of `pages` are
+    pages without keys. `scale_log2` is the scale times log2(e), above 0.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -60,6 +62,8 @@ def attend_tiles(
         next_page = tl.load(pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
         key = tile * BLOCK_N + lane
         live = (key >= start) & (key < stop)
+        if HOLES:
+            live = live & (page >= 0)
         mask = live[:, None] & (d < D)[None, :] if MASKED else (d < D)[None, :]
         # A whole tile in a page lies at fixed offsets from one address: few instructions, which short runs are made of.
         if PAGE % BLOCK_N == 0:
@@ -73,6 +77,8 @@ def attend_tiles(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
+            if HOLES:
+                reads = reads & live[None, :]
             scores = tl.where(reads, scores * scale_log2, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - new_peak[:, None])

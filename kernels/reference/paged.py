@@ -24,7 +24,7 @@ def attend(
     Args:
         q: [T, Hq, D], any float dtype.
         keys: of all sequences, any float dtype.
-        pages: [max_pages] int, this sequence's row of the table.
+        pages: [max_pages] int, this sequence's row of the table, or [Hkv, max_pages], each KV head's; negative: none.
         lo: [T] int, first key of each query.
         hi: [T] int, one past the last key of each query.
 
@@ -47,9 +47,11 @@ def attend(
     block = max(64, SCORES // max(1, T * Hq))
     for begin in range(start, stop, block):
         at = torch.arange(begin, min(begin + block, stop), device=q.device)
-        where = pages[at // page_size], at % page_size
-        k, v = (cache[where].float().transpose(0, 1) for cache in (keys.k, keys.v))  # [Hkv, keys, D]
+        page = pages[..., at // page_size]
+        k, v = (_lookup(cache, page, at % page_size) for cache in (keys.k, keys.v))  # [Hkv, keys, D]
         scores = rows @ k.mT  # [Hkv, T * group, keys]
+        if page.dim() == 2:
+            scores.masked_fill_(page[:, None] < 0, -torch.inf)
         if (lo > at[0]).any() or (hi <= at[-1]).any():
             scores.masked_fill_((at < lo) | (at >= hi), -torch.inf)
         last, peak = peak, torch.maximum(peak, scores.amax(-1, keepdim=True))
@@ -66,6 +68,15 @@ def attend(
         return out, lse
     both = torch.logaddexp(lse, keys.sinks)
     return out * (lse - both).exp()[..., None], both
+
+
+def _lookup(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Slots `slot` [n] of pages [n], or of each head's own pages [Hkv, n], as [Hkv, n, D] fp32; 0 in no page."""
+    if page.dim() == 1:
+        return cache[page, slot].float().transpose(0, 1)
+    heads = torch.arange(len(page), device=page.device)[:, None]
+    found = cache[page.clamp(min=0), slot, heads].float()
+    return found.masked_fill_(page[..., None] < 0, 0)
 
 
 def whole(latents: PagedKeys) -> PagedKeys:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.attention.flash_decode import flash_decode
+from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_decode import flash_decode as reference
 from tests.kernels.oracle import Case, check, make_case
 
@@ -142,6 +143,57 @@ def test_planted_errors_are_caught(planted: str) -> None:
         lse = lse + 1e-3
     with pytest.raises(AssertionError):
         check(out, lse, case, expected)
+
+
+def tables_of_heads(case: Case, gen: torch.Generator) -> tuple[PagedKeys, tuple[torch.Tensor, torch.Tensor]]:
+    """Some of a sequence's pages for each KV head, in order, the last one among them; and attention over these alone.
+
+    A page that no head of a sequence reads holds NaN.
+    """
+    B, (page_size, kv_heads) = len(case.counts), case.k_cache.shape[1:3]
+    counts = [-(-len(keys) // page_size) for keys in case.keys]
+    table = torch.full((B, kv_heads, max(counts) + 1), -1, dtype=torch.int32)
+    hi = torch.zeros(B, 1, dtype=torch.int32)
+    out, lse = torch.zeros(case.q.shape, dtype=torch.float64), torch.full(case.q.shape[:2], -torch.inf).double()
+    group = case.q.shape[1] // kv_heads
+    for b, (keys, values, pages) in enumerate(zip(case.keys, case.values, counts, strict=True)):
+        read = torch.rand(kv_heads, pages, generator=gen) < 0.5
+        read[:, -1:] = True
+        columns = int(read.sum(1).max()) if pages else 0
+        hi[b] = max(0, columns * page_size - (-len(keys) % page_size))
+        for h in range(kv_heads):
+            chosen = read[h].nonzero()[:, 0]
+            # Pages that are none stand anywhere before the last one.
+            places = torch.randperm(max(columns - 1, 0), generator=gen)[: max(len(chosen) - 1, 0)].sort().values
+            places = torch.cat([places, torch.tensor([columns - 1])])[: len(chosen)]
+            table[b, h, places] = case.block_table[b, chosen].cpu()
+            at = torch.cat(
+                [torch.arange(p * page_size, min((p + 1) * page_size, len(keys))) for p in chosen] or [chosen]
+            )
+            for q_head in range(h * group, (h + 1) * group):
+                scores = keys[at, h].double() @ case.q[b, q_head].double().cpu() * case.scale
+                if len(at):
+                    lse[b, q_head] = scores.logsumexp(0)
+                    out[b, q_head] = scores.softmax(0) @ values[at, h].double()
+        for page in (~read.any(0)).nonzero()[:, 0]:
+            case.k_cache[case.block_table[b, page].long()] = torch.nan
+            case.v_cache[case.block_table[b, page].long()] = torch.nan
+    device = case.q.device
+    lo = torch.zeros_like(hi)
+    keys = PagedKeys(case.k_cache, case.v_cache, table.to(device), lo.to(device), hi.to(device), case.scale)
+    return keys, (out, lse)
+
+
+@pytest.mark.parametrize("op", [flash_decode, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("page_size", [16, 48, 128, 1])
+@pytest.mark.parametrize("heads", [(4, 2), (7, 1), (6, 6)])
+def test_tables_of_heads(op: Any, heads: tuple[int, int], page_size: int, device: torch.device) -> None:
+    """Each KV head reads pages of its own; entries below 0, wherever they stand, are no pages."""
+    case = make_case([1, 1, 1], [331, 0, 47], heads=heads, page_size=page_size, device=device, seed=page_size)
+    keys, expected = tables_of_heads(case, torch.Generator().manual_seed(page_size))
+    options = {"sms": 3} if op is flash_decode else {}
+    out, lse = op(case.q[:, None], keys, **options)
+    check(out[:, 0], lse[:, 0], case, expected)
 
 
 @pytest.mark.gpu
