@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +14,24 @@ from torch import Tensor
 from helix.layout import HelixLayout
 from kernels import dispatch
 from kernels.attention import placement
+from kernels.sparse.block_ranges import block_ranges
+
+
+@dataclass(frozen=True)
+class BlockBudget:
+    """How many blocks, of a page each, a query of a block-sparse step reads; sink and window are of all ranks together.
+
+    Attributes:
+        sink_blocks: first blocks of the sequence, always read.
+        local_blocks: last blocks, the query's own included, always read.
+        topk: blocks chosen between them, on this rank.
+        from_tokens: a query that sees fewer tokens than this reads them all.
+    """
+
+    sink_blocks: int
+    local_blocks: int
+    topk: int
+    from_tokens: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,7 @@ class Placement:
             lo, hi: int32 [N].
         """
         if dispatch.on_gpu(positions):
-            return placement.local_bounds(positions, starts, live, **self._grid, window=window)
+            return placement.local_bounds(positions, starts, live, **self.grid, window=window)
         lo, hi = self.layout.local_bounds(positions, self.kvp_rank, self.append_block, starts, window)
         return lo.int(), torch.where(live, hi, lo).int()
 
@@ -53,7 +71,7 @@ class Placement:
             rows: int64 [N], the row of each token's sequence in `block_tables`; None: token i's is row i.
         """
         if dispatch.on_gpu(positions):
-            where = {"page_size": self.page_size, **self._grid}
+            where = {"page_size": self.page_size, **self.grid}
             return placement.cache_slots(positions, starts, live, block_tables, rows, **where)
         block_tables = block_tables if rows is None else block_tables[rows]
         slot = self.layout.token_slot(positions, self.append_block)
@@ -62,8 +80,44 @@ class Placement:
         mine = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
         return torch.where(mine & live, page * self.page_size + slot % self.page_size, -1)
 
+    def block_ranges(
+        self, positions: Tensor, starts: Tensor, live: Tensor, queries: int, budget: BlockBudget
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Which local pages queries read whatever they say, and among which they choose; nothing where not `live`.
+
+        Of `pages` local pages, those before `first` (the sink's) and from `last` on (the window's, and all that hold
+        tokens which are not committed) are read anyway.
+
+        Args:
+            positions, starts: int64 [N], `queries` of each sequence, the first at the sequence's committed length.
+            live: bool [N].
+
+        Returns:
+            first, last, pages, hi: int32 [N]; `hi` is one past the last key in a table of the pages that are read.
+        """
+        if dispatch.on_gpu(positions):
+            where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
+            return block_ranges(positions, starts, live, queries, **where)
+
+        def local(tokens: Tensor) -> Tensor:
+            return self.layout.local_length(tokens, self.kvp_rank, self.append_block, starts)
+
+        page = self.page_size
+        committed = positions.view(-1, queries)[:, :1].expand(-1, queries).flatten()
+        window = (positions // page - budget.local_blocks + 1).clamp(min=0) * page
+        length = torch.where(live, local(positions + 1), 0)
+        pages = -(-length // page)
+        first = torch.minimum(-(-local(torch.full_like(positions, budget.sink_blocks * page)) // page), pages)
+        last = torch.minimum(local(window), local(committed)) // page
+        last = torch.minimum(torch.maximum(last, first), pages)
+        short = positions + 1 < budget.from_tokens
+        first, last = (torch.where(short, pages, x) for x in (first, last))
+        left_out = last - first - (last - first).clamp(max=budget.topk)
+        return first.int(), last.int(), pages.int(), (length - left_out * page).int()
+
     @property
-    def _grid(self) -> dict[str, int]:
+    def grid(self) -> dict[str, int]:
+        """What kernels need to know of it."""
         return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
 
     def pages(self, length: int, start: int, kvp_rank: int | None = None) -> int:

@@ -14,7 +14,7 @@ BLOCK = 128
 
 
 @triton.jit
-def _local_length(length, start, KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def local_length(length, start, KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """How many of a sequence's first `length` tokens this rank stores."""
     cycle: tl.constexpr = BLOCK_TOKENS * KVP
     first = (RANK - start + KVP) % KVP * BLOCK_TOKENS
@@ -32,10 +32,10 @@ def _local_bounds_kernel(
     position = tl.load(positions + n, mask=inside, other=0)
     start = tl.load(starts + n, mask=inside, other=0)
     some = tl.load(live + n, mask=inside, other=0) != 0
-    last = _local_length(position + 1, start, KVP, RANK, BLOCK_TOKENS)
+    last = local_length(position + 1, start, KVP, RANK, BLOCK_TOKENS)
     first = last * 0
     if WINDOW > 0:
-        first = _local_length(tl.maximum(position + 1 - WINDOW, 0), start, KVP, RANK, BLOCK_TOKENS)
+        first = local_length(tl.maximum(position + 1 - WINDOW, 0), start, KVP, RANK, BLOCK_TOKENS)
     tl.store(lo + n, first.to(tl.int32), mask=inside)
     tl.store(hi + n, tl.where(some, last, first).to(tl.int32), mask=inside)
 

@@ -32,7 +32,7 @@ LEVELS = {
         {"dispatch", "overlap", "paged_keys", "sm90"},
         {"reference"},
         {"attention"},
-        {"mla", "peers"},
+        {"mla", "peers", "sparse"},
         {"dense", "tokens"},
         {"moe"},
     ],

@@ -1,0 +1,39 @@
+"""fold_blocks in plain torch, and what the scores are made of."""
+
+from __future__ import annotations
+
+import torch
+
+SCORES = ("bounds", "mean", "mean_std")  # what a page's two vectors are, and how a query meets them
+
+
+def fold_blocks(
+    keys: torch.Tensor,
+    bounds: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    score: str,
+    *,
+    kvp: int,
+    kvp_rank: int,
+    append_block: int,
+) -> None:
+    """Bounds of the pages that were filled; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
+    page_size, cycle = keys.shape[2], append_block * kvp
+
+    def full_pages(length: int, start: int) -> int:
+        rest = length % cycle - (kvp_rank - start) % kvp * append_block
+        return (length // cycle * append_block + min(max(rest, 0), append_block)) // page_size
+
+    for table, start, old, new in zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True):
+        pages = table[full_pages(old, start) : full_pages(new, start)].long()
+        k = keys[:, pages].float()  # [layers, n, page_size, Hkv, D]
+        if len(pages) == 0:
+            continue
+        if score == "bounds":
+            both = k.amax(2), k.amin(2)
+        else:
+            both = k.mean(2), k.std(2, correction=0)
+        bounds[:, pages] = torch.stack(both, 3).to(bounds.dtype)

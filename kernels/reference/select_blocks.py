@@ -1,0 +1,57 @@
+"""select_blocks in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Tensor:
+    """How promising pages are to one query: the best score of a KV head's query heads, fp32.
+
+    Args:
+        q: [Hq, D].
+        bounds: [n, Hkv, 2, D], of n pages.
+        score: bounds: an upper bound of q.k; mean: q times the mean key; mean_std: mean and standard deviation of q.k,
+            were channels independent and alike in sign.
+
+    Returns:
+        [Hkv, n].
+    """
+    heads = bounds.shape[1]
+    q = q.float().view(heads, -1, q.shape[-1])  # [Hkv, group, D]
+    one, two = bounds.float().permute(2, 1, 3, 0)  # each [Hkv, D, n]
+    if score == "bounds":
+        found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
+    elif score == "mean":
+        found = q @ one
+    else:
+        found = q @ one + q.abs() @ two
+    return found.nan_to_num(torch.inf).amax(1) if found.isnan().any() else found.amax(1)
+
+
+def select_blocks(
+    q: torch.Tensor,
+    bounds: torch.Tensor,
+    block_table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    pages: torch.Tensor,
+    topk: int,
+    width: int,
+    score: str,
+) -> torch.Tensor:
+    """The pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`."""
+    N, T = len(q), len(q) // len(block_table)
+    heads = bounds.shape[1]
+    table = torch.full((N, heads, width), -1, dtype=torch.int32, device=q.device)
+    for n in range(N):
+        row = block_table[n // T]
+        begin, end, held = int(first[n]), int(last[n]), int(pages[n])
+        found = block_scores(q[n], bounds[row[begin:end].long()], score)
+        # Stable: of equals the earlier.
+        chosen = found.sort(dim=-1, descending=True, stable=True).indices[:, : min(topk, end - begin)].sort(-1).values
+        sinks = torch.arange(begin, device=q.device).expand(heads, -1)
+        local = torch.arange(end, held, device=q.device).expand(heads, -1)
+        read = torch.cat([sinks, begin + chosen, local], 1)  # [Hkv, pages read]
+        table[n, :, : read.shape[1]] = row[read]
+    return table

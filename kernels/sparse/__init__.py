@@ -1,0 +1,1 @@
+"""Block-sparse decode: what stands for a page, and which pages a query reads."""

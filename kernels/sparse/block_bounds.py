@@ -1,0 +1,105 @@
+"""What stands for a page where queries choose: two numbers a channel, made once, when the page is full for good."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.placement import local_length
+from kernels.reference.block_bounds import SCORES
+from kernels.reference.block_bounds import fold_blocks as reference
+
+SLOTS = 32  # of a page, taken at once
+
+
+@triton.jit
+def _fold_blocks_kernel(
+    keys, bounds, tables, starts, before, after, tables_n,
+    k_layer, k_page, k_slot, k_head, b_layer, b_page, b_head, b_kind, MOST,
+    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) // MOST
+    head = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    start = tl.load(starts + n)
+    full = local_length(tl.load(before + n), start, KVP, RANK, BLOCK_TOKENS) // PAGE
+    stop = local_length(tl.load(after + n), start, KVP, RANK, BLOCK_TOKENS) // PAGE
+    at = full + tl.program_id(0) % MOST
+    if at < stop:
+        page = tl.load(tables + n.to(tl.int64) * tables_n + at).to(tl.int64)
+        d = tl.arange(0, BLOCK_D)
+        slot = tl.arange(0, SLOTS)
+        row = keys + layer * k_layer + page * k_page + head * k_head
+        one = tl.full([BLOCK_D], float("-inf") if not MOMENTS else 0.0, tl.float32)
+        two = tl.full([BLOCK_D], float("inf") if not MOMENTS else 0.0, tl.float32)
+        broken = tl.zeros([BLOCK_D], tl.float32)
+        for begin in range(0, PAGE, SLOTS):
+            inside = (begin + slot < PAGE)[:, None] & (d < D)[None, :]
+            k = tl.load(row + (begin + slot)[:, None] * k_slot + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            if MOMENTS:
+                one += tl.sum(k, 0)
+            else:
+                one = tl.maximum(one, tl.max(tl.where(inside, k, float("-inf")), 0))
+                two = tl.minimum(two, tl.min(tl.where(inside, k, float("inf")), 0))
+                broken += tl.sum(tl.where(k != k, 1.0, 0.0), 0)
+        if MOMENTS:
+            one /= PAGE
+            for begin in range(0, PAGE, SLOTS):
+                inside = (begin + slot < PAGE)[:, None] & (d < D)[None, :]
+                k = tl.load(row + (begin + slot)[:, None] * k_slot + d[None, :], mask=inside, other=0.0).to(tl.float32)
+                two += tl.sum(tl.where(inside, (k - one[None, :]) * (k - one[None, :]), 0.0), 0)
+            two = tl.sqrt(two / PAGE)
+        else:  # the maximum of a NaN and a number may be the number
+            one = tl.where(broken > 0, float("nan"), one)
+            two = tl.where(broken > 0, float("nan"), two)
+        to = bounds + layer * b_layer + page * b_page + head * b_head + d
+        tl.store(to, one, mask=d < D)
+        tl.store(to + b_kind, two, mask=d < D)
+
+
+def fold_blocks(
+    keys: torch.Tensor,
+    bounds: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    most: int,
+    score: str,
+    *,
+    kvp: int,
+    kvp_rank: int,
+    append_block: int,
+) -> None:
+    """Writes the bounds of the pages that sequences have filled on this rank, in all layers, in one launch.
+
+    Args:
+        keys: [layers, pages, page_size, Hkv, D], last dim contiguous.
+        bounds: [layers, pages, Hkv, 2, D] in the dtype of `keys`, last dim contiguous; overwritten for these pages: the
+            largest and the smallest of its keys in each channel (exact), or their mean and standard deviation.
+        tables: int32 [n, max_pages], rows contiguous.
+        starts: int64 [n], contiguous, the kvp rank of each sequence's first block.
+        before, after: int64 [n], contiguous, tokens of each sequence over all ranks of which none will be taken back.
+        most: pages that one sequence can have filled on a rank in between, at most.
+        score: bounds, mean or mean_std.
+
+    Source:
+        Quest (arXiv:2406.10774), and, for mean and standard deviation, UNIQUE (arXiv:2605.27740).
+    """
+    assert score in SCORES
+    grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block}
+    if not dispatch.on_gpu(keys):
+        reference(keys, bounds, tables, starts, before, after, score, **grid)
+        return
+    layers, _, page_size, heads, D = keys.shape
+    assert keys.stride(4) == bounds.stride(4) == tables.stride(1) == 1
+    assert all(t.is_contiguous() for t in (starts, before, after))
+    _fold_blocks_kernel[len(tables) * most, heads, layers](
+        keys, bounds, tables, starts, before, after, tables.stride(0),
+        *keys.stride()[:4], *bounds.stride()[:4], most,
+        KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, D=D,
+        BLOCK_D=triton.next_power_of_2(D), SLOTS=SLOTS, MOMENTS=score != "bounds",
+    )  # fmt: skip

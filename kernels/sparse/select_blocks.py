@@ -1,0 +1,245 @@
+"""Which pages each query reads: scores of all candidates, the best of them, and the table that attention follows.
+
+One launch of a fixed grid. The candidate pages of all (sequence, KV head) items stand in a row, in tiles, cut into
+equal runs, one for each program, as attention's keys are: work follows the live length. A program leaves the score of
+each page, and of each tile the best. Whoever comes last in an item chooses: first, by their best pages, as many tiles
+as pages are to be chosen, then among the pages of these tiles. No page outside of them can be among the best.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.split_kv import item_at, schedule
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.select_blocks import select_blocks as reference
+
+TILE = 32  # pages of a tile
+MOST_CHOSEN = 128
+MOST_TILES = 1 << 14  # of a sequence, among which tiles are chosen
+PROGRAMS = 2  # on an SM
+
+_NONE = tl.constexpr(-(2**31))
+_HIGHEST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _ordered(x):
+    """fp32 as int32 of the same order; NaN is the highest."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST)
+
+
+@triton.jit
+def _largest(keys, k):
+    """The k largest of `keys` (_NONE never), of equals the first: whether each is one, and its place among them.
+
+    The k-th largest is found by its bits, two at a time: how many keys reach each of three marks.
+    """
+    biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # as unsigned numbers; _NONE is 0
+    mark = tl.zeros([], tl.uint32)
+    for i in tl.static_range(16):
+        step: tl.constexpr = 1 << (30 - 2 * i)
+        one, two, three = mark + step, mark + 2 * step, mark + 3 * step
+        reach = (biased >= one).to(tl.int64) + ((biased >= two).to(tl.int64) << 20)
+        reach = tl.sum(reach + ((biased >= three).to(tl.int64) << 40), 0)
+        some = (1 << 20) - 1
+        mark = tl.where(
+            (reach >> 40) >= k, three,
+            tl.where(((reach >> 20) & some) >= k, two, tl.where((reach & some) >= k, one, mark)),
+        )  # fmt: skip
+    above = biased > mark
+    equal = (biased == mark) & (biased > 0)
+    free = k - tl.sum(above.to(tl.int32), 0)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= free))
+    return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def _copy(source, to, count, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    for begin in range(0, count, BLOCK):
+        inside = begin + lane < count
+        tl.store(to + begin + lane, tl.load(source + begin + lane, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def _choose(
+    scores, best, list_, pages, to, begin, end, held, k, K: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Writes one query's table of one KV head: pages [0, begin), the k best of [begin, end), and [end, held)."""
+    tiles = tl.cdiv(end, TILE) - begin // TILE
+    lane = tl.arange(0, K * TILE)
+    tile = begin // TILE + lane // TILE
+    if tiles > K:
+        g = tl.arange(0, BLOCK_G)
+        keys = tl.load(best + begin // TILE + g, mask=g < tiles, other=_NONE, cache_modifier=".cg")
+        taken, place = _largest(keys, K)
+        tl.store(list_ + place, begin // TILE + g, mask=taken)
+        tl.debug_barrier()
+        tile = tl.load(list_ + lane // TILE)
+    page = tile * TILE + lane % TILE
+    inside = (page >= begin) & (page < end)
+    keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
+    taken, place = _largest(keys, k)
+    tl.store(to + begin + place, tl.load(pages + page, mask=taken, other=0), mask=taken)
+    _copy(pages, to, begin, 128)
+    _copy(pages + end, to + begin + tl.minimum(k, end - begin), held - end, 128)
+
+
+@triton.jit
+def _select_blocks_kernel(
+    q, bounds, block_table, first, last, held, scores, best, lists, arrived, table,
+    q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
+    T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    starts, stops, tiles, ends, run = schedule(
+        first, last, T, 1, T, 1, B, T, HEADS, tl.num_programs(0), BLOCK_B, TILE
+    )  # fmt: skip
+    begin = tl.program_id(0) * run
+    all_tiles = tl.max(ends, 0)
+    end = tl.minimum(begin + run, all_tiles)
+    at = begin
+    i, head, item_begin, item_end, start, stop = item_at(
+        tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS, BLOCK_B
+    )
+    if head >= 0:  # Always: it holds the wait behind the schedule.
+        wait_for_predecessor(PDL)
+    start_successor(PDL)
+    lane = tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    m = tl.arange(0, BLOCK_M)
+    while at < end:
+        b = i.to(tl.int64)
+        row = (b * HEADS + head) * T  # of scores; the item's queries one after the other
+        t = m // GROUP
+        inside = (t < T)[:, None] & (d < D)[None, :]
+        at_q = (b * T + t)[:, None] * q_n + (head * GROUP + m % GROUP)[:, None] * q_h + d[None, :]
+        query = tl.load(q + at_q, mask=inside, other=0.0)
+        if SCORE == "bounds":
+            meets_one = tl.maximum(query, 0.0).to(query.dtype)
+            meets_two = tl.minimum(query, 0.0).to(query.dtype)
+        else:
+            meets_one = query
+            meets_two = tl.abs(query)
+        pages = block_table + b * table_b
+        from_tile = start // TILE + at - item_begin
+        to_tile = from_tile + tl.minimum(end, item_end) - at
+        # Carried one iteration ahead, as attention's tables are.
+        ahead = from_tile * TILE + lane
+        next_page = tl.load(pages + ahead, mask=(ahead >= start) & (ahead < stop), other=0)
+        for tile in range(from_tile, to_tile):
+            page = next_page.to(tl.int64)
+            ahead = (tile + 1) * TILE + lane
+            next_page = tl.load(pages + ahead, mask=(tile + 1 < to_tile) & (ahead < stop), other=0)
+            j = tile * TILE + lane
+            live = (j >= start) & (j < stop)
+            where = (page * page_stride + head * head_stride)[:, None] + d[None, :]
+            mask = live[:, None] & (d < D)[None, :]
+            one = tl.load(bounds + where, mask=mask, other=0.0)
+            found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
+            if SCORE != "mean":
+                two = tl.load(bounds + where + kind_stride, mask=mask, other=0.0)
+                found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
+            keys = _ordered(found)  # [BLOCK_M, TILE]
+            for query_t in tl.static_range(T):
+                mine = b * T + query_t
+                chooses = (j >= tl.load(first + mine)) & (j < tl.load(last + mine))
+                top = tl.where(chooses, tl.max(tl.where((t == query_t)[:, None], keys, _NONE), 0), _NONE)
+                tl.store(scores + (row + query_t) * score_row + j, top, mask=chooses)
+                tl.store(best + (row + query_t) * best_row + tile, tl.max(top, 0))
+        done = to_tile - from_tile
+        tl.debug_barrier()  # all of the program's scores are written
+        before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
+        if before + done == item_end - item_begin:
+            tl.store(arrived + b * HEADS + head, 0)
+            for query_t in range(T):
+                n = b * T + query_t
+                _choose(
+                    scores + (row + query_t) * score_row, best + (row + query_t) * best_row,
+                    lists + (row + query_t) * K, pages, table + (n * HEADS + head) * width,
+                    tl.load(first + n), tl.load(last + n), tl.load(held + n), topk, K, BLOCK_G, TILE,
+                )  # fmt: skip
+        at = tl.minimum(end, item_end)
+        if at < end:
+            i, head, item_begin, item_end, start, stop = item_at(at, starts, stops, tiles, ends, HEADS, BLOCK_B)
+
+
+@cache
+def _arrivals(device: torch.device, items: int) -> torch.Tensor:
+    """Tiles of each item that have been scored: 0 between launches."""
+    return torch.zeros(items, dtype=torch.int32, device=device)
+
+
+@cache
+def _workspace(device: torch.device, rows: int, pages: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, the best of each tile, and lists of tiles; shared by all launches on one stream."""
+    scores, best, lists = (
+        torch.empty(rows, n, dtype=torch.int32, device=device) for n in (pages, triton.cdiv(pages, TILE), k)
+    )
+    return scores, best, lists
+
+
+def select_blocks(
+    q: torch.Tensor,
+    bounds: torch.Tensor,
+    block_table: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    pages: torch.Tensor,
+    topk: int,
+    width: int,
+    score: str,
+    *,
+    sms: int | None = None,
+) -> torch.Tensor:
+    """The pages that queries read of each KV head: all before `first`, the best `topk` of `[first, last)`, the rest.
+
+    A page scores as the best of a KV head's query heads finds it. Of equals the earlier are chosen; NaN is the highest
+    score, so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches on one device
+    share a workspace: they must not run at the same time.
+
+    Args:
+        q: [N, Hq, D] bf16, fp16 or fp32, N / B queries of each sequence; last dim contiguous.
+        bounds: [pages, Hkv, 2, D] in q's dtype, as `kernels.sparse.block_bounds` makes them; last dim contiguous.
+        block_table: [B, max_pages] int32, rows contiguous.
+        first, last, pages: int32 [N], contiguous: pages before `first` and from `last` on are read anyway, of `pages`.
+        topk: at most MOST_CHOSEN.
+        width: columns of the result, at least what any query reads.
+        score: bounds, mean or mean_std.
+        sms: how many streaming multiprocessors to fill; all if None.
+
+    Returns:
+        [N, Hkv, width] int32: entries of the block table; what lies behind a query's own is not to be read.
+
+    Source:
+        Gather-decode (papers/gather-decode.txt), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
+    """
+    if not dispatch.on_gpu(q):
+        return reference(q, bounds, block_table, first, last, pages, topk, width, score)
+    N, Hq, D = q.shape
+    B, most = block_table.shape
+    heads = bounds.shape[1]
+    T, group = N // B, Hq // heads
+    assert bounds.dtype == q.dtype and q.stride(2) == bounds.stride(3) == block_table.stride(1) == 1
+    assert 0 < topk <= MOST_CHOSEN and triton.cdiv(most, TILE) <= MOST_TILES
+    assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
+    table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
+    k = max(2, triton.next_power_of_2(topk))
+    scores, best, lists = _workspace(q.device, N * heads, most, k)
+    _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
+        q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table,
+        *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
+        T=T, HEADS=heads, GROUP=group, D=D, K=k, SCORE=score, TILE=TILE,
+        BLOCK_B=triton.next_power_of_2(B), BLOCK_M=max(16, triton.next_power_of_2(T * group)),
+        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_G=triton.next_power_of_2(best.shape[1]),
+        num_warps=4, num_stages=3, **overlapped(q),
+    )  # fmt: skip
+    return table

@@ -1,0 +1,61 @@
+"""fold_blocks: kernel and reference against each other and against the tokens that each rank owns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helix.layout import HelixLayout
+from kernels.reference.block_bounds import SCORES
+from kernels.reference.block_bounds import fold_blocks as reference
+from kernels.sparse.block_bounds import fold_blocks
+
+CASES = {
+    "one-rank": dict(kvp=1, block=16, page=16, heads=2, dim=64),
+    "three-ranks": dict(kvp=3, block=16, page=16, heads=1, dim=80),
+    "page-of-several-blocks": dict(kvp=2, block=8, page=48, heads=3, dim=16),
+    "block-of-several-pages": dict(kvp=2, block=96, page=32, heads=1, dim=128),
+}
+BEFORE, AFTER = [0, 17, 90, 200, 64, 31], [0, 64, 96, 300, 64, 32]
+
+
+@pytest.mark.parametrize("op", [fold_blocks, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", CASES)
+def test_pages_that_were_filled(name: str, score: str, op: object, device: torch.device) -> None:
+    """Those and no others, in every layer; what nobody may read is NaN."""
+    c = CASES[name]
+    gen = torch.Generator().manual_seed(7)
+    layout = HelixLayout.create("helix", c["kvp"])
+    n, page, columns, layers = len(BEFORE), c["page"], 30, 2
+    tables = torch.randperm(n * columns, generator=gen).view(n, columns).int()
+    starts = torch.arange(n) % c["kvp"]
+    for rank in range(c["kvp"]):
+        keys = torch.full((layers, n * columns, page, c["heads"], c["dim"]), torch.nan)
+        wanted = torch.full((layers, n * columns, c["heads"], 2, c["dim"]), torch.nan)
+        for i in range(n):
+            held = int(layout.local_length(AFTER[i], rank, c["block"], int(starts[i])))
+            old = int(layout.local_length(BEFORE[i], rank, c["block"], int(starts[i]))) // page
+            for j in range(-(-held // page)):
+                used = min(page, held - j * page)
+                k = torch.randn(layers, used, c["heads"], c["dim"], generator=gen)
+                keys[:, tables[i, j], :used] = k
+                if j >= old and used == page:
+                    both = (k.amax(1), k.amin(1)) if score == "bounds" else (k.mean(1), k.std(1, correction=0))
+                    wanted[:, tables[i, j]] = torch.stack(both, 2)
+        bounds = torch.full_like(wanted, torch.nan).to(device)
+        args = [x.to(device) for x in (tables, starts, torch.tensor(BEFORE), torch.tensor(AFTER))]
+        most = [300 // page + 1] if op is fold_blocks else []
+        op(keys.to(device), bounds, *args, *most, score, kvp=c["kvp"], kvp_rank=rank, append_block=c["block"])  # type: ignore[operator]
+        # Bounds are keys; a mean of 96 fp32 numbers of size 1 keeps 96 x 2^-24.
+        torch.testing.assert_close(bounds.cpu(), wanted, rtol=0, atol=0 if score == "bounds" else 1e-5, equal_nan=True)
+
+
+def test_a_key_that_is_no_number_surfaces(device: torch.device) -> None:
+    keys = torch.zeros(1, 1, 16, 1, 16, device=device)
+    keys[0, 0, 3, 0, 5] = torch.nan
+    bounds = torch.zeros(1, 1, 1, 2, 16, device=device)
+    lengths = (torch.tensor([n], device=device) for n in (0, 0, 16))
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    fold_blocks(keys, bounds, table, *lengths, 1, "bounds", kvp=1, kvp_rank=0, append_block=16)
+    assert bounds.isnan().nonzero()[:, -1].tolist() == [5, 5]

@@ -1,0 +1,128 @@
+"""select_blocks: kernel and reference against a choice made one page at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference.block_bounds import SCORES
+from kernels.reference.select_blocks import select_blocks as reference
+from kernels.sparse.select_blocks import TILE, select_blocks
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": dict(ranges=[(1, 20, 24), (1, 1, 1), (0, 0, 0)], topk=4),
+    "fewer-than-chosen": dict(ranges=[(1, 4, 5), (2, 3, 6)], topk=8),
+    "many-tiles": dict(ranges=[(1, 300, 303), (3, 9, 11)], topk=3, heads=(7, 1), dim=80),
+    "tiles-and-edges": dict(ranges=[(31, 290, 291), (33, 256, 256)], topk=5, heads=(6, 2)),
+    "drafts": dict(ranges=[(1, 180, 183), (1, 180, 184), (1, 181, 184), (1, 7, 9), (1, 7, 9), (1, 8, 9)], queries=3,
+                   topk=4, heads=(10, 2)),
+    "nothing-to-choose": dict(ranges=[(5, 5, 5), (0, 0, 3)], topk=2),
+    "one": dict(ranges=[(1, 100, 103)], topk=1),
+}  # fmt: skip
+
+
+def case(shape: str, device: torch.device, *, ties: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    s = dict(queries=1, heads=(4, 2), dim=32) | SHAPES[shape]
+    gen = torch.Generator().manual_seed(3)
+    N, (q_heads, heads), dim = len(s["ranges"]), s["heads"], s["dim"]
+    B, columns = N // s["queries"], max(held for *_, held in s["ranges"]) + 2
+    q = torch.randn(N, q_heads, 2 * dim, generator=gen).to(dtype)[..., :dim]
+    table = torch.randperm(B * columns, generator=gen).view(B, columns).int()
+    bounds = torch.randn(B * columns, heads, 2, dim, generator=gen).sort(2, descending=True).values.to(dtype)
+    if ties:
+        bounds, q = (
+            bounds[:1].round().expand_as(bounds).clone(),
+            q.round(),
+        )  # whole numbers: sums of any order are equal
+    for b in range(B):  # what is no candidate of any query is NaN
+        rows = s["ranges"][b * s["queries"] : (b + 1) * s["queries"]]
+        used = torch.zeros(columns, dtype=torch.bool)
+        for first, last, _ in rows:
+            used[first:last] = True
+        bounds[table[b, ~used].long()] = torch.nan
+    ranges = (torch.tensor(x, dtype=torch.int32, device=device) for x in zip(*s["ranges"], strict=True))
+    first, last, pages = ranges
+    width = max(first + s["topk"] + held - last for first, last, held in s["ranges"]) + 1
+    return dict(
+        q=q.to(device), bounds=bounds.to(device), block_table=table.to(device), first=first, last=last, pages=pages,
+        topk=s["topk"], width=width,
+    )  # fmt: skip
+
+
+def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
+    """Page by page and head by head in float64, whose choices are those of fp32 where scores are not within 1e-5."""
+    q, bounds = c["q"].double().cpu(), c["bounds"].double().cpu()
+    T, heads = len(q) // len(c["block_table"]), bounds.shape[1]
+    group = q.shape[1] // heads
+    for n in range(len(q)):
+        row = c["block_table"][n // T].cpu()
+        first, last, pages = (int(c[x][n]) for x in ("first", "last", "pages"))
+        for h in range(heads):
+            scores = []
+            for j in range(first, last):
+                one, two = bounds[int(row[j]), h]
+                of_heads = []
+                for x in q[n, h * group : (h + 1) * group]:
+                    if score == "bounds":
+                        of_heads.append(torch.maximum(x * one, x * two).sum())
+                    else:
+                        of_heads.append((x * one).sum() + (x.abs() * two).sum() * (score == "mean_std"))
+                scores.append(float(max(of_heads)))
+            best = sorted(range(last - first), key=lambda j: (-scores[j], j))[: c["topk"]]
+            read = [*range(first), *(first + j for j in sorted(best)), *range(last, pages)]
+            assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
+
+
+@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("shape, score", [(s, "bounds") for s in SHAPES] + [("drafts", s) for s in SCORES[1:]])
+def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
+    c = case(shape, device)
+    check(op(**c, score=score), c, score)
+
+
+@pytest.mark.parametrize("sms", [2, 9])
+def test_programs_and_repeats(sms: int, device: torch.device) -> None:
+    """Items cut among programs, and what one launch leaves behind does not reach the next."""
+    c = case("many-tiles", device)
+    for _ in range(2):
+        check(select_blocks(**c, score="bounds", sms=sms), c, "bounds")
+
+
+@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("shape", ["many-tiles", "drafts", "one"])
+def test_of_equals_the_earlier(shape: str, op: Any, device: torch.device) -> None:
+    c = case(shape, device, ties=True)
+    found = op(**c, score="bounds").cpu()
+    for n, (first, last) in enumerate(zip(c["first"].tolist(), c["last"].tolist(), strict=True)):
+        T = len(c["q"]) // len(c["block_table"])
+        count = min(c["topk"], last - first)
+        wanted = c["block_table"][n // T, : first + count].cpu()
+        assert (found[n, :, : first + count] == wanted).all()
+
+
+@pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
+def test_no_number_is_the_highest_score(op: Any, device: torch.device) -> None:
+    c = case("many-tiles", device)
+    page = int(c["block_table"][0, 5 * TILE + 3])
+    c["bounds"][page] = torch.nan
+    assert page in op(**c, score="bounds")[0, 0].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heads, queries", [((28, 4), 1), ((8, 1), 5), ((32, 8), 1)])
+def test_long(heads: tuple[int, int], queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the reference on the GPU, by scores: the order of sums differs, and so may the last of the chosen."""
+    ranges = [(1, 8188, 8192)] * queries + [(1, 999, 1003)] * queries + [(1, 3, 5)] * queries
+    shape = dict(ranges=ranges, queries=queries, topk=32, heads=heads, dim=128)
+    monkeypatch.setitem(SHAPES, "long", shape)
+    c = case("long", torch.device("cuda"), dtype=dtype)
+    found, wanted = select_blocks(**c, score="bounds"), reference(**c, score="bounds")
+    assert torch.equal(found, select_blocks(**c, score="bounds"))
+    for n, (first, last, held) in enumerate(ranges):
+        count = first + min(32, last - first) + held - last
+        for h in range(heads[1]):
+            mine, theirs = set(found[n, h, :count].tolist()), set(wanted[n, h, :count].tolist())
+            assert len(mine) == count and len(mine ^ theirs) <= 2
