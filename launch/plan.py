@@ -41,6 +41,7 @@ from helix.config import Config
 from helix.models import DecoderSpec
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
+from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, as_config
 from launch.inputs.files import check_writable, write_atomically
@@ -49,35 +50,12 @@ from launch.inputs.parts import make_spec
 from launch.records.planner_check import check_table, regrets, summary
 from launch.records.recorded_steps import read_cells
 
-NUMBERS: dict[str, Callable[[str], Any]] = {
-    "gpus": int, "length": int, "batch": int, "ttl_ms": float, "acceptance": float, "gamma": int
+KEYS: dict[str, Callable[[str], Any]] = {
+    "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
+    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "json": str,
 }  # fmt: skip
-KEYS = ("model", *NUMBERS, "hardware", "backend", "json")
 NEEDED = ("model", "gpus", "length")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
-
-
-def parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """Values by key.
-
-    Raises:
-        ValueError: a key is unknown, given twice or missing, or a value is of the wrong kind.
-    """
-    found: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if key not in KEYS or not equals:
-            raise ValueError(f"{argument!r} is no KEY=VALUE of the planner; keys: {', '.join(KEYS)} (see --help)")
-        if key in found:
-            raise ValueError(f"{key} is given twice")
-        try:
-            found[key] = NUMBERS.get(key, str)(text)
-        except ValueError:
-            kind = "a whole number" if NUMBERS[key] is int else "a number"
-            raise ValueError(f"{key}={text!r} must be {kind}") from None
-    if missing := [key for key in NEEDED if key not in found]:
-        raise ValueError(f"{' and '.join(missing)} missing, as in: model=qwen2.5-7b gpus=8 length=131072 batch=8")
-    return found
 
 
 def load_model(name: str) -> tuple[Config, DecoderSpec, list[str]]:
@@ -108,8 +86,6 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
     Raises:
         ValueError: it is unknown.
     """
-    if backend not in ("auto", "nccl"):
-        raise ValueError(f"backend={backend!r} is unknown; choose auto or nccl")
     if name is not None:
         hardware = load_hardware(name)
     elif torch.cuda.is_available():
@@ -217,14 +193,13 @@ def check(files: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers one question; a wrong value ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__)
+    if helped(arguments or ["--help"], __doc__):
         return
     try:
         if arguments[0] == "check":
             check(arguments[1:])
             return
-        given = parse(arguments)
+        given = parse(arguments, KEYS, NEEDED)
         if (path := given.get("json")) not in (None, "-"):
             check_writable("json", Path(path))
         ranking, overrides = answer(given)

@@ -19,12 +19,13 @@ from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from helix.simulate.points import Options, Points
 from helix.simulate.step import memory_of, predict
+from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, ranks, workload
 from launch.inputs.compose import load_spec
 from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
 from launch.inputs.preflight import preflight
 from launch.inputs.prompts import Prompt
-from launch.plan import answer, main, parse
+from launch.plan import KEYS, NEEDED, answer, main
 from launch.records.planner_check import regrets, summary
 from launch.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
 from launch.sweep import skip_reason
@@ -205,7 +206,7 @@ def test_what_cannot_be_planned() -> None:
     ],
 )
 def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
-    given = parse(question.split())
+    given = parse(question.split(), KEYS, NEEDED)
     ranking, overrides = answer(given)
     assert ranking.choices
     for choice in ranking.choices[:6]:
@@ -221,13 +222,13 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
 def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt_ids": [1, 2, 3]}\n')
-    ranking, overrides = answer(parse([f"model={checkpoint('mixtral')}", "gpus=4", "length=512", "batch=2"]))
+    ranking, overrides = answer({"model": str(checkpoint("mixtral")), "gpus": 4, "length": 512, "batch": 2})
     for choice in ranking.choices:
         config = composed(*overrides(choice), f"decode.prompts={prompts}")
         assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == 2
     assert "model.dtype=bfloat16" in overrides(ranking.choices[0])  # the checkpoint is fp32, which is not predicted
     with pytest.raises(ValueError, match=r"length=513 exceeds .*context of 512"):
-        answer(parse([f"model={checkpoint('mixtral')}", "gpus=4", "length=513"]))
+        answer({"model": str(checkpoint("mixtral")), "gpus": 4, "length": 513})
 
 
 def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,11 +258,15 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 length=1 hardware=a100", "unknown hardware 'a100'; known: b200, gb200, h100, h200"),
         ("model=demo gpus=8 length=1 hardware=nowhere.yaml", "hardware nowhere.yaml cannot be read"),
         ("model=demo gpus=8 length=1 hardware=gb200 backend=nccl", "nothing is known of NCCL's collectives on GB200"),
-        ("model=demo gpus=8 length=1 backend=mpi", "choose auto or nccl"),
+        ("model=demo gpus=8 length=1 backend=mpi", "backend=mpi must be one of auto, nccl"),
         ("model=demo gpus=8", "length missing"),
         ("model=demo gpus=8 gpus=4 length=1", "gpus is given twice"),
-        ("model=demo gpus=two length=1", "gpus='two' must be a whole number"),
-        ("model=demo gpu=8 length=1", "'gpu=8' is no KEY=VALUE of the planner; keys: model, gpus"),
+        ("model=demo gpus=two length=1", "gpus=two must be a whole number"),
+        ("model=demo gpu=8 length=1", "gpu is unknown; known: model, gpus, length, batch, ttl_ms, hardware, backend, "),
+        ("model=demo gpu=8 length=1", "(did you mean gpus?)"),
+        ("--gpus 8", "--gpus: arguments are KEY=VALUE, with keys model, gpus, "),
+        ("--gpus=8", "did you mean gpus=VALUE? (see --help)"),
+        ("model=demo gpus=8 length=", "length= has no value"),
         ("check nowhere.jsonl", "nowhere.jsonl cannot be read"),
     ],
 )

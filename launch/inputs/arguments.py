@@ -1,0 +1,74 @@
+"""Arguments of commands that run no config: `KEY=VALUE` as everywhere; `--help` prints the command's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+def boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("true or false")
+    return text == "true"
+
+
+def one_of(*known: str) -> Callable[[str], str]:
+    """The kind of a value that is one of a few words."""
+
+    def kind(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"one of {', '.join(known)}")
+        return text
+
+    return kind
+
+
+def several(text: str) -> list[str]:
+    """A value with commas: `A,B`."""
+    return text.split(",")
+
+
+def unknown(text: str, known: Collection[str]) -> str:
+    """What is said of a word that is none of those known; it names the nearest."""
+    near = get_close_matches(text, known, n=1)
+    return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def parse(
+    arguments: Sequence[str], kinds: Mapping[str, Callable[[str], Any]], needed: Collection[str] = ()
+) -> dict[str, Any]:
+    """Values by key. A kind turns a value's text into the value, or raises ValueError with what it should be.
+
+    Raises:
+        ValueError: a key is unknown, given twice or missing, or a value is of the wrong kind.
+    """
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if argument.startswith("-") or not equals:
+            near = get_close_matches(key.lstrip("-"), kinds, n=1)
+            hint = f"; did you mean {near[0]}=VALUE?" if near else ""
+            raise ValueError(f"{argument}: arguments are KEY=VALUE, with keys {', '.join(kinds)}{hint} (see --help)")
+        if key not in kinds:
+            raise ValueError(unknown(key, kinds))
+        if key in values:
+            raise ValueError(f"{key} is given twice")
+        if not text:
+            raise ValueError(f"{key}= has no value")
+        try:
+            values[key] = kinds[key](text)
+        except ValueError as error:
+            raise ValueError(f"{argument} must be {KINDS.get(kinds[key]) or error}") from None
+    if missing := [key for key in needed if key not in values]:
+        raise ValueError(f"{' and '.join(missing)} missing: add {' '.join(f'{key}=VALUE' for key in missing)}")
+    return values
+
+
+def helped(arguments: Sequence[str], text: str | None) -> bool:
+    """Prints a command's text where `--help` is among its arguments."""
+    if wanted := not {"-h", "--help"}.isdisjoint(arguments):
+        print(text)
+    return wanted
