@@ -1,21 +1,24 @@
 """Measures this machine for the simulator and the planner, or fits what no kernel shows alone on recorded steps.
 
-  python -m launch.calibrate --output conf/hardware/mine.yaml      on all GPUs of this host, in under 100 s
-  python -m launch.calibrate --fit benchmarks/results/step.jsonl benchmarks/results/baselines.jsonl \\
-      --hardware conf/hardware/mine.yaml --output conf/hardware/mine.yaml
+  python -m launch.calibrate output=conf/hardware/mine.yaml      on all GPUs of this host, in under 100 s
+  python -m launch.calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \\
+      hardware=conf/hardware/mine.yaml output=conf/hardware/mine.yaml
 
 The first starts its own ranks, times reads, projections, attention and the collectives of a step, and writes a
 hardware description that `launch.simulate`, `launch.plan` and layout=auto take. Rows are kept next to it in a .jsonl as
-each part ends; of a part that fails or takes too long, what this GPU's description knows stays, or an H200's, as
+each part ends. A part that fails or takes too long leaves what this GPU's description says, or an H200's, marked as
 extrapolated.
 
-The second takes half of the recorded workloads, and prints how far off the predictions of the other half are. To
+The second fits on half of the recorded workloads, and prints the errors of the predictions of the other half. To
 record them: python -m launch.bench step, and baselines. Without a GPU the smallest sizes run, and mean nothing.
+
+  output    the description to write, path/mine.yaml (default: it is only shown)
+  fit       files of recorded steps, separated by commas: fit instead of measuring
+  hardware  the description that supplies what is neither measured nor fitted (default: this GPU's)
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -44,6 +47,7 @@ from launch.bench import attention as bench_attention
 from launch.bench import comm as bench_comm
 from launch.bench import mla as bench_mla
 from launch.bench.clock import ROTATED, K, seconds
+from launch.inputs.arguments import helped, parse, several
 from launch.inputs.files import write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
 from launch.job.report import provenance
@@ -352,22 +356,22 @@ def fit_steps(files: Sequence[Path], name: str | None, output: Path | None) -> N
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, or fits; a wrong value ends with what is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, metavar="FILE.yaml", help="the description to write; none: show it")
-    parser.add_argument("--fit", type=Path, nargs="+", metavar="JSONL", help="recorded steps: fit instead of measuring")
-    parser.add_argument("--hardware", metavar="NAME", help="what is kept of (default: this GPU's description)")
-    given = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if helped(arguments, __doc__):
+        return
     try:
         if "RANK" in os.environ:
             raise ValueError("calibration starts its own ranks: run it without torchrun, once on a host")
-        if given.output is not None and given.output.suffix != ".yaml":
-            raise ValueError(f"--output {given.output} must end in .yaml")
-        if given.fit:
-            fit_steps(given.fit, given.hardware, given.output)
+        given = parse(arguments, {"output": Path, "fit": several, "hardware": str})
+        output, name = given.get("output"), given.get("hardware")
+        if output is not None and output.suffix != ".yaml":
+            raise ValueError(f"output={output} must end in .yaml")
+        if "fit" in given:
+            fit_steps([Path(file) for file in given["fit"]], name, output)
         else:
-            calibrate(given.output, None if given.hardware is None else load_hardware(given.hardware))
+            calibrate(output, None if name is None else load_hardware(name))
     except (ValueError, OSError, JobError) as error:
-        parser.exit(1, f"error: {error}\n")
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from launch.inputs.arguments import unknown
+
 ROOT = Path(__file__).resolve().parent.parent  # found here: the list of commands imports nothing that takes seconds
 COMMANDS = {
     "run": "decode prompts, or time a job: one run of one config",
@@ -29,7 +31,7 @@ def main() -> None:
         print(f"usage: helix COMMAND ...\n\n{listed}\n\n`helix COMMAND --help` says what a command takes.")
         return
     if name not in COMMANDS:
-        sys.exit(f"error: helix has no command {name!r}; known: {', '.join(COMMANDS)}")
+        sys.exit(f"error: {unknown(name, COMMANDS)}")
     program = [str(ROOT / "torchrun_entry.py")] if name == "run" else ["-m", f"launch.{name}"]
     # In place of this process, so that signals and exit codes are the command's own.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -1,28 +1,40 @@
 """Needles in code: prompts that the demo model answers only if it finds one line among thousands.
 
-    python -m launch.needles make --length 32768 --count 50 --output needles.jsonl
-    python -m launch.needles score results.jsonl
+  python -m launch.needles make length=32768 count=50 output=needles.jsonl
+  python -m launch.needles score results.jsonl
 
-A prompt is Python source with the line `# The magic number for WORD is
-NNNNN.` at a depth of its own, and ends with the question. Its id holds the answer.
+A prompt is Python source with the line `# The magic number for WORD is NNNNN.` at a depth of its own, and ends with the
+question. Its id holds the answer. `score` counts the needles found in a result file; exit code 1: none.
+
+  output     the file of JSON lines to write
+  length     tokens of prompt and answer (default 32768)
+  count      prompts; their needles lie at evenly spread depths (default 50)
+  tokenizer  the model's tokenizer.json (default: the demo model's)
+  source     directories of Python files, separated by commas (default: helix, and Python's own library)
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import json
 import random
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.inputs.arguments import helped, parse, several
 from launch.inputs.compose import ROOT
 
 SOURCES = [ROOT / "helix", Path(sysconfig.get_path("stdlib"))]
 WORDS = ["falcon", "river", "copper", "lantern", "meadow", "harbor", "violet", "glacier", "tunnel", "saddle", "orchard"]
+KEYS: dict[str, Callable[[str], Any]] = {
+    "output": Path, "length": int, "count": int, "tokenizer": Path, "source": several
+}  # fmt: skip
+DEFAULTS: dict[str, Any] = {
+    "length": 32768, "count": 50, "tokenizer": ROOT / "assets/demo-model/tokenizer.json", "source": SOURCES
+}  # fmt: skip
 ANSWER_TOKENS = 8  # " 12345." and a little more
 
 
@@ -61,28 +73,29 @@ def _prompt(tokenizer: Any, lines: list[str], seed: int, depth: float, length: i
 
 
 def score(lines: list[str]) -> tuple[int, int]:
-    """Needles found and needles asked for, of result lines whose ids are those of `make`."""
+    """The number of needles found and of all, in result lines whose ids are those of `make`."""
     results = [json.loads(line) for line in lines]
     found = sum(result["text"].startswith(f" {result['id'].split('-')[1]}.") for result in results)
     return found, len(results)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="write a prompt file")
-    making.add_argument("--length", type=int, default=32768, help="tokens of prompt and answer")
-    making.add_argument("--count", type=int, default=50, help="prompts, their needles at evenly spread depths")
-    making.add_argument("--tokenizer", type=Path, default=ROOT / "assets/demo-model/tokenizer.json")
-    making.add_argument("--source", type=Path, nargs="+", default=SOURCES, help="directories of Python files")
-    making.add_argument("--output", type=Path, required=True, help="file of JSON lines")
-    scoring = commands.add_parser("score", help="count the needles found in a result file")
-    scoring.add_argument("results", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "make":
-        prompts = make(arguments.tokenizer, arguments.source, arguments.length, arguments.count)
-        arguments.output.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Makes prompts, or scores results; a wrong value ends with what is known."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if helped(arguments or ["--help"], __doc__):
         return
-    found, asked = score(arguments.results.read_text(encoding="utf-8").splitlines())
-    print(f"{found} of {asked} needles found")
-    sys.exit(found == 0)
+    command, *rest = arguments
+    try:
+        if command == "make":
+            given = DEFAULTS | parse(rest, KEYS, needed=("output",))
+            sources = [Path(directory) for directory in given["source"]]
+            prompts = make(given["tokenizer"], sources, given["length"], given["count"])
+            given["output"].write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
+        elif command == "score" and len(rest) == 1:
+            found, total = score(Path(rest[0]).read_text(encoding="utf-8").splitlines())
+            print(f"{found} of {total} needles found")
+            sys.exit(found == 0)
+        else:
+            raise ValueError(f"{' '.join(arguments)}: there are `make KEY=VALUE ...` and `score FILE` (see --help)")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

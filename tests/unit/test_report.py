@@ -20,6 +20,7 @@ from helix.speculation.adaptive import Acceptance, Outcome
 from helix.timings import Timings
 from launch.inputs.files import check_record
 from launch.inputs.needles import ANSWER_TOKENS, make, score
+from launch.inputs.needles import main as needles
 from launch.inputs.preflight import preflight
 from launch.job.membership import Job
 from launch.job.report import Console, OneAtATime, Phases, percentile_us, summary, write_record
@@ -160,3 +161,16 @@ def test_needles_have_their_length_depth_and_answer() -> None:
     results = [json.dumps({"id": p["id"], "text": f" {str(p['id']).split('-')[1]}.\n"}) for p in prompts]
     wrong = json.dumps({"id": prompts[0]["id"], "text": " 1."})
     assert score([*results, wrong]) == (3, 4)
+
+
+def test_needles_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, results = tmp_path / "needles.jsonl", tmp_path / "results.jsonl"
+    needles(["make", f"output={file}", "length=128", "count=2", f"source={ROOT / 'helix'},{ROOT / 'comm'}"])
+    ids = [json.loads(line)["id"] for line in file.read_text().splitlines()]
+    results.write_text("".join(json.dumps({"id": i, "text": f" {i.split('-')[1]}."}) + "\n" for i in ids))
+    with pytest.raises(SystemExit) as ended:
+        needles(["score", str(results)])
+    assert ended.value.code == 0 and capsys.readouterr().out == "2 of 2 needles found\n"
+    for arguments, words in (("make", "output missing"), ("make size=2", "size is unknown"), ("score", "`score FILE`")):
+        with pytest.raises(SystemExit, match=words):
+            needles(arguments.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -163,12 +164,11 @@ def test_a_description_that_lacks_something_is_refused() -> None:
         Hardware.from_mapping({"name": "x", "gpus": 1, "flops": {}, "collectives": ops})
 
 
-def test_unknown_names_are_answered_with_those_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names_are_answered_with_those_known() -> None:
     with pytest.raises(ValueError, match="known: b200, gb200, h100, h200"):
         load_hardware("a100")
-    with pytest.raises(SystemExit) as left:
-        main(["point", "--hardware", "h200", "--model", "gpt-5"])
-    assert left.value.code == 1 and "known: deepseek-r1, deepseek-v2-lite" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="known: deepseek-r1, deepseek-v2-lite"):
+        main(["point", "hardware=h200", "model=gpt-5"])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_runtime_s_layout_of_a_point() -> None:
 
 
 def test_figures_and_tables_are_those_of_the_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["figures", "--no-page", "--results", str(tmp_path), "--figures", str(tmp_path)])
+    main(["figures", "page=false", f"results={tmp_path}", f"figures={tmp_path}"])
     assert "sensitivity" in capsys.readouterr().out
     kept = ROOT / "benchmarks" / "results" / "simulate"
     assert {path.name for path in kept.iterdir()} == {path.name for path in tmp_path.glob("*.csv")}
@@ -256,23 +256,36 @@ def test_the_page_has_the_tables_of_the_kept_results() -> None:
 
 
 def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "--model llama-3.1-405b --kvp 8 --tpa 8 --batch 4 --length 1000000 --dtype fp4"
-    main(["point", "--hardware", "gb200", *shape.split()])
+    shape = "model=llama-3.1-405b kvp=8 tpa=8 batch=4 length=1000000 dtype=fp4"
+    main(["point", "hardware=gb200", *shape.split()])
     out = capsys.readouterr().out
     assert "exchange" in out and "TTL 6.100 ms" in out and "(roofline)" in out
-    with pytest.raises(SystemExit) as left:
-        main(["point", "--hardware", "h200", "--model", "llama-3.1-70b", "--mode", "tp"])
-    shown = capsys.readouterr()
-    assert left.value.code == 1 and "error: a batch of 1 does not fit: 141.10 GB of weights and " in shown.err
-    assert "attention" in shown.out and "room for a batch of 0" in shown.out
-    with pytest.raises(SystemExit):
-        main(["point", "--hardware", "h200", "--model", "llama-3.1-70b", "--ep", "0"])
-    assert "every width and the batch are at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"error: a batch of 1 does not fit: 141.10 GB of weights and "):
+        main(["point", "hardware=h200", "model=llama-3.1-70b", "mode=tp"])
+    shown = capsys.readouterr().out
+    assert "attention" in shown and "room for a batch of 0" in shown
 
 
-def test_the_help_of_a_point_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["point", "--help"])
-    (example,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m"))
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("point hardware=h200 model=llama-3.1-70b ep=0", "every width and the batch are at least 1"),
+        ("point hardware=h200 model=llama-3.1-70b mode=cp", "mode=cp must be one of tp, dp, medha, helix"),
+        ("point hardware=h200 model=llama-3.1-70b hopb=no", "hopb=no must be true or false"),
+        ("point hardware=h200 model=llama-3.1-70b kpv=2", "(did you mean kvp?)"),
+        ("point hardware=h200", "model missing: add model=VALUE"),
+        ("points", "points is unknown; known: point, figures (did you mean point?)"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_what_is_known(arguments: str, words: str) -> None:
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        main(arguments.split())
+
+
+def test_the_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["point", "--help"])
+    (example,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m launch.simulate p")
+    )
     main(example.split()[3:])
     assert "helix kvp=2 tpa=4" in capsys.readouterr().out
