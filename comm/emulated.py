@@ -1,6 +1,6 @@
-"""One or two GPUs stand in for the ranks of a larger world, whose steps can then be timed without it.
+"""One or two GPUs emulate the ranks of a larger world, whose steps can then be timed without it.
 
-Each of two processes plays one rank of W: it holds that rank's weights and KV, runs its kernels, and sends what that
+Each of two processes emulates one rank of W: it holds that rank's weights and KV, runs its kernels, and sends what that
 rank sends. Messages for any other rank go to the other process, as if from a rank that is not there: every box in which
 a kernel waits for a message is filled once a turn, and as many bytes cross a GPU's link, in each direction, as with W.
 A single process does the same with itself, and no link is crossed.
@@ -27,14 +27,14 @@ PROCESSES = 2  # at most
 
 
 def rank_of(process: int, processes: int, world_size: int) -> int:
-    """The rank that a process plays: the first of all, or the first of the second half."""
+    """The rank that a process emulates: the first of all, or the first of the second half."""
     return process * (world_size // processes)
 
 
 def addresses(
     ranks: int, mine: int, theirs: int, own: int, other: int, source_bytes: int, piece_bytes: int = 0
 ) -> list[int]:
-    """A table of boxes by which a kernel of rank `mine` sends what is for others to the process that plays `theirs`.
+    """A table of boxes by which a kernel of rank `mine` sends what is for others to the process that emulates `theirs`.
 
     What is meant for `theirs` comes there as from `mine`, what is meant for another as from that one. Kernels send to
     the box of source `mine` of what they find here, so that the table makes up for the difference.
@@ -54,7 +54,7 @@ def addresses(
 class EmulatedTransport(TorchDistCommunicator):
     """`TorchDistCommunicator` for a process that emulates one of the W ranks in `kvp_groups`.
 
-    Objects come from the processes: that of a rank which is not there is the one of the rank played in its half.
+    Objects come from the processes: that of an absent rank is the one of the rank that is emulated in its half.
     """
 
     def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -119,5 +119,5 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
         }
 
     def _spreads(self, pieces: int, alike: bool) -> bool:
-        # Or some rank would wait for a piece that its stand-in does not own, or for words that another piece has not.
+        # Or a rank waits for a piece that the emulated one does not own, or for words that another piece lacks.
         return alike and pieces % self.world_size == 0

@@ -42,7 +42,7 @@ class Pipeline:
         Args:
             chunks: runs of rows, in order.
             attend: gives a chunk's partial result, merged, by kernels on the current stream.
-            exchange: makes of them [rows, ...], likewise.
+            exchange: makes [rows, ...] of it, by kernels on the current stream too.
         """
         # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
         partials: list[PartialAttention] = []

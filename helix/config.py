@@ -70,8 +70,9 @@ class AttentionConfig:
 class CommConfig:
     """Attributes:
     backend: symm_mem (kernels of our own between the GPUs of one host, NCCL for large messages), nccl, gloo, or auto:
-        the first of these that can be. emulated: one or two GPUs play ranks of a layout of more, in a benchmark; what
-        is for other ranks goes to each other, so that steps take the time they would (one: less the link's).
+        the first of these that works here. emulated (benchmarks only): one or two GPUs run one rank each of a larger
+        layout and send each other what is for the absent ranks; times are realistic (over one GPU, without the
+        link's), tokens are not.
     timeout_s: deadline of each collective, seconds.
     """
 

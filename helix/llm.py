@@ -131,12 +131,12 @@ class LLM:
             RuntimeError: a rank failed; the LLM is closed.
         """
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        asked = list(prompts), max_new_tokens, sampling, tuple(stop)
+        request = list(prompts), max_new_tokens, sampling, tuple(stop)
         if self._local is not None:
-            return self._local.generate(*asked)
+            return self._local.generate(*request)
         if not self._ranks:
             raise RuntimeError("this LLM is closed: make a new one")
-        self._connections[0].send(asked)
+        self._connections[0].send(request)
         outputs: list[Output] = self._answer(None)
         return outputs
 

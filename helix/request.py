@@ -45,7 +45,7 @@ class Output:
         new_ids: tokens drawn since the last output of this request, the EOS token included.
         delta: the text that is new since then.
         output_ids: all tokens, once the request has ended; empty before.
-        text: all the text, likewise; empty without a tokenizer.
+        text: all the text, once the request has ended; empty before, and without a tokenizer.
         finish_reason: None while it goes on, then `stop` (EOS or a stop text), `length` or `error`.
         reason: why, where finish_reason is `error`.
     """

@@ -119,7 +119,7 @@ class Scheduler:
         prefill_chunk: most prompt tokens in one prefill step.
         run_steps: most decode steps under one decision.
         drafts: the most tokens that a step appends beyond those that may count.
-        pace: how steps of so many rows go on; asked before each run of them.
+        pace: how steps of so many rows go on; called before each run of them.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def load_model(name: str) -> tuple[Config, DecoderSpec, list[str]]:
 
 
 def pick_hardware(name: str | None, backend: str) -> Hardware:
-    """The description that is asked for; None: this machine's GPU, on a machine without one an H200's.
+    """The description of this name; None: this machine's GPU, on a machine without one an H200's.
 
     Raises:
         ValueError: it is unknown.
@@ -139,7 +139,7 @@ def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: d
     """Everything that the tables show, and more."""
     gpus = ranking.question.gpus
     return {
-        "asked": given,
+        "question": given,
         "hardware": ranking.question.hardware.name,
         "reason": ranking.reason,
         "verdict": ranking.verdict,

@@ -19,5 +19,5 @@ class AllReduceNorm:
         weights.bind(self.weight, f"{name}.weight", (size,))
 
     def __call__(self, parts: Tensor | PendingSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """parts [N, H], this rank's; x [N, H], the same on all ranks -> (y, x + the sum of parts), likewise."""
+        """parts [N, H], this rank's; x [N, H] -> (y, x + the sum of parts); all but parts are the same on all ranks."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)

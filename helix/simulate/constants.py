@@ -43,7 +43,7 @@ def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads), likewise; with flops."""
+    """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads), from rows with flops too."""
     fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
     first = max((row for row in rows if row["heads"] == fewest), key=lambda row: row["bytes"])
     busy = max(first["seconds"] - base.kernel_s.value, LEAST_S)

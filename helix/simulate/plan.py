@@ -21,7 +21,7 @@ CHUNKS = (1, 2, 4, 8)  # of HOP-B, that the runtime takes
 GAMMAS = (1, 2, 4, 8, 16)
 LARGEST_BLOCK = 16  # the runtime's append block
 UNEVEN = 1.01  # the fullest rank's tokens, over the mean, from which on a smaller append block is taken
-BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried where no batch is asked for
+BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried where the question has no batch
 ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
 MENTIONED = 0.02  # of the step: phases that differ by less are not named, but for the largest
 
@@ -217,7 +217,7 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
 
 
 def _fastest(q: Question, step: Step) -> int | None:
-    """Which batch of a layout: the one asked for, or that of most tokens/s/GPU within the limit, else the smallest."""
+    """Which batch of a layout: the question's, or that of most tokens/s/GPU within the limit, else the smallest."""
     fits = np.flatnonzero(step.fits)  # drafts take a few tokens more
     if not len(fits):
         return None
@@ -336,7 +336,7 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
 def _nothing_fits(q: Question, refused: list[Refused]) -> str:
     least = min(refused, key=lambda r: r.missing_bytes)
     batch, memory = q.batch or 1, q.hardware.memory_bytes.value
-    asked = f"{batch} sequence{'s' if batch > 1 else ''} of {q.length} tokens"
+    wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.length} tokens"
     gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
     if (weights := min(r.weight_bytes for r in refused)) > memory:
         why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
@@ -346,11 +346,11 @@ def _nothing_fits(q: Question, refused: list[Refused]) -> str:
     more = range(q.gpus + 1, q.hardware.gpus + 1)
     enough = next((n for n in more if _holds(replace(q, gpus=n))), None)
     advice = f"gpus={enough} would do" if enough else f"nor would gpus={q.hardware.gpus} do, one NVLink domain"
-    return f"no layout of {gpus} has memory for {asked}: {why}" + (f"; {advice}" if more else "")
+    return f"no layout of {gpus} has memory for {wanted}: {why}" + (f"; {advice}" if more else "")
 
 
 def _holds(q: Question) -> bool:
-    """Whether some layout has memory for what is asked."""
+    """Whether some layout has memory for the question's sequences."""
     batch = np.array([q.batch or 1])
     found = ((Points.crossed([row], batch), options) for row, options in _rows(q))
     return any(memory_of(q.spec, q.hardware, p, q.length, o).largest_batch[0] >= batch[0] for p, o in found)

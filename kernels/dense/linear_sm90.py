@@ -185,7 +185,7 @@ def _linear_sm90_kernel(
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
             _load_weights(weights, top, apart, own, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
             _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
-            if ahead == steps - 1 and EARLY:  # nothing is left to be asked for
+            if ahead == steps - 1 and EARLY:  # the last load is on its way
                 gdc_launch_dependents()
         last = slot
     acc, ups = _wait(acc, ups, 0, PAIRED)
@@ -295,7 +295,7 @@ def launch(
         )
         for t, rows in ((weight, ROWS.value), (x, n_max))
     )  # fmt: skip
-    # A step's slot is asked for again while the next is multiplied: it takes two.
+    # A step's slot is loaded again while the next is multiplied: it takes two.
     stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))

@@ -65,12 +65,12 @@ def _ask(
     # After the page's last use: were it alive beside the next, it would be copied, and that waits for the load.
     page = _page_of(at + 1, end, item, PAGE)
     slot = (at - begin) % 2
-    asked = at < end
-    mbarrier.expect(left_ready.index(slot), TILE * (R // 2 + P) * 2, pred=asked)
-    tma.async_copy_global_to_shared(ropes, [row, R], left_ready.index(slot), k_rope.index(slot), pred=asked)
-    tma.async_copy_global_to_shared(latents, [row, 0], left_ready.index(slot), k_left.index(slot), pred=asked)
-    mbarrier.expect(right_ready.index(slot), TILE * (R // 2) * 2, pred=asked)
-    tma.async_copy_global_to_shared(latents, [row, R // 2], right_ready.index(slot), k_right.index(slot), pred=asked)
+    inside = at < end
+    mbarrier.expect(left_ready.index(slot), TILE * (R // 2 + P) * 2, pred=inside)
+    tma.async_copy_global_to_shared(ropes, [row, R], left_ready.index(slot), k_rope.index(slot), pred=inside)
+    tma.async_copy_global_to_shared(latents, [row, 0], left_ready.index(slot), k_left.index(slot), pred=inside)
+    mbarrier.expect(right_ready.index(slot), TILE * (R // 2) * 2, pred=inside)
+    tma.async_copy_global_to_shared(latents, [row, R // 2], right_ready.index(slot), k_right.index(slot), pred=inside)
     return item, page
 
 

@@ -332,7 +332,7 @@ class RoutedExperts:
         down: [E_local, H, F] in x's dtype, contiguous.
         first: global id of local expert 0.
         gate_up_bias: [E_local, 2 F] in x's dtype, contiguous, or None.
-        down_bias: [E_local, H], likewise; added once an expert, before its weight.
+        down_bias: [E_local, H] in x's dtype, contiguous, or None; added once an expert, before its weight.
         clamp_at: bound of the clamps, or None.
         addend: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
         total_experts: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are

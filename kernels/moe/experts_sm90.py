@@ -5,8 +5,8 @@ Time is that of reading the weights of the experts that the tokens chose, once, 
 the work is theirs, cut into equal shares for a fixed grid, two programs an SM: each program finds from ids which local
 experts have tokens; 64 rows of a weight (in the first launch 32 of gate and the same of up, by eights in turns) are a
 tile, 128 columns of it a step; and the steps of all tiles, in one row, are dealt out in equal runs. A program without
-tokens on its rank asks for nothing. All shared memory is filled with weights asked for ahead; in the second launch,
-which knows ids as soon as it starts, before the first is done. Tokens are the columns of the products; those without
+tokens on its rank loads nothing. All shared memory is filled with weights loaded ahead; the second launch, which knows
+ids as soon as it starts, does so before the first is done. Tokens are the columns of the products; those without
 the expert at hand are zeros, so that a down tile's sum over its experts needs no other place than the accumulator.
 
 Programs whose runs share a tile add up in a tree. Of two that meet at a node the second adds what the first has left in
@@ -202,7 +202,7 @@ def _moe_sm90_kernel(
             acc = hopper.warpgroup_mma(w_shared.index(step % STAGES), x_slot, acc, is_async=True)
             if step - 1 + STAGES < steps:
                 _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
-                if step + STAGES == steps:  # nothing is left to be asked for
+                if step + STAGES == steps:  # the last load is on its way
                     gdc_launch_dependents()
             ahead = step - 1 + X_STAGES
             if ahead < steps:

@@ -55,7 +55,7 @@ def sum_shape(sums: SumTarget | None) -> dict[str, int]:
 
 @triton.jit
 def turn(counter):
-    """The number of this launch, from 1 on; to be asked for before anything is sent."""
+    """The number of this launch, from 1 on; to be read before anything is sent."""
     return (tl.load(counter) // TURN + 1).to(tl.int32)
 
 

@@ -194,7 +194,7 @@ def accept(
         p: the target's, at T = gamma + 1 positions.
         q: what the drafts were drawn from, at gamma positions, columns cut as p's; None: each was the only choice.
         p_mass: `kept_mass(p, draft, first)` summed over ranks [B, gamma + 1, 2] int64, contiguous.
-        q_mass: likewise of q [B, gamma, 2], or None.
+        q_mass: `kept_mass` of q [B, gamma, 2], summed in the same way, or None.
         draft: [B, gamma] int64, last dim contiguous; -1 (no token) is never accepted, nor does q count there.
         greedy: the target's best tokens [B, gamma + 1] int64, last dim contiguous: where temperature is 0, drafts are
             compared with these.

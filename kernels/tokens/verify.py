@@ -195,7 +195,7 @@ def _load(source, share, left, BLOCK: tl.constexpr):
 
 @triton.jit
 def _copy(source, out, x, share, left, BLOCK: tl.constexpr, MORE: tl.constexpr):
-    """Stores the first tile x and copies the share's further ones, each asked for before the last is stored."""
+    """Stores the first tile x and copies the share's further ones, each loaded before the last is stored."""
     i = tl.arange(0, BLOCK)
     if MORE:
         for _ in range(BLOCK, tl.minimum(share, left), BLOCK):
@@ -297,7 +297,7 @@ def _verify_and_pack_kernel(
     if not AHEAD:
         begin, share = _share(size)
     if (tl.program_id(0) == 0) | (begin < size):
-        # Own rows are asked for before the other sequences' lengths: where they go is known by the time they are here.
+        # Own rows are loaded before the other sequences' lengths: where they go is known by the time they are here.
         if not AHEAD:
             x = _load(source + begin, share, size - begin, BLOCK)
         offset = UNKNOWN

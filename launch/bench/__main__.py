@@ -21,7 +21,7 @@ from launch.job.report import provenance
 from launch.job.spawn import JobError
 
 EMULATED = ("comm", "step", "baselines", "speculate", "hopb", "prefill")
-RANKS = f"of {', '.join(EMULATED)}: more than there are GPUs, of which one or two play some (comm/emulated.py)"
+RANKS = f"of {', '.join(EMULATED)}: more than there are GPUs, which one or two of them emulate (comm/emulated.py)"
 MODELS = "of step, baselines (default all), hopb (default qwen2.5-7b), speculate (default llama-3.1-70b demo)"
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     emulated = inputs_parts.is_emulated(ranks)
     if arguments.ranks is not None and (not emulated or arguments.what not in EMULATED):
         parser.error(
-            f"--ranks={ranks}: one or two GPUs can play ranks of more, in {', '.join(EMULATED)}; there are {gpus} GPUs"
+            f"--ranks={ranks}: one or two GPUs emulate more ranks, in {', '.join(EMULATED)}; there are {gpus} GPUs"
         )
     if models is not None:
         check_models(parser, arguments.what, models, gpus)

@@ -169,7 +169,7 @@ def run(device: torch.device) -> Iterator[dict[str, Any]]:
     ragged = measure_ragged(device)
     yield ragged
     names = "heads", "batch", "length", "queries", "ours us", "TB/s", "of ceiling", *(f"{p} us" for p in PEERS)
-    table = Table(*names, "x", "bar us")
+    table = Table(*names, "x", "target us")
     for r in rows:
         peers = [f"{r[f'{p}_us']:.1f}" if r[f"{p}_us"] else "-" for p in PEERS]
         ratio = f"{r['best_peer_over_ours']:.2f}" if r["best_peer_over_ours"] else "-"

@@ -19,7 +19,7 @@ def measure(width: int, *overrides: str) -> list[dict[str, Any]]:
 
 
 def widths(ranks: int) -> list[int]:
-    """2, 4, 8 as far as there are GPUs, or what they play."""
+    """2, 4, 8 as far as there are GPUs, or ranks that they emulate."""
     return [ranks] if parts.is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
@@ -30,7 +30,7 @@ def run(ranks: int) -> Iterator[dict[str, Any]]:
         found = measure(width)
         yield from found
         rows += found
-    table = Table("collective", "ranks", "bytes", "ours us (p90)", "torch.distributed us (p90)", "bare us", "bar us")
+    table = Table("collective", "ranks", "bytes", "ours us (p90)", "torch.distributed us (p90)", "bare us", "target us")
     for r in rows:
         theirs = "-", "-"
         if r["nccl_us"] is not None:

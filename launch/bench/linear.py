@@ -124,7 +124,7 @@ def run(device: torch.device) -> Iterator[dict[str, Any]]:
         if matrix.name.endswith("QKV"):
             rows.append(measure_append(matrix, n, device))
             yield rows[-1]
-    table = Table("matrix", "rows", "ours us", "library's, or in two launches us", "bar us")
+    table = Table("matrix", "rows", "ours us", "library's, or in two launches us", "target us")
     for r in rows:
         name = r["matrix"] + (" and append" if r["kind"] == "append" else "")
         other = r["apart_us" if r["kind"] == "append" else "cublas_us"]

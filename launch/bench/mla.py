@@ -122,7 +122,7 @@ def run(device: torch.device) -> Iterator[dict[str, Any]]:
         rows.append(measure(*shape, device))
         yield rows[-1]
         print(".", end="", flush=True)
-    table = Table("heads", "batch", "length", "queries", "ours us", "TB/s", "TFLOP/s", "FlashInfer us", "x", "bar us")
+    table = Table("heads", "batch", "length", "queries", "ours us", "TB/s", "TFLOP/s", "peer us", "x", "target us")
     for r in rows:
         cells = (r["us"], r["tb_per_s"], r["tflops"], r["flashinfer_us"], r["peer_over_ours"], r["bar_us"])
         table.add_row(

@@ -111,7 +111,7 @@ def run(device: torch.device) -> Iterator[dict[str, Any]]:
         rows.append(measure(*case, device))
         yield rows[-1]
         print(".", end="", flush=True)
-    table = Table("experts", "tpf x ep", "tokens", "read", "ours us", "of it route", "TB/s", "bar us")
+    table = Table("experts", "tpf x ep", "tokens", "read", "ours us", "of it route", "TB/s", "target us")
     for r in rows:
         table.add_row(
             r["model"], f"{r['tpf']} x {r['ep']}", str(r["tokens"]), f"{r['experts']:.1f}", f"{r['us']:.1f}",

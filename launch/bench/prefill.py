@@ -81,7 +81,7 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
 def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case.
 
-    Prompts alone where GPUs play these ranks: the kernel is the same.
+    Prompts alone where GPUs emulate these ranks: the kernel is the same.
     """
     gpu = device.type == "cuda"
     rate = matrix_tflops(device)

@@ -129,9 +129,9 @@ def copies(ranks: int) -> Iterator[dict[str, Any]]:
     prompts = copy_prompts(EDIT_TOKENS) if gpu else copy_prompts(16)[:1]
     plain: tuple[list[list[int]], dict[str, Any]] | None = None
     with tempfile.TemporaryDirectory() as directory:
-        asked, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
-        asked.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
-        job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={asked}", f"decode.output={answers}"]
+        questions, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
+        questions.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
+        job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={questions}", f"decode.output={answers}"]
         for drafting in DRAFTING if gpu else ["none", "4"]:
             record = _job(ranks, [*job, *DRAFTING[drafting]])
             tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]

@@ -28,7 +28,7 @@ WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant;
 REPLAYS = 50
 WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
 DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
-TARGET_US, TARGET_BYTES = 11.0, 15e6  # the bar for the fused kernel in a graph
+TARGET_US, TARGET_BYTES = 11.0, 15e6  # of the fused kernel in a graph
 BATCHES, GAMMAS, ALPHAS, WIDTHS = (1, 4, 16, 32), (8, 64, 128), (0.3, 0.6, 0.9), (128, 512, 1024, 2048)
 SCANS = [
     *[(b, g, a) for b in BATCHES for g in GAMMAS for a in ALPHAS],

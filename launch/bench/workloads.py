@@ -14,15 +14,15 @@ K, M = 1024, 1 << 20
 @dataclass(frozen=True)
 class Workload:
     """Attributes:
-    bar: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: no bar is set.
+    target: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: none is set.
     vllm_ms: TTL of vLLM 0.25.1 on eight H200 in its best configuration (TP=8; 4 where heads do not go on 8; DCP=4 where
-        there are two KV heads), measured on the host that set the bars.
+        there are two KV heads), measured on the host of the targets.
     """
 
     model: str
     batch: int
     length: int
-    bar: float | None = None
+    target: float | None = None
     vllm_ms: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""`layout=auto`: the layout that the planner takes for what a run is asked to do.
+"""`layout=auto`: the layout that the planner takes for the prompts or points of a run.
 
 Every rank computes it for itself, from what all of them see, before they meet; ranks then compare what they chose.
 """
@@ -25,13 +25,13 @@ def ranks(config: Config) -> int:
     """How many processes a run without a launcher has: the ranks of its layout, under `auto` every GPU (one on a CPU).
 
     Raises:
-        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to play ranks
-            and there is none.
+        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to emulate
+            ranks and there is none.
     """
     layout = config.layout
     if config.comm.backend == "emulated":
         if not (processes := parts.emulating_processes()):
-            raise ValueError("comm.backend=emulated: GPUs play ranks of a larger layout, and this machine has none")
+            raise ValueError("comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none")
         return processes
     if layout.mode == "auto":
         return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
@@ -70,8 +70,8 @@ def choose(
     batch, length = workload(config, prompts)
     options = planned(config, spec)
     ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
-    asked = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}"
-    return ranking.choices[0].layout, f"{asked}: {ranking.reason} {ranking.verdict}"
+    work = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}"
+    return ranking.choices[0].layout, f"{work}: {ranking.reason} {ranking.verdict}"
 
 
 def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
@@ -80,8 +80,8 @@ def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
         return max(bench_points(config.bench), key=lambda point: point[0] * point[1])
     new = config.decode.max_new_tokens
     # What is no number will be refused, with its request.
-    asked = (prompt.options.get("max_new_tokens") for prompt in prompts)
-    lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, asked, strict=True)]
+    limits = (prompt.options.get("max_new_tokens") for prompt in prompts)
+    lengths = [_tokens(p) + (n if isinstance(n, int) else new) for p, n in zip(prompts, limits, strict=True)]
     return min(len(prompts), config.decode.max_batch), max(lengths)
 
 

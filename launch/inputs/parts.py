@@ -98,7 +98,7 @@ def load_tokenizer(config: Config) -> Any | None:
 
 
 def is_emulated(ranks: int) -> bool:
-    """Whether a benchmark of so many ranks has one or two GPUs to stand in for them: there are GPUs, and fewer."""
+    """Whether GPUs emulate the ranks of a benchmark: there are GPUs, and fewer than ranks."""
     return 0 < torch.cuda.device_count() < ranks
 
 

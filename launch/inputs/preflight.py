@@ -189,8 +189,8 @@ def prepared(config: Config) -> int:
 
 
 def _check_emulated(config: Config, layout: HelixLayout, processes: int) -> None:
-    """Raises ValueError where two processes cannot play ranks of the layout."""
-    what = "comm.backend=emulated: one or two GPUs play ranks of a larger layout"
+    """Raises ValueError where two processes cannot emulate ranks of the layout."""
+    what = "comm.backend=emulated: one or two GPUs emulate ranks of a larger layout"
     if config.bench.kind == "none":
         raise ValueError(f"{what}, and tokens mean nothing: set bench=decode, comm, hopb or prefill")
     if config.layout.mode == "auto" or not 1 <= processes <= min(emulated.PROCESSES, layout.world_size - 1):

@@ -128,7 +128,7 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
 
 
 def digest(prompt: Prompt, config: Config) -> str:
-    """What a result line says of what was asked: 16 hex digits of the prompt, all options, the model."""
+    """What a result line says of its request: 16 hex digits of the prompt, all options, the model."""
     options = {key: prompt.options.get(key, getattr(config.decode, key)) for key in OPTIONS}
     model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
     if config.model.load == "random":
@@ -149,33 +149,33 @@ def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, d
     name = f"decode.output={path}"
     if not config.decode.resume:
         raise ValueError(f"{name} exists: decode.resume=true keeps its results and runs the rest, or move it away")
-    asked = {prompt.id: digest(prompt, config) for prompt in prompts}
+    digests = {prompt.id: digest(prompt, config) for prompt in prompts}
     kept = {}
     lines = path.read_bytes().split(b"\n")
     for number, text in enumerate(lines, 1):
         try:
             line = parse_json(text.decode())
-            found, reason = (line["id"], line["request"]), line["finish_reason"]
-            known = found[0] in asked
+            key, request, reason = line["id"], line["request"], line["finish_reason"]
+            known = key in digests
         except (ValueError, TypeError, KeyError):
-            if text == b"" or (number == len(lines) and _is_torn(text, asked)):
+            if text == b"" or (number == len(lines) and _is_torn(text, digests)):
                 continue
             raise ValueError(f"{name}, line {number}, is no result: move the file away") from None
         if not known:
-            raise ValueError(f"{name} holds a result {found[0]!r}, which decode.prompts has not: move the file away")
-        if found[1] != asked[found[0]]:
+            raise ValueError(f"{name} holds a result {key!r}, which decode.prompts has not: move the file away")
+        if request != digests[key]:
             raise ValueError(
-                f"{name} holds a result {found[0]!r} of another prompt, or decoded with other settings or another "
+                f"{name} holds a result {key!r} of another prompt, or decoded with other settings or another "
                 "model: give prompts ids of their own, set what it was decoded with, or move the file away"
             )
         if reason in ("stop", "length"):
-            kept[found[0]] = line
+            kept[key] = line
     return kept
 
 
-def _is_torn(text: bytes, asked: Iterable[str | int]) -> bool:
+def _is_torn(text: bytes, ids: Iterable[str | int]) -> bool:
     """Whether a line may be the beginning of a result, behind which the run that wrote it was interrupted."""
-    heads = [f'{{"id": {json.dumps(name, ensure_ascii=False)}, "prompt_tokens": '.encode() for name in asked]
+    heads = [f'{{"id": {json.dumps(name, ensure_ascii=False)}, "prompt_tokens": '.encode() for name in ids]
     return any(text.startswith(head) or head.startswith(text) for head in heads)
 
 

@@ -41,8 +41,8 @@ class Job:
     Attributes:
         place: which rank this is.
         device: where its tensors live, once `connect` has chosen.
-        backend: symm_mem, emulated (both over NCCL), nccl or gloo, likewise.
-        timeout: deadline of each collective, likewise.
+        backend: symm_mem, emulated (both over NCCL), nccl or gloo, once `connect` has chosen.
+        timeout: deadline of each collective, once `connect` has chosen.
     """
 
     place: Place
@@ -127,7 +127,7 @@ class Job:
 
     def end(self, lines: str) -> NoReturn:
         """Ends this rank, and rank 0 says why; called on every rank."""
-        self._watchdog.stop()  # who goes first is not missed
+        self._watchdog.stop()  # the rank that leaves first has not died
         self._say(lines)
         sys.stdout.flush()
         os._exit(1)  # at once, as below
@@ -260,15 +260,15 @@ class Watchdog:
         rank, world = self._place.rank, self._place.world_size
         others = [r for r in range(world) if r != rank]
         seen = dict.fromkeys(others, 0)
-        missed = dict.fromkeys(others, 0)  # beats in a row; counted here, so that a job suspended whole goes on
+        silence = dict.fromkeys(others, 0)  # turns without a beat; counted, so that a job suspended whole goes on
         try:
             store.set(f"process/{rank}", identity(os.getpid()))
             while not self._stopped.wait(BEAT_S):
                 store.add(f"alive/{rank}", 1)
                 beats = {r: store.add(f"alive/{r}", 0) for r in others}
-                missed = {r: missed[r] + 1 if beats[r] == seen[r] != 0 else 0 for r in others}
+                silence = {r: silence[r] + 1 if beats[r] == seen[r] != 0 else 0 for r in others}
                 seen = beats
-                silent = [r for r in others if missed[r] * BEAT_S > SILENCE_S and not store.check([f"left/{r}"])]
+                silent = [r for r in others if silence[r] * BEAT_S > SILENCE_S and not store.check([f"left/{r}"])]
                 if store.check(["failed"]):
                     self._end(store.get("failed").decode())
                 elif silent:

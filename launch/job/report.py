@@ -64,19 +64,19 @@ class Console:
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
-        emulated = f", of which {job.place.world_size} are played" if job.backend == "emulated" else ""
+        emulated = f", of which {job.place.world_size} are real" if job.backend == "emulated" else ""
         ranks = f"{plan.layout.world_size} ranks{emulated}"
         self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar for as long as the context lasts; call what it gives with the number done."""
+        """A progress bar for as long as the context lasts; call what it gives with the number done."""
         if not self._speaks:
             yield lambda done: None
             return
-        with self._new_bar() as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=done)
+        with self._new_bar() as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda done: progress.update(task, completed=done)
 
     def loaded(self, model: Decoder) -> None:
         self._terminal.print(
@@ -222,7 +222,7 @@ def percentile_us(seconds: list[float], percent: float) -> float | None:
 
 
 def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
-    """One JSON object: what was asked for, where it ran, and what was measured; raises RankError where it cannot be."""
+    """One JSON object: the config, where it ran, and what was measured; raises RankError where it cannot be."""
     record = {
         "config": asdict(plan.config),
         "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},

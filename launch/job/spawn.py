@@ -133,7 +133,7 @@ class JobError(RuntimeError):
 
 
 def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """The record of a job, of which one or two GPUs play some of the ranks where there are not so many.
+    """The record of a job; where there are fewer GPUs than ranks, one or two of them emulate it.
 
     Raises:
         JobError: it failed.

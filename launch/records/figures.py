@@ -141,8 +141,8 @@ def kernels(rows: list[Row]) -> Figure:
 
 def comm(rows: list[Row]) -> Figure:
     """Collectives over symmetric memory beside NCCL's."""
-    nccl, bar = {"label": "NCCL", "color": ORANGE, "marker": "o"}, {"label": "bar", "color": BLACK}
-    lines = {"symm_us": {**OURS, "marker": "o"}, "nccl_us": nccl, "bar_us": bar}
+    nccl, target = {"label": "NCCL", "color": ORANGE, "marker": "o"}, {"label": "target", "color": BLACK}
+    lines = {"symm_us": {**OURS, "marker": "o"}, "nccl_us": nccl, "bar_us": target}
     figure = _compare(rows, "op", "message_bytes", lines, "ranks", _styles(rows, "ranks", "{} ranks", linestyle=DASHES))
     for panel in figure.axes:
         _label(panel, "message (bytes, K = 2^10)", "time (us)", 2)
@@ -154,7 +154,7 @@ def moe(rows: list[Row]) -> Figure:
     rows = [{**row, "grid": f"{row['tpf']} x {row['ep']}"} for row in rows]
     grids = _styles(rows, "grid", "tpf x ep = {}", color=COLOURS, marker=MARKERS)
     lines: dict[str, Style] = {"us": {}, "bar_us": {"linestyle": ":", "marker": "", "linewidth": 0.8}}
-    bar: Style = {"linestyle": ":", "label": "touched experts / 4.2 TB/s + 8 us"}
+    ideal: Style = {"linestyle": ":", "label": "touched experts / 4.2 TB/s + 8 us"}
     panels = _groups(rows, "model")
     figure, axes = _panels(len(panels))
     for panel, ((model,), found) in zip(axes[0], panels.items(), strict=True):
@@ -163,7 +163,7 @@ def moe(rows: list[Row]) -> Figure:
             for (grid,), same in _groups(found, "grid").items():
                 _line(panel, same, "tokens", field, {**grids[grid], **style})
         _label(panel, "tokens of the step", "experts of one rank of eight (us)", 2)
-    _legend(figure, [*grids.values(), bar])
+    _legend(figure, [*grids.values(), ideal])
     return figure
 
 
@@ -171,11 +171,11 @@ def prefill(rows: list[Row]) -> Figure:
     """Prefill attention as a share of what the matrix units can do."""
     lines = {"tflops": OURS, **{f"{peer}_tflops": style for peer, style in PEERS.items()}}
     rows = [{**row, **{f: row[f] / row["matrix_tflops"] for f in lines if row.get(f) is not None}} for row in rows]
-    bar: Style = {"color": BLACK, "linewidth": 0.8, "linestyle": "--", "label": "60%"}
+    share: Style = {"color": BLACK, "linewidth": 0.8, "linestyle": "--", "label": "60%"}
     marks = _styles(rows, "q_tokens", "{} queries", marker=MARKERS)
-    figure = _compare(rows, "heads", "length", lines, "q_tokens", marks, bar)
+    figure = _compare(rows, "heads", "length", lines, "q_tokens", marks, share)
     for panel in figure.axes:
-        panel.axhline(0.6, **bar)
+        panel.axhline(0.6, **share)
         _label(panel, "KV length (tokens)", "share of the matrix rate", 2, y_log=False)
         panel.set_ylim(0, 1)
         panel.yaxis.set_major_formatter(PercentFormatter(1))
@@ -205,7 +205,7 @@ def step(rows: list[Row]) -> Figure:
             _step_of_model(panel, models[model])
     names = {"best with kvp >= 2": BLUE, "others with kvp >= 2": GREY, "kvp = 1": ORANGE}
     handles = [Line2D([], [], color=colour, linewidth=6, label=name) for name, colour in names.items()]
-    handles += [Line2D([], [], color=BLACK, linewidth=2, label="bar for the best"), Line2D([], [], **FLOOR)]
+    handles += [Line2D([], [], color=BLACK, linewidth=2, label="target for the best"), Line2D([], [], **FLOOR)]
     if any("superseded" in row for row in rows):
         handles.append(Line2D([], [], linestyle="", label="†: older kernels"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=7, frameon=False)
@@ -412,7 +412,7 @@ def draw(name: str, results: Path, figures: Path) -> None:
 
 def _where(row: Row) -> str:
     emulated_by = row.get("emulated_by")
-    return f"{emulated_by} x {row['device']} that play all ranks" if emulated_by else row["device"]
+    return f"{emulated_by} x {row['device']} that emulate all ranks" if emulated_by else row["device"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -109,10 +109,10 @@ def mla() -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in results("mla", "heads", "batch", "length", "queries"):
-        bar = f"{r['bar_us']:.1f} us" if r["bar_us"] else "-"
+        target = f"{r['bar_us']:.1f} us" if r["bar_us"] else "-"
         rows.append(
             f"| {r['heads']} | {r['batch']} | {r['length'] // 1024}K | {r['queries']} | {r['us']:.1f} us "
-            f"| {r['flashinfer_us']:.1f} us | {r['tb_per_s']:.2f} | {bar} |"
+            f"| {r['flashinfer_us']:.1f} us | {r['tb_per_s']:.2f} | {target} |"
         )
     return rows
 
@@ -178,10 +178,10 @@ def comm() -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for r in results("comm", "op", "ranks", "message_bytes"):
-        bar = f"{r['bar_us']:.0f} us" if r["bar_us"] else "-"
+        target = f"{r['bar_us']:.0f} us" if r["bar_us"] else "-"
         rows.append(
             f"| {r['op']} | {r['ranks']} | {r['message_bytes']:,} B | {r['symm_us']:.1f} us ({r['symm_p90_us']:.1f}) "
-            f"| {r['nccl_us']:.1f} us | {r['nccl_bare_us']:.1f} us | {bar} |"
+            f"| {r['nccl_us']:.1f} us | {r['nccl_bare_us']:.1f} us | {target} |"
         )
     return rows
 
@@ -205,8 +205,8 @@ def kernels() -> list[str]:
     for name, (peer, cases, key) in kinds.items():
         own = {"collective": "symm_us"}.get(name, "us")
         faster = sum(r[key] > (1 if "over_ours" in key else r[own]) for r in cases) if key else "-"
-        bars = [r for r in cases if r["bar_us"]]
-        within = f"{sum(r[own] <= r['bar_us'] for r in bars)} of {len(bars)}"
+        judged = [r for r in cases if r["bar_us"]]
+        within = f"{sum(r[own] <= r['bar_us'] for r in judged)} of {len(judged)}"
         rows.append(f"| {name} | {len(cases)} | {peer} | {faster} | {within} |")
     return rows
 
@@ -335,9 +335,9 @@ def best_steps(*only: int) -> list[str]:
         layout = r["layout"].split(" ->")[0].removeprefix("helix ")
         vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
         times = r["ttl_p50_us"] / r["floor_us"]
-        bar = f"{r['bar']}{'' if times <= r['bar'] else ', not met'}" if r["bar"] else "-"
+        target = f"{r['bar']}{'' if times <= r['bar'] else ', not met'}" if r["bar"] else "-"
         rows.append(
-            f"| {_point(r)} | {layout} | {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {times:.2f} | {bar} "
+            f"| {_point(r)} | {layout} | {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {times:.2f} | {target} "
             f"| {plain.get(tuple(r[k] for k in WORKLOAD[:3]), '-')} | {vllm} |"
         )
     return rows

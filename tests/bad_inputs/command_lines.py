@@ -304,12 +304,12 @@ BAD_COMMAND_LINES = [
     (
         ["comm.backend=emulated", "bench=decode"],
         1,
-        "comm.backend=emulated: GPUs play ranks of a larger layout, and this machine has none",
+        "comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none",
     ),
     (
         ["comm.backend=emulated"],
         1,
-        "comm.backend=emulated: GPUs play ranks of a larger layout, and this machine has none",
+        "comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none",
     ),
     (["comm.timeout_s=0"], 1, "comm.timeout_s=0.0 must be from 0.1 to 600"),
     (["comm.timeout_s=inf"], 1, "comm.timeout_s=inf must be from 0.1 to 600"),

@@ -1,4 +1,4 @@
-"""Two processes that play ranks of a larger world: every message that a rank waits for comes, once, and whole."""
+"""Two processes that emulate ranks of a larger world: every message that a rank waits for comes, once, and whole."""
 
 from __future__ import annotations
 

@@ -492,7 +492,7 @@ FAULTS = [
     ),
     Fault(
         "silence is not noticed", "launch/job/membership.py",
-        "missed[r] * BEAT_S > SILENCE_S", "missed[r] * BEAT_S > 9 * SILENCE_S",
+        "silence[r] * BEAT_S > SILENCE_S", "silence[r] * BEAT_S > 9 * SILENCE_S",
         ("tests/unit/test_membership.py",), 20.0,
     ),
     # ---- predictions

@@ -1,4 +1,4 @@
-"""The kernels between GPUs by the tables of two processes that play ranks of a larger world (comm/emulated.py)."""
+"""The kernels between GPUs by the tables of two processes that emulate ranks of a larger world (comm/emulated.py)."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_fit_on_recorded_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = tmp_path / "fit.yaml"
     main([f"fit={','.join(map(str, FILES))}", "hardware=h200", f"output={path}"])
     out = capsys.readouterr().out
-    assert "held out: within the bars" in out
+    assert "held out: within the targets" in out
     found = load_hardware(str(path))
     held = read_hardware(path)["calibrated"]["fitted"]["held_out"]
     assert held["median_error"] <= 0.10 and held["p90_error"] <= 0.20 and held["cells"] >= 12

@@ -243,7 +243,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "(late)" in out and found["choices"][0]["command"] in out
     assert found["reason"] in out and found["verdict"] in out and found["hardware"] == "NVIDIA H200"
     main([*question, "json=-"])
-    assert json.loads(capsys.readouterr().out) == found | {"asked": {**found["asked"], "json": "-"}}
+    assert json.loads(capsys.readouterr().out) == found | {"question": {**found["question"], "json": "-"}}
     with pytest.raises(SystemExit, match=r"json=.* cannot be written"):
         main([*question, f"json={tmp_path}/none/plan.json"])
     assert capsys.readouterr().out == "", "before there is any work"
