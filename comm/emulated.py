@@ -1,14 +1,14 @@
 """One or two GPUs emulate the ranks of a larger world, whose steps can then be timed without it.
 
 Each of two processes emulates one rank of W: it holds that rank's weights and KV, runs its kernels, and sends what that
-rank sends. Messages for any other rank go to the other process, as if from a rank that is not there: every box in which
-a kernel waits for a message is filled once a turn, and as many bytes cross a GPU's link, in each direction, as with W.
-A single process does the same with itself, and no link is crossed.
+rank sends. Messages for any other rank go to the other process, as if from an absent rank: every box in which a kernel
+waits is filled once a turn, and each direction of a GPU's link carries as many bytes as with W ranks. A single process
+sends to itself, and no link is crossed.
 
-What comes is not what those ranks would say: tokens mean nothing. And times lack what W GPUs do to each other: more
-ranks to be the slowest of, and a switch with more to do. Where the slices of rows do not come out even among owners, or
-are of several sizes (a hidden size of 2880), they are added up in one shot, and those too many for that over NCCL, as
-are messages too large for boxes: as many bytes; decode steps of 1 to 8 and 32 rows have none of the latter.
+Tokens mean nothing, since messages are not what the absent ranks would send. Times lack two effects of W GPUs: more
+ranks to be the slowest of, and a busier switch. Where slices of rows do not divide evenly among owners, or have several
+sizes (hidden size 2880), they are summed in one shot, or over NCCL if there are too many; messages too large for boxes
+take NCCL too. The bytes are the same. Decode steps of 1 to 8 and 32 rows send no such messages.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def rank_of(process: int, processes: int, world_size: int) -> int:
 def addresses(
     ranks: int, mine: int, theirs: int, own: int, other: int, source_bytes: int, piece_bytes: int = 0
 ) -> list[int]:
-    """A table of boxes by which a kernel of rank `mine` sends what is for others to the process that emulates `theirs`.
+    """The boxes' address of each rank, for a kernel of rank `mine` beside a process that emulates rank `theirs`.
 
-    What is meant for `theirs` comes there as from `mine`, what is meant for another as from that one. Kernels send to
-    the box of source `mine` of what they find here, so that the table makes up for the difference.
+    A kernel writes into box of source `mine` at the address of rank `to`. All addresses but its own lead to the other
+    process. Entry `to` is shifted so that the write lands where that process expects source `to`, and the entry of
+    `theirs` so that it lands where source `mine` is expected.
 
     Args:
         own, other: addresses of this process's boxes and of the other's.
         source_bytes: from the boxes of one source to those of the next.
-        piece_bytes: from a piece to the next, where each destination gets pieces of its own: that of rank r in every
-            `ranks` of them. They go to those of `theirs`.
+        piece_bytes: from a piece to the next, where each destination has pieces of its own, rank r every `ranks`-th;
+            the write goes to those of `theirs`. 0: no destination has its own.
     """
     return [
         own if to == mine else other + (source - mine) * source_bytes + (theirs - to) * piece_bytes

@@ -109,12 +109,12 @@ class DraftLayoutConfig:
 @dataclass
 class SpeculationConfig:
     """Attributes:
-    drafter: none; ngram: what followed where the sequence last read as at its end; model: what a smaller model says;
-        synthetic: random tokens that are kept at a set rate, whatever the model says, for benchmarks.
+    drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; model: what
+        a smaller model says; synthetic (benchmarks only): random tokens that are kept at a set rate.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
-        Where `model` drafts, which tokens a sampled request gets depends on it, not how they are distributed.
-    longest: most tokens that ngram compares.
+        With `model` it changes which tokens a sampled request gets, not how they are distributed.
+    longest: the most final tokens that ngram compares.
     acceptance: chance of each draft of synthetic, given that those before it were kept.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.

@@ -40,7 +40,7 @@ class Engine:
 
     Attributes:
         draft_sizes: how many drafts a step may have.
-        step_seconds: of a step of so many rows with so many drafts, where `warm_up` has timed them.
+        step_seconds: (rows, drafts) -> seconds of a step, from `warm_up`.
         timings: of the last call of `generate`, on rank 0.
     """
 

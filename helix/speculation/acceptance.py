@@ -1,8 +1,7 @@
 """Which drafts a step keeps where they were drawn from a distribution: rejection sampling, over a sharded vocabulary.
 
-Unlike drafts that are compared with the tokens drawn in their place, these change which tokens a request gets, not how
-these are distributed: a drafted token is kept with probability min(1, p / q), and in place of the first that is not
-comes a draw from what q left of p.
+A drafted token is kept with probability min(1, p / q). The first rejected draft is replaced by a sample from
+max(p - q, 0). This changes which tokens a request gets, not how they are distributed.
 """
 
 from __future__ import annotations

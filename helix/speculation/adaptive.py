@@ -14,8 +14,8 @@ from statistics import median
 
 from helix.scheduler import StepPlan
 
-MEMORY = 32.0  # tries of a first draft from before a run that count beside those of the run
-EVIDENCE = 4.0  # as many, where it is the first run with drafts after others without
+MEMORY = 32.0  # weight, in tries, that earlier runs keep
+EVIDENCE = 4.0  # the same for the first run with drafts after runs without
 TRIAL_STEPS = 4
 TRIAL_SHARE = 0.01  # of all tokens that trials may cost
 WAIT = 16, 512  # steps between two trials, at least and at most

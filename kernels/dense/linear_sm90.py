@@ -1,14 +1,13 @@
 """`kernels.dense.linear` for 2 to 32 rows of x on Hopper: weights by the tensor memory accelerator, products by wgmma.
 
-Weights are older than the kernels of a step: as many as shared memory takes are on their way before the predecessor is
-done. A program needs few rows of weights for all to share a matrix, and tensor cores 64 at once. So both operands are
-read as [rows, slices of K, columns of a slice], where each slice of a row is a row to the tensor cores: of its products
-with the slices of a row of x only that with the equal one counts, and their sum over slices is the projection. The
-others cost nothing, as long as weights are what everybody waits for.
+No kernel writes weights, so a program loads as many as fit its shared memory before its predecessor is done. It owns 32
+weight rows, few enough for all programs to share a matrix, but wgmma needs 64: each row is cut into 2 slices of K that
+count as rows, and so is each row of x. Products of unequal slices are dropped; they are free while weights are the
+bottleneck.
 
-Beyond, programs split K among themselves, into more slices or, where these would not begin at 16 bytes, into runs of
-steps. Of two that meet at a node of a tree the second adds what the first has left in a workspace, by one exchange that
-tells who is second; the last of an odd number goes on alone. Nobody waits, and sums do not depend on who comes when.
+Where a matrix has few tiles, programs split K: into more slices or, where these would not begin at 16 bytes, into runs
+of steps. Their sums meet in a tree (`kernels.dense.tree_sum_sm90`): at each node the second to arrive adds what the
+first has left in a workspace. Nobody waits, and sums do not depend on who comes when.
 
 Sums that ranks add up next go straight into the boxes of `kernels.peers.all_reduce_norm`, heads to where
 `kernels.dense.qkv_append` wants them.

@@ -11,7 +11,7 @@ A pair is a token and one of its experts. Four ways, by static shapes, none of w
   order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
 - Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
 - Instead of the first two, a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, where programs share the
-  weights of the local experts that have tokens, and ask for them ahead of need.
+  weights of the local experts that have tokens, and load them ahead.
 
 The kernel that has a token's sum stores it, or sends it where ranks add up: phase 1 of `kernels.peers.all_reduce_norm`.
 """
@@ -335,9 +335,8 @@ class RoutedExperts:
         down_bias: [E_local, H] in x's dtype, contiguous, or None; added once an expert, before its weight.
         clamp_at: bound of the clamps, or None.
         addend: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
-        total_experts: experts on all ranks, from which tokens choose; None: no more than here. A hint at how many are
-            chosen here.
-        shared_count: of the local experts the first, to which every token goes. A hint at where most of the work is.
+        total_experts: over all ranks; None: as many as here. It only chooses tiles.
+        shared_count: this many first local experts receive every token.
     """
 
     x: torch.Tensor

@@ -4,13 +4,12 @@ A message is 32-bit words. Each travels in the lower half of a 64-bit word whose
 carries both: a receiver that sees the tag has the data. That takes no fence and one trip over the link, at twice the
 bytes: right for what a decode step sends, wrong for megabytes (the LL protocol of NCCL).
 
-A box is the words of one piece of a message from one source, for two turns in turn; the tag is the number of the turn,
-which is a launch of the collective. A sender may overwrite a box once its owner is past the turn before the last: in
-every turn every rank waits for all others, for some piece, so that a rank that sends in turn t + 2 has seen everyone's
-t + 1, and who sent that was done with t.
+A turn is one launch of the collective, and the tag is its number. A box holds one piece of a message from one source,
+in two halves; turn t uses half t % 2. Reuse in t + 2 is safe: in every turn every rank waits for all others, so nobody
+sends t + 2 before it has heard everyone's t + 1, and who sent that had read t.
 
-The turn is counted on the device, so that a captured graph moves it on at each replay: all programs of a launch
-together add TURN to a counter, each a share, when they end; until the last of them has, the turn is the same.
+The turn is counted on the device, so that a captured graph moves it on at each replay. As they end, all programs of a
+launch together add TURN to a counter, each a share; the turn stays the same until the last of them has.
 """
 
 from __future__ import annotations

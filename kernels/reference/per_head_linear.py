@@ -1,4 +1,4 @@
-"""each_head in plain torch."""
+"""per_head_linear in plain torch."""
 
 from __future__ import annotations
 

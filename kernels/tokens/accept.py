@@ -1,8 +1,8 @@
 """Lossless acceptance of sampled drafts, where each rank holds some columns of the logits.
 
-A drafted token x is accepted with probability min(1, p(x) / q(x)); in place of the first that is not comes a draw from
-max(p - q, 0), and behind accepted ones alone a draw from p: what is emitted is distributed as p, whatever q is. What
-crosses ranks, and the order in which a step calls:
+A drafted token x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is replaced by a sample
+from max(p - q, 0); if all are accepted, a sample from p follows. What is emitted is distributed as p, whatever q is.
+What crosses ranks, and the order in which a step calls:
 
 1. for p, and for q where the drafter samples: the largest logit and the last kept key, as in the sampler;
 2. `kept_mass` of each, then one sum over ranks of [B, T, 2] integers: the weight of all tokens and of the drafted one;

@@ -1,4 +1,4 @@
-"""What the foundation shows on the GPUs of one host: tests, recall, and memory.
+"""What is checked on the GPUs of one host: tests, recall, and memory.
 
     python -m launch.bench.correctness OUT [memory] [needles] [tests]  (all by default, about ten minutes on four GPUs)
 
@@ -121,7 +121,7 @@ def main() -> None:
         parser.error(f"no {unknown[0]}; there are {', '.join(PARTS)}")
     gpus, out = torch.cuda.device_count(), given.out
     if not gpus:
-        parser.error("the foundation is shown on GPUs, and there is none: make test shows it on CPUs")
+        parser.error("these checks need GPUs, and there is none: make test runs on CPUs")
     out.mkdir(parents=True, exist_ok=True)
     print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
     for part in given.parts or PARTS:

@@ -1,4 +1,4 @@
-"""each_head: kernel and reference against float64, strided as MLA has it."""
+"""per_head_linear: kernel and reference against float64, strided as MLA has it."""
 
 from __future__ import annotations
 
