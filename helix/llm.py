@@ -25,14 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.build import build_engine
 from helix.config import Config, ModelConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, read_config
+from helix.loading import Checkpoint, load_tokenizer, read_config
 from helix.models import Decoder, spec_from_config
+from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
 
@@ -88,11 +88,10 @@ class LLM:
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._local: Rank | None = None
-        if "RANK" in os.environ:
-            world = int(os.environ["WORLD_SIZE"])
-            if world != layout.world_size:
+        if (place := Place.from_environment()) is not None:
+            if (world := place.world_size) != layout.world_size:
                 raise ValueError(f"kvp*tpa = {kvp}*{tpa} = {layout.world_size} ranks, but {world} were started")
-            self._local = Rank(settings, int(os.environ["RANK"]))
+            self._local = Rank(settings)
             return
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # while the ranks live
         root = str(Path(__file__).resolve().parent.parent)
@@ -184,33 +183,23 @@ class LLM:
 class Rank:
     """One rank's part of an LLM; the process group is that of the environment, or already there."""
 
-    def __init__(self, settings: Settings, rank: int) -> None:
-        layout = settings.layout
-        world, gpus = layout.world_size, torch.cuda.device_count()
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        device = torch.device("cuda", local) if gpus >= here else torch.device("cpu")
-        kind: type[TorchDistCommunicator] = TorchDistCommunicator
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-            others = [r for r in range(here) if r != local]
-            if here == world > 1 and all(torch.cuda.can_device_access_peer(local, r) for r in others):
-                kind = SymmMemCommunicator
-        timeout = timedelta(seconds=settings.timeout_s)
+    def __init__(self, settings: Settings) -> None:
+        layout, place = settings.layout, Place.from_environment()
+        assert place is not None, "a rank has its place in the environment"
+        backend = choose_backend("auto", place, [gpu_facts(place)])
+        device, timeout = take_device(backend, place), timedelta(seconds=settings.timeout_s)
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            bound = device if device.type == "cuda" else None
-            dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout, device_id=bound)
-        self._comm = kind(layout.kvp_groups(), device, timeout)
+            transport, bound = ("gloo", None) if backend == "gloo" else ("nccl", device)
+            dist.init_process_group(transport, timeout=timeout, device_id=bound)
+        self._comm = KINDS.get(backend, TorchDistCommunicator)(layout.kvp_groups(), device, timeout)
         checkpoint = Checkpoint(Path(settings.path))
         spec = checkpoint.with_head(spec_from_config(read_config(checkpoint.path)))
         name = settings.dtype if settings.dtype != "auto" else spec.dtype if device.type == "cuda" else "float32"
         model = Decoder(spec, layout, self._comm, getattr(torch, name), device)
         checkpoint.check(model.weights.slices, spec.unused)
         checkpoint.load(model.weights)
-        self._tokenizer = tokenizer_of(checkpoint.path) if rank == 0 else None
+        self._tokenizer = load_tokenizer(checkpoint.path) if place.rank == 0 else None
         config = Config(model=ModelConfig(path=settings.path))
         wanted = settings.max_batch * settings.max_length
         self._engine: Engine = build_engine(
@@ -241,15 +230,6 @@ class Rank:
             dist.destroy_process_group()
 
 
-def tokenizer_of(path: Path) -> Any | None:
-    """The tokenizer of a checkpoint directory, None where it has none."""
-    if not (path / "tokenizer.json").is_file():
-        return None
-    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
 def serve() -> None:
     """The body of a rank that an LLM has started: what rank 0 is sent, all do, until the LLM is gone."""
     connection = Connection(int(sys.argv[1]))
@@ -261,7 +241,7 @@ def serve() -> None:
     if rank:  # which hears nothing more: the end of the connection is that of the LLM
         Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
-        mine = Rank(settings, rank)
+        mine = Rank(settings)
         while rank:
             mine.generate([], 1, SamplingParams(), ())
         connection.send((False, None))

@@ -11,18 +11,16 @@ from pathlib import Path
 import torch
 
 from comm.base import Communicator
-from comm.emulated import EmulatedCommunicator
-from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.kv_cache import free_bytes
-from helix.loading import randomize
+from helix.loading import load_tokenizer, randomize
 from helix.models import Decoder
+from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
 from launch.inputs import compose
-from launch.inputs.parts import load_tokenizer, weights_of
-from launch.inputs.place import Place, gpu_facts, gpu_name
+from launch.inputs.parts import weights_of
 from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.job import spawn
@@ -39,7 +37,6 @@ WORK = {
     "hopb": "launch.measure.hopb",
     "prefill": "launch.measure.prefill",
 }
-BACKENDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,7 +80,7 @@ def _run_rank(job: Job, config: Config) -> int:
         device = gpu_name(job.place) if config.comm.backend != "gloo" else None
         plan = preflight(config, job.place.rank, job.place.world_size, device)
         if job.leads:
-            tokenizer = load_tokenizer(config)
+            tokenizer = load_tokenizer(config.model.path)
             results = ResultFile(config, plan.prompts) if plan.prompts else None  # there are none in a benchmark
     except (ValueError, OSError) as error:
         problem = str(error)
@@ -105,7 +102,7 @@ def _run_rank(job: Job, config: Config) -> int:
     phases.mark("preflight")
 
     job.connect(config.comm.backend, facts, config.comm.timeout_s)
-    kind = BACKENDS.get(job.backend, TorchDistCommunicator)
+    kind = KINDS.get(job.backend, TorchDistCommunicator)
     comm = kind(plan.layout.kvp_groups(), job.device, job.timeout)
     comms: list[Communicator] = [comm]
     if plan.draft is not None:

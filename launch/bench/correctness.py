@@ -20,12 +20,12 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.build import build_engine
 from helix.config import Config, DecodeConfig, KVConfig, ModelConfig
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
+from helix.loading import Checkpoint, load_tokenizer
 from helix.models import Decoder
 from helix.request import Request
 from launch.inputs.compose import ROOT
 from launch.inputs.needles import SOURCES, make, score
-from launch.inputs.parts import load_tokenizer, make_spec
+from launch.inputs.parts import make_spec
 
 DEMO = ROOT / "assets" / "demo-model"
 NEEDLE_LENGTH, NEEDLES = 32_768, 50
@@ -59,7 +59,7 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
     config = Config(
         model=ModelConfig(path=str(DEMO)), kv=KVConfig(memory_fraction=0.1), decode=DecodeConfig(prefill_chunk=8192)
     )
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(DEMO)
     assert tokenizer is not None
     requests = [Request(i, tokenizer(line["prompt"])["input_ids"], 8) for i, line in enumerate(lines)]
 

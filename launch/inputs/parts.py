@@ -1,17 +1,15 @@
-"""The parts that a config names: layout, shape, weights, tokenizer, processes."""
+"""The parts that a config names: layout, shape, weights, processes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from comm.emulated import PROCESSES
 from comm.loopback import LoopbackWorld
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
-from helix.files import read_json
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_spec_config
@@ -64,37 +62,6 @@ def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: 
     if kvp is None:
         kvp = max(1, world_size // max(1, tpa))
     return HelixLayout.create(config.mode, kvp, tpa, config.tpf, config.ep)
-
-
-def has_tokenizer(config: ModelConfig) -> bool:
-    return config.path is not None and os.path.lexists(Path(config.path) / "tokenizer.json")
-
-
-def check_tokenizer_files(config: ModelConfig) -> None:
-    """Raises ValueError where one is no JSON object; transformers passes over what is no regular file."""
-    for file in sorted(Path(str(config.path)).glob("*token*.json")) if has_tokenizer(config) else ():
-        read_json(file)
-
-
-def load_tokenizer(config: Config) -> Any | None:
-    """The model's tokenizer, None where it has none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    if not has_tokenizer(config.model):
-        return None
-    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
-
-    check_tokenizer_files(config.model)
-    path = Path(str(config.model.path))
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except BaseException as error:  # the library's own, whatever it met in the files; it may even panic
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
-        what = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error
 
 
 def is_emulated(ranks: int) -> bool:

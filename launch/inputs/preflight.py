@@ -12,20 +12,13 @@ from comm import emulated
 from helix.config import Config, check
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
+from helix.loading import Checkpoint, check_tokenizer_files, has_tokenizer
 from helix.models import DecoderSpec
+from helix.place import Place, choose_backend
 from helix.speculation import check_draft
 from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
-from launch.inputs.parts import (
-    check_tokenizer_files,
-    has_tokenizer,
-    make_checkpoint,
-    make_draft_layout,
-    make_layout,
-    make_spec,
-)
-from launch.inputs.place import Place, choose_backend
+from launch.inputs.parts import make_checkpoint, make_draft_layout, make_layout, make_spec
 from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
 
 
@@ -82,7 +75,7 @@ def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) 
         layout = make_draft_layout(speculation.layout, spec, world_size)
         check_draft(target.vocab, world_size, spec.vocab, layout)
         check_layout(layout, spec)
-        if has_tokenizer(config.model) and has_tokenizer(speculation.model):
+        if has_tokenizer(config.model.path) and has_tokenizer(speculation.model.path):
             check_tokenizers(Path(str(config.model.path)), Path(str(speculation.model.path)))
         checkpoint, spec = make_checkpoint(speculation.model, spec, layout, rank)
         return CheckedDraft(layout, spec, checkpoint)
@@ -181,7 +174,7 @@ def prepared(config: Config) -> int:
     check(config)
     world_size = ranks(config)
     preflight(config, 0, world_size)
-    check_tokenizer_files(config.model)
+    check_tokenizer_files(config.model.path)
     # Whether GPUs reach each other they say themselves.
     here = {"gpus": torch.cuda.device_count(), "peers": True}
     choose_backend(config.comm.backend, Place(0, world_size, 0, world_size), [here])
@@ -207,7 +200,7 @@ def _prompts(config: Config) -> list[Prompt]:
     if config.decode.prompts is None:
         raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
     prompts = read_prompts(Path(config.decode.prompts))
-    if any(p.text is not None for p in prompts) and not has_tokenizer(config.model):
+    if any(p.text is not None for p in prompts) and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"
         if config.model.path is not None:
             why = f"model.path={config.model.path} has no tokenizer.json"

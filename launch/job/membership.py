@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from comm.base import Communicator
 from helix.errors import RankError
-from launch.inputs.place import Place, choose_backend
+from helix.place import Place, choose_backend, take_device
 from launch.job.lifeline import identity, kill
 
 BEAT_S = 1.0  # between two signs of life of a rank
@@ -109,11 +109,7 @@ class Job:
         """
         place = self.place
         self.backend = choose_backend(backend, place, facts)
-        if self.backend != "gloo":
-            self.device = torch.device("cuda", place.local_rank)
-            torch.cuda.set_device(self.device)
-            # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
-            os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        self.device = take_device(self.backend, place)
         self.timeout = timedelta(seconds=timeout_s)
         transport = "gloo" if self.backend == "gloo" else "nccl"
         dist.init_process_group(

@@ -110,7 +110,7 @@ def test_small_print_says_who_played(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = [{**row, "emulated_by": 2} for row in ROWS["step.emulated-8"]]
     write(tmp_path / "step.emulated-8.jsonl", rows, "step.emulated-8")
     main(["step.emulated-8", "--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
-    assert said == ["2 x NVIDIA H200 that play all ranks, commit 0123456789ab"]
+    assert said == ["2 x NVIDIA H200 that emulate all ranks, commit 0123456789ab"]
 
 
 def test_last_line_of_a_point_counts(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ LEVELS = {
         {"attention", "scheduler", "text"},
         {"layers"},
         {"models"},
-        {"loading", "speculation"},
+        {"loading", "place", "speculation"},
         {"timings"},
         {"model_runner"},
         {"autotune"},

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch.distributed as dist
 
+from helix.place import Place, choose_backend, gpu_facts
 from launch import agent
 from launch.inputs.compose import ROOT
-from launch.inputs.place import Place, choose_backend, gpu_facts
 from launch.job import membership
 from launch.job.lifeline import identity, kill
 from launch.job.membership import Job

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helix.config import Config
-from launch.inputs.parts import load_tokenizer
+from helix.loading import load_tokenizer
 from launch.inputs.preflight import check_tokenizers, preflight
 from launch.job import spawn
 from launch.run import main
@@ -177,7 +177,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, file: str, content: str | b
     else:
         (demo / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=said) as caught:
-        load_tokenizer(composed(f"model.path={demo}"))
+        load_tokenizer(demo)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
@@ -202,7 +202,7 @@ def test_whatever_a_tokenizer_file_raises_is_one_line(kind: type[BaseException],
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", broken)
     with pytest.raises(ValueError, match=f"tokenizer in {DEMO} cannot be read: {kind.__name__}: data") as caught:
-        load_tokenizer(composed())
+        load_tokenizer(DEMO)
     assert "\n" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Where this process runs: its rank, the GPUs of its host, and the backend that these allow."""
+"""Where this process runs: its rank, the GPUs of its host, and the backend and device that these allow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
+from comm.emulated import EmulatedCommunicator
+from comm.symm_mem import SymmMemCommunicator
 from helix.errors import ConfigError
+
+KINDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}  # others: TorchDistCommunicator
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Place:
         """None where no launcher started this process.
 
         Raises:
-                ValueError: part of what a launcher sets is missing, or cannot be.
+            ValueError: part of what a launcher sets is missing, or cannot be.
         """
         if "RANK" not in os.environ:
             return None
@@ -81,6 +85,17 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
     if backend == "emulated" and not within_reach:
         raise ConfigError("comm.backend=emulated needs two GPUs of one host that reach each other's memory, or one")
     return backend
+
+
+def take_device(backend: str, place: Place) -> torch.device:
+    """This rank's device under a backend, made the current one."""
+    if backend == "gloo":
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    return device
 
 
 def gpu_facts(place: Place) -> dict[str, Any]:
