@@ -63,9 +63,10 @@ def step_seconds(runner: ModelRunner, rows: int, drafts: int, chunks: int, steps
     if graphs is not None and not kept:
         graphs = StepGraphs(runner.step)
     run = graphs.run if graphs is not None else runner.step
+    sparse = runner.policy is not runner.dense
 
     def step() -> None:
-        run(rows, drafts, False, False, chunks)
+        run(rows, drafts, False, False, sparse, chunks)
 
     seconds_of_each(step, 3, runner.device, restore)  # eagerly, captured, replayed
     runner.comm.barrier()

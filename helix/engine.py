@@ -125,9 +125,10 @@ class Engine:
                 for drafts in self.draft_sizes:
                     self.step_seconds[rows, drafts] = step_seconds(runner, rows, drafts, chunks, kept=True)
             fill(runner, 0, 0)
-            for (stochastic, filtered), drafts in product(sorted(set(variants)), self.draft_sizes):
+            kinds = {False, runner.policy.from_tokens is not None}
+            for (stochastic, filtered), drafts, sparse in product(sorted(set(variants)), self.draft_sizes, kinds):
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                    runner.decode(rows, drafts, stochastic, filtered)
+                    runner.decode(rows, drafts, stochastic, filtered, sparse)
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -162,6 +163,7 @@ class Engine:
             self.run_steps,
             runner.drafts,
             policy.pace,
+            runner.policy.from_tokens,
         )
         streams: dict[int, OutputStream] = {}
         prompt_tokens = 0

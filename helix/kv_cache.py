@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from helix.config import MAX_QUERIES
 from helix.layout import HelixLayout
 from kernels import dispatch
 from kernels.attention import placement
+from kernels.sparse.block_bounds import fold_blocks
 from kernels.sparse.block_ranges import block_ranges
 
 
@@ -120,6 +122,18 @@ class Placement:
         """What kernels need to know of it."""
         return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
 
+    def most_blocks(self, budget: BlockBudget, max_length: int) -> int:
+        """Pages that a query of a sequence of up to `max_length` tokens reads, at most."""
+
+        def touched(tokens: int) -> int:
+            """Local pages that a run of so many tokens can lie in."""
+            cycle = self.append_block * self.layout.kvp
+            return -(-(tokens // cycle + 1) * self.append_block // self.page_size) + 1
+
+        fixed = (budget.sink_blocks + budget.local_blocks) * self.page_size + MAX_QUERIES
+        sparse = touched(budget.sink_blocks * self.page_size) + budget.topk + touched(fixed)
+        return min(max(sparse, touched(min(budget.from_tokens, max_length))), touched(max_length) + budget.topk)
+
     def pages(self, length: int, start: int, kvp_rank: int | None = None) -> int:
         """Pages that `length` tokens of a sequence take on a kvp rank (this one by default)."""
         rank = self.kvp_rank if kvp_rank is None else kvp_rank
@@ -133,10 +147,12 @@ class LayerCache:
     Attributes:
         keys: [pages, page_size, Hkv, D]; latents: [pages, page_size, R + P].
         values: like `keys`; latents: the first R of the numbers in `keys`.
+        bounds: [pages, Hkv, 2, D], what stands for a page that is full of committed tokens; None where nobody chooses.
     """
 
     keys: Tensor
     values: Tensor
+    bounds: Tensor | None = None
 
 
 class KVCache:
@@ -148,9 +164,11 @@ class KVCache:
     Args:
         entries: shapes of what one token stores in one layer: `(Hkv, D)` twice for keys and values, `(R + P,)` for a
             latent.
+        score: what stands for a page where queries choose, as `kernels.sparse.block_bounds` has it; None: nothing.
 
     Attributes:
         tensors: one for each entry, [layers, pages, page_size, *entry].
+        bounds: [layers, pages, Hkv, 2, D], or None.
     """
 
     def __init__(
@@ -161,17 +179,41 @@ class KVCache:
         entries: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        score: str | None = None,
     ) -> None:
         self.pages = pages
+        self.score = score
         self.device = device
         self.bytes_per_token = token_bytes(layers, entries, dtype)
         self.tensors = [torch.empty(layers, pages, page_size, *entry, dtype=dtype, device=device) for entry in entries]
+        self.bounds: Tensor | None = None
+        if score is not None:
+            heads, dim = entries[0]
+            self.bounds = torch.empty(layers, pages, heads, 2, dim, dtype=dtype, device=device)
         self._free = list(range(pages - 1, -1, -1))
 
     def layer(self, index: int, latent: int | None = None) -> LayerCache:
         """One layer's part; `latent` is R of a cache of latents."""
         keys = self.tensors[0][index]
-        return LayerCache(keys, self.tensors[1][index] if latent is None else keys[..., :latent])
+        values = self.tensors[1][index] if latent is None else keys[..., :latent]
+        return LayerCache(keys, values, None if self.bounds is None else self.bounds[index])
+
+    def fold(
+        self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int
+    ) -> None:
+        """Writes the bounds of pages that are full now, in all layers; nothing where nobody chooses.
+
+        Args:
+            tables: int32 [n, P].
+            starts: int64 [n].
+            before, after: int64 [n], committed tokens of each sequence, over all ranks.
+            most: the most tokens that a sequence has taken in between.
+        """
+        if self.bounds is not None and self.score is not None:
+            pages = most // placement.page_size + 1
+            fold_blocks(
+                self.tensors[0], self.bounds, tables, starts, before, after, pages, self.score, **placement.grid
+            )
 
     def take(self, count: int) -> list[int]:
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: admission let too much in"

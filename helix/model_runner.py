@@ -35,7 +35,7 @@ class ModelRunner:
         cache: this rank's pages.
         max_batch: slots.
         max_length: the most tokens of one sequence, prompt and new ones.
-        policy: which keys a query reads; all by default.
+        policy: which keys a query reads in steps that are `sparse`; None where all are dense.
         drafter: proposes tokens that decode steps verify; None for one token a step.
         hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
             is none where `hopb_chunks` says nothing.
@@ -71,7 +71,8 @@ class ModelRunner:
         self.placement = placement
         self.max_batch = max_batch
         self.max_length = max_length
-        self.policy = policy or DenseAttention()
+        self.dense = DenseAttention()
+        self.policy = policy or self.dense
         self.drafter = drafter
         self.drafts = 0 if drafter is None else drafter.limit
         self.hopb = hopb
@@ -119,7 +120,7 @@ class ModelRunner:
             limits = torch.tensor(decision.draft_limits)
             self.state.draft_limits[: len(limits)] = limits.to(self.device)
         for _ in range(decision.decode_steps):
-            keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered))
+            keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered, decision.sparse))
         return drawn
 
     def check(self, wait: bool = True) -> None:
@@ -144,7 +145,14 @@ class ModelRunner:
             (s.slot, s.begin, torch.from_numpy(np.asarray(self.admitted[s.slot].prompt[s.begin : s.end])).long())
             for s in segments
         ]
-        hidden = self.model.hidden(self.cache, self.state.prefill_step(prompts), self.policy)
+        step = self.state.prefill_step(prompts)
+        hidden = self.model.hidden(self.cache, step, self.dense)
+        if self.cache.bounds is not None:
+            rows = [s.slot for s in segments]
+            begins, counts = (
+                torch.tensor(x, device=self.device) for x in zip(*((s.begin, s.end) for s in segments), strict=True)
+            )
+            self.cache.fold(self.placement, step.block_tables, self.state.starts[rows], begins, counts, step.max_q)
         if self.drafter is not None:
             self.drafter.prefill(self.state, prompts)
         ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
@@ -161,7 +169,9 @@ class ModelRunner:
         self.state.activate(slots, tokens, lengths)
         return tokens[:, None], ending
 
-    def decode(self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False) -> Tensor:
+    def decode(
+        self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False, sparse: bool = False
+    ) -> Tensor:
         """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
 
         On every rank; a collective that waits for nothing.
@@ -169,10 +179,10 @@ class ModelRunner:
         What it returns is overwritten by a later step.
         """
         if self.graphs is None or self.observer is not None:
-            return self.step(rows, drafts, stochastic, filtered, self.chunks(rows))
-        return self.graphs.run(rows, drafts, stochastic, filtered, self.chunks(rows))
+            return self.step(rows, drafts, stochastic, filtered, sparse, self.chunks(rows))
+        return self.graphs.run(rows, drafts, stochastic, filtered, sparse, self.chunks(rows))
 
-    def step(self, rows: int, drafts: int, stochastic: bool, filtered: bool, chunks: int) -> Tensor:
+    def step(self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int) -> Tensor:
         draft = None
         if drafts:
             assert self.drafter is not None
@@ -180,12 +190,18 @@ class ModelRunner:
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
         step = self.state.decode_step(rows, tokens, chunks)
-        hidden = self.model.hidden(self.cache, step, self.policy)
+        hidden = self.model.hidden(self.cache, step, self.policy if sparse else self.dense)
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
         drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
-        return self.state.commit(drawn, tokens)
+        if self.cache.bounds is None:
+            return self.state.commit(drawn, tokens)
+        state, before = self.state, self.state.lengths[:rows].clone()
+        taken = state.commit(drawn, tokens)
+        ends = state.starts[:rows], before, state.lengths[:rows]
+        self.cache.fold(self.placement, state.block_tables[:rows], *ends, step.max_q)
+        return taken
 
     def _draw(
         self,

@@ -66,6 +66,7 @@ class Decision:
     Attributes:
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
         drafts, draft_limits: of the decode steps; see `StepPlan`.
+        sparse: whether the decode steps choose which keys they read: some sequence is long enough.
     """
 
     number: int
@@ -78,6 +79,7 @@ class Decision:
     filtered: bool
     drafts: int = 0
     draft_limits: tuple[int, ...] = ()
+    sparse: bool = False
 
 
 @dataclass
@@ -120,6 +122,7 @@ class Scheduler:
         run_steps: most decode steps under one decision.
         drafts: the most tokens that a step appends beyond those that may count.
         pace: how steps of so many rows go on; called before each run of them.
+        sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
     """
 
     def __init__(
@@ -132,9 +135,11 @@ class Scheduler:
         run_steps: int,
         drafts: int = 0,
         pace: Callable[[int], StepPlan] = lambda rows: StepPlan(),
+        sparse_from: int | None = None,
     ) -> None:
         self._pace = pace
         self._drafts = drafts
+        self._sparse_from = math.inf if sparse_from is None else sparse_from
         self._pages = pages
         self._free_pages = list(free_pages)
         self._free_tokens = token_budget
@@ -200,6 +205,8 @@ class Scheduler:
             filtered=any(p.is_filtered for p in sampling),
             drafts=pace.drafts,
             draft_limits=pace.draft_limits,
+            # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.
+            sparse=any(s.cached + steps * (1 + pace.drafts) >= self._sparse_from for s in decoding),
         )
 
     def record_token(self, slot: int, finished: bool) -> None:

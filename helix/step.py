@@ -6,7 +6,7 @@ host nor changes shape as sequences grow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ class Step:
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: the most tokens that one sequence has here.
         chunks: into how many runs of sequences attention and exchange are cut (HOP-B).
+        shared: tensors [N] that all layers read, by what they are.
     """
 
     placement: Placement
@@ -47,13 +48,18 @@ class Step:
     cu_q: Tensor | None
     max_q: int
     chunks: int = 1
-    _bounds: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `make` gives, tensors [N]; made once for each key."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
 
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Local keys `[lo, hi)` of each query, int32 [N]; computed once for each window that the model has."""
-        if window not in self._bounds:
-            self._bounds[window] = self.placement.bounds(self.positions, self.starts, self.live, window)
-        return self._bounds[window]
+        lo, hi = self.once(window, lambda: self.placement.bounds(self.positions, self.starts, self.live, window))
+        return lo, hi
 
 
 class DecodeState:

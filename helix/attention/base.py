@@ -18,6 +18,20 @@ from kernels.attention.split_kv import PartialAttention
 
 
 class AttentionPolicy(ABC):
+    """Attributes:
+    from_tokens: from so many tokens on it reads a part of a sequence; None: always all that its layers allow.
+    """
+
+    from_tokens: int | None = None
+
+    @abstractmethod
+    def prepare(self, step: Step, windows: set[int | None]) -> None:
+        """What all layers of a step share, computed before the first: attention reads it early.
+
+        Args:
+            windows: that the layers have.
+        """
+
     @abstractmethod
     def attend(
         self,
@@ -49,7 +63,7 @@ class AttentionPolicy(ABC):
 
 
 def rows_of(step: Step, rows: slice) -> Step:
-    """The part of a decode step that is `rows` of its N tokens, whole sequences; its bounds are those of `step`."""
+    """The part of a decode step that is `rows` of its N tokens, whole sequences; what layers share is cut alike."""
     each = len(step.tokens) // len(step.block_tables)
     return replace(
         step,
@@ -59,5 +73,5 @@ def rows_of(step: Step, rows: slice) -> Step:
         live=step.live[rows],
         block_tables=step.block_tables[rows.start // each : rows.stop // each],
         append_slots=step.append_slots[rows],
-        _bounds={window: (lo[rows], hi[rows]) for window, (lo, hi) in step._bounds.items()},
+        shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in step.shared.items()},
     )

@@ -17,6 +17,10 @@ from kernels.paged_keys import PagedKeys
 
 
 class DenseAttention(AttentionPolicy):
+    def prepare(self, step: Step, windows: set[int | None]) -> None:
+        for window in windows:
+            step.bounds(window)
+
     def attend(
         self,
         q: Tensor,

@@ -179,8 +179,7 @@ class Decoder:
         x: Tensor | None = None
         parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
-        for window in set(self.spec.windows):  # all bounds before the first layer: attention reads them early
-            step.bounds(window)
+        policy.prepare(step, set(self.spec.windows))
         for layer in self.layers:
             x, parts = layer(x, parts, angles, cache, step, policy)
         return self.norm(parts, x)[0]

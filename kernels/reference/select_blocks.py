@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import torch
 
+NONE = -(2**31)  # below every score
+
+
+def ordered(scores: torch.Tensor) -> torch.Tensor:
+    """fp32 as int32 of the same order; NaN is the highest."""
+    bits = scores.contiguous().view(torch.int32)
+    return torch.where(scores.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
 
 def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Tensor:
     """How promising pages are to one query: the best score of a KV head's query heads, fp32.
@@ -26,7 +34,7 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
         found = q @ one
     else:
         found = q @ one + q.abs() @ two
-    return found.nan_to_num(torch.inf).amax(1) if found.isnan().any() else found.amax(1)
+    return found.amax(1)  # NaN where one of them is
 
 
 def select_blocks(
@@ -39,6 +47,8 @@ def select_blocks(
     topk: int,
     width: int,
     score: str,
+    *,
+    candidates: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`."""
     N, T = len(q), len(q) // len(block_table)
@@ -47,11 +57,15 @@ def select_blocks(
     for n in range(N):
         row = block_table[n // T]
         begin, end, held = int(first[n]), int(last[n]), int(pages[n])
-        found = block_scores(q[n], bounds[row[begin:end].long()], score)
+        found = ordered(block_scores(q[n], bounds[row[begin:end].long()], score))
         # Stable: of equals the earlier.
         chosen = found.sort(dim=-1, descending=True, stable=True).indices[:, : min(topk, end - begin)].sort(-1).values
         sinks = torch.arange(begin, device=q.device).expand(heads, -1)
         local = torch.arange(end, held, device=q.device).expand(heads, -1)
         read = torch.cat([sinks, begin + chosen, local], 1)  # [Hkv, pages read]
         table[n, :, : read.shape[1]] = row[read]
+        if candidates is not None:
+            candidates[n] = NONE
+            candidates[n, :, : chosen.shape[1], 0] = found.gather(1, chosen)
+            candidates[n, :, : chosen.shape[1], 1] = begin + chosen.int()
     return table

@@ -70,7 +70,8 @@ def _copy(source, to, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _choose(
-    scores, best, list_, pages, to, begin, end, held, k, K: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr
+    scores, best, list_, pages, to, report, begin, end, held, k,
+    K: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
     """Writes one query's table of one KV head: pages [0, begin), the k best of [begin, end), and [end, held)."""
     tiles = tl.cdiv(end, TILE) - begin // TILE
@@ -88,17 +89,22 @@ def _choose(
     keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
     taken, place = _largest(keys, k)
     tl.store(to + begin + place, tl.load(pages + page, mask=taken, other=0), mask=taken)
+    if REPORT:
+        i = tl.arange(0, K)
+        tl.store(report + 2 * i, i * 0 + _NONE, mask=(i >= end - begin) & (i < k))
+        tl.store(report + 2 * place, keys, mask=taken)
+        tl.store(report + 2 * place + 1, page, mask=taken)
     _copy(pages, to, begin, 128)
     _copy(pages + end, to + begin + tl.minimum(k, end - begin), held - end, 128)
 
 
 @triton.jit
 def _select_blocks_kernel(
-    q, bounds, block_table, first, last, held, scores, best, lists, arrived, table,
+    q, bounds, block_table, first, last, held, scores, best, lists, arrived, table, candidates,
     q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     starts, stops, tiles, ends, run = schedule(
         first, last, T, 1, T, 1, B, T, HEADS, tl.num_programs(0), BLOCK_B, TILE
@@ -165,7 +171,8 @@ def _select_blocks_kernel(
                 _choose(
                     scores + (row + query_t) * score_row, best + (row + query_t) * best_row,
                     lists + (row + query_t) * K, pages, table + (n * HEADS + head) * width,
-                    tl.load(first + n), tl.load(last + n), tl.load(held + n), topk, K, BLOCK_G, TILE,
+                    candidates + (n * HEADS + head) * topk * 2,
+                    tl.load(first + n), tl.load(last + n), tl.load(held + n), topk, K, BLOCK_G, TILE, REPORT,
                 )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:
@@ -198,6 +205,7 @@ def select_blocks(
     width: int,
     score: str,
     *,
+    candidates: torch.Tensor | None = None,
     sms: int | None = None,
 ) -> torch.Tensor:
     """The pages that queries read of each KV head: all before `first`, the best `topk` of `[first, last)`, the rest.
@@ -214,6 +222,8 @@ def select_blocks(
         topk: at most MOST_CHOSEN.
         width: columns of the result, at least what any query reads.
         score: bounds, mean or mean_std.
+        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
+            number of the same order, and its place in the block table; what is left has the lowest number there is.
         sms: how many streaming multiprocessors to fill; all if None.
 
     Returns:
@@ -223,7 +233,7 @@ def select_blocks(
         Gather-decode (papers/gather-decode.txt), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
     """
     if not dispatch.on_gpu(q):
-        return reference(q, bounds, block_table, first, last, pages, topk, width, score)
+        return reference(q, bounds, block_table, first, last, pages, topk, width, score, candidates=candidates)
     N, Hq, D = q.shape
     B, most = block_table.shape
     heads = bounds.shape[1]
@@ -236,10 +246,11 @@ def select_blocks(
     scores, best, lists = _workspace(q.device, N * heads, most, k)
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table,
+        table if candidates is None else candidates,
         *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
         T=T, HEADS=heads, GROUP=group, D=D, K=k, SCORE=score, TILE=TILE,
         BLOCK_B=triton.next_power_of_2(B), BLOCK_M=max(16, triton.next_power_of_2(T * group)),
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_G=triton.next_power_of_2(best.shape[1]),
-        num_warps=4, num_stages=3, **overlapped(q),
+        REPORT=candidates is not None, num_warps=4, num_stages=3, **overlapped(q),
     )  # fmt: skip
     return table

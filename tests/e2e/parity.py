@@ -13,8 +13,10 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.attention.base import AttentionPolicy
+from helix.attention.block_sparse import BlockSparseAttention
 from helix.engine import Engine
-from helix.kv_cache import KVCache, Placement, pages_for_tokens
+from helix.kv_cache import BlockBudget, KVCache, Placement, pages_for_tokens
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
@@ -41,6 +43,15 @@ class Result:
 
     tokens: dict[int, tuple[int, ...]]
     logits: dict[tuple[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """How block-sparse steps choose; `choice` is local or global."""
+
+    budget: BlockBudget
+    score: str = "bounds"
+    choice: str = "global"
 
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
@@ -88,6 +99,7 @@ def build_engine(
     dtype: torch.dtype = torch.float32,
     drafter: Drafter | None = None,
     adaptive: bool = True,
+    sparse: Sparse | None = None,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
@@ -95,11 +107,17 @@ def build_engine(
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages_for_tokens(layout, max_batch * max_length, append_block, page_size, max_batch)
-    cache = KVCache(spec.layers, pages, page_size, spec.entries(layout, comm.rank), dtype, device)
-    for tensor in cache.tensors:
+    entries = spec.entries(layout, comm.rank)
+    cache = KVCache(spec.layers, pages, page_size, entries, dtype, device, sparse.score if sparse else None)
+    for tensor in [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]:
         tensor.fill_(torch.nan)
+    policy: AttentionPolicy | None = None
+    if sparse:
+        over_all = comm if sparse.choice == "global" else None
+        policy = BlockSparseAttention(sparse.budget, sparse.score, placement, max_length, over_all)
     runner = ModelRunner(
-        model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, drafter=drafter
+        model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
+        drafter=drafter,
     )  # fmt: skip
     return Engine(runner, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk, adaptive=adaptive)
 

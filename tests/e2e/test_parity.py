@@ -14,6 +14,7 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
+from helix.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
@@ -108,6 +109,9 @@ class ShiftedLSE(AttentionPolicy):
 
     def __init__(self, inner: AttentionPolicy) -> None:
         self.inner = inner
+
+    def prepare(self, step: Step, windows: set[int | None]) -> None:
+        self.inner.prepare(step, windows)
 
     def attend(self, *args: object) -> PartialAttention:  # type: ignore[override]
         found = self.inner.attend(*args)  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""Block-sparse decode: each KV head reads the sequence's sink, its local window and the blocks that promise most.
+
+A block is a page. What stands for it is written once, when its last committed token is in (`KVCache.fold`), so that a
+rejected draft never leaves a trace; pages that are not full are always read. Each query chooses for itself, in each
+layer: tokens do not depend on who shares the batch, nor on drafts. Prefill and layers with a window stay dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.base import AttentionPolicy
+from helix.attention.dense import DenseAttention
+from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.step import Step
+from kernels.attention.flash_decode import decode_parts
+from kernels.attention.split_kv import PartialAttention
+from kernels.overlap import sm_count
+from kernels.paged_keys import PagedKeys
+from kernels.sparse.keep_best import keep_best
+from kernels.sparse.select_blocks import select_blocks
+
+
+class BlockSparseAttention(AttentionPolicy):
+    """Reads a number of keys that does not grow with the sequence.
+
+    Args:
+        budget: of the whole sequence.
+        score: bounds, mean or mean_std: how a block is judged.
+        placement: of the cache that steps attend to.
+        max_length: the most tokens of a sequence.
+        comm: where the choice is one over all ranks of a kvp group; None: each rank takes its share of `topk` from its
+            own blocks.
+    """
+
+    def __init__(
+        self,
+        budget: BlockBudget,
+        score: str,
+        placement: Placement,
+        max_length: int,
+        comm: Communicator | None = None,
+    ) -> None:
+        self.dense = DenseAttention()
+        self.score = score
+        self.comm = comm if placement.layout.kvp > 1 else None
+        kvp = placement.layout.kvp
+        self.from_tokens = budget.from_tokens
+        self.budget = budget if self.comm else replace(budget, topk=-(-budget.topk // kvp))
+        self.width = placement.most_blocks(self.budget, max_length)
+
+    def prepare(self, step: Step, windows: set[int | None]) -> None:
+        self.dense.prepare(step, windows if step.cu_q is not None else windows - {None})
+        if step.cu_q is None and None in windows:
+            self._ranges(step)
+
+    def _ranges(self, step: Step) -> tuple[Tensor, ...]:
+        def make() -> tuple[Tensor, ...]:
+            tokens = step.positions, step.starts, step.live
+            first, last, pages, hi = step.placement.block_ranges(*tokens, step.max_q, self.budget)
+            return first, last, pages, hi, torch.zeros_like(hi)
+
+        return step.once(self.budget, make)
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: Step,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
+        reserved_sms: int = 0,
+    ) -> PartialAttention:
+        if step.cu_q is not None or window is not None:
+            return self.dense.attend(q, cache, step, window, scale, sinks, reserved_sms)
+        assert cache.bounds is not None, "the cache was made without bounds"
+        first, last, pages, hi, lo = self._ranges(step)
+        sms = max(1, sm_count(q.device) - reserved_sms)
+        topk, offered = self.budget.topk, None
+        if self.comm is not None:
+            shape = len(q), cache.bounds.shape[1], topk, 2
+            offered = torch.empty(shape, dtype=torch.int32, device=q.device)
+        ranges = first, last, pages
+        table = select_blocks(
+            q, cache.bounds, step.block_tables, *ranges, topk, self.width, self.score, candidates=offered, sms=sms
+        )
+        if self.comm is not None and offered is not None:
+            ranks = len(self.comm.kvp_group)
+            everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
+            keep_best(everyone, first, step.starts, table, self.comm.kvp_rank)
+        keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], scale, sinks)
+        return decode_parts(q[:, None], keys, sms=sms, early=True)

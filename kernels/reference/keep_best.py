@@ -1,0 +1,23 @@
+"""keep_best in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.select_blocks import NONE
+
+
+def keep_best(
+    offered: torch.Tensor, first: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, kvp_rank: int
+) -> None:
+    """Leaves out what is not among the best of all ranks; shapes as in `kernels.sparse.keep_best.keep_best`."""
+    ranks, _, _, topk, _ = offered.shape
+    source = torch.arange(ranks, device=offered.device)[:, None, None, None]
+    score, page = offered.long().unbind(-1)  # [K, N, Hkv, topk]
+    block = page * ranks + (source - starts[:, None, None]) % ranks
+    # One number of both: of equal scores the earlier block is the better one.
+    value = score * (1 << 31) - block
+    least = value.permute(1, 2, 0, 3).flatten(2).sort(descending=True).values[..., topk - 1]  # [N, Hkv]
+    lost = (value[kvp_rank] < least[..., None]) & (score[kvp_rank] > NONE)
+    n, head, i = lost.nonzero().unbind(1)
+    table[n, head, first[n].long() + i] = -1

@@ -1,0 +1,68 @@
+"""One choice of blocks over all ranks of a kvp group: each offers its best, and keeps those among the best of all."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.keep_best import keep_best as reference
+from kernels.reference.select_blocks import NONE
+
+_NONE = tl.constexpr(NONE)
+
+
+@triton.jit
+def _keep_best_kernel(
+    offered, first, starts, table, width, rank, N,
+    HEADS: tl.constexpr, TOPK: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    head = tl.program_id(1)
+    begin = tl.load(first + n)
+    start = tl.load(starts + n).to(tl.int32)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    a = tl.arange(0, BLOCK_ALL)
+    source = a // TOPK
+    at = offered + ((source * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + a % TOPK * 2
+    score = tl.load(at, mask=source < RANKS, other=_NONE)
+    # Blocks go round: the page of a rank is the sequence's block of this number.
+    block = tl.load(at + 1, mask=source < RANKS, other=0) * RANKS + (source - start + RANKS) % RANKS
+    i = tl.arange(0, BLOCK_K)
+    mine = offered + ((rank * N + n).to(tl.int64) * HEADS + head) * TOPK * 2 + i * 2
+    own_score = tl.load(mine, mask=i < TOPK, other=_NONE)
+    own_block = tl.load(mine + 1, mask=i < TOPK, other=0) * RANKS + (rank - start + RANKS) % RANKS
+    better = (score[None, :] > own_score[:, None]) | (
+        (score[None, :] == own_score[:, None]) & (block[None, :] < own_block[:, None])
+    )
+    lost = (own_score > _NONE) & (tl.sum(better.to(tl.int32), 1) >= TOPK)
+    to = table + (n.to(tl.int64) * HEADS + head) * width + begin + i
+    tl.store(to, i * 0 - 1, mask=lost)
+
+
+def keep_best(
+    offered: torch.Tensor, first: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, kvp_rank: int
+) -> None:
+    """Of the pages that this rank has chosen, those that are not among the best of all ranks become no pages.
+
+    Args:
+        offered: [K, N, Hkv, topk, 2] int32, contiguous: each rank's `candidates` of `select_blocks`, where a page is
+            one round-robin block.
+        first: [N] int32, contiguous: where this rank's chosen pages begin in its table.
+        starts: [N] int64, contiguous: the kvp rank of each sequence's first block.
+        table: [N, Hkv, width] int32, contiguous; -1 is written for what is left out.
+    """
+    if not dispatch.on_gpu(offered):
+        reference(offered, first, starts, table, kvp_rank)
+        return
+    ranks, N, heads, topk, _ = offered.shape
+    assert offered.is_contiguous() and table.is_contiguous() and first.is_contiguous() and starts.is_contiguous()
+    _keep_best_kernel[N, heads](
+        offered, first, starts, table, table.shape[2], kvp_rank, N, HEADS=heads, TOPK=topk, RANKS=ranks,
+        BLOCK_K=triton.next_power_of_2(topk), BLOCK_ALL=triton.next_power_of_2(ranks * topk),
+        num_warps=4, **overlapped(offered),
+    )  # fmt: skip
