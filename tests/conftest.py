@@ -21,13 +21,17 @@ settings.register_profile("helix", deadline=None, derandomize=True, max_examples
 settings.register_profile("first-failure", settings.get_profile("helix"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("helix")
 
+COLLECTED = pytest.StashKey[dict[str, bool]]()
+
 
 def _gpus(n: int = 1) -> int:
     """What `@pytest.mark.gpu`, `gpu(2)` and `gpu(n=2)` ask for."""
     return n
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
     # Where tests are spread over processes, those that start processes of their own stay together: one pool of each
     # size, and deadlines that are not missed because two jobs of eight ranks share the cores.
     for item in items:
@@ -50,3 +54,9 @@ def pytest_sessionfinish() -> None:
 def gloo_pool() -> Callable[[int], Pool]:
     """`gloo_pool(world_size).run(fn, *args)`: see `tests.pool`."""
     return pool
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> dict[str, bool]:
+    """Names of all tests that this session has found, whichever it runs, and whether they are slow."""
+    return request.config.stash[COLLECTED]

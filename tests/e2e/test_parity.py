@@ -18,6 +18,7 @@ from helix.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback
+from tests.pairs import Case, params
 from tests.pool import Pool
 
 BLOCKS = (1, 16, 64)
@@ -36,20 +37,16 @@ def layouts(family: str) -> list[HelixLayout]:
     return [layout for layout in grids if kv_heads(family) % layout.tpa == 0]
 
 
-def matrix() -> list[object]:
-    cases = []
-    for family in [*FAMILIES, "demo"]:
-        for layout in layouts(family):
-            for block in BLOCKS:
-                name = f"{family}-kvp{layout.kvp}-tpa{layout.tpa}-block{block}"
-                cases.append(pytest.param(family, layout, block, id=name))
-    return cases
+def grids() -> list[Case]:
+    """Every family, grid and block."""
+    families = [*FAMILIES, "demo"]
+    return [(f, layout.kvp, layout.tpa, block) for f in families for layout in layouts(f) for block in BLOCKS]
 
 
-@pytest.mark.parametrize("family, layout, block", matrix())
-def test_every_layout_and_block(family: str, layout: HelixLayout, block: int) -> None:
+@pytest.mark.parametrize("family, kvp, tpa, block", params(grids(), "{}-kvp{}-tpa{}-block{}".format))
+def test_every_layout_and_block(family: str, kvp: int, tpa: int, block: int) -> None:
     wanted = oracle(family, LENGTHS, NEW_TOKENS)
-    check(loopback(checkpoint(family), layout, block, wanted), wanted)
+    check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa), block, wanted), wanted)
 
 
 @pytest.mark.parametrize(
@@ -81,27 +78,23 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool], family: str, layout: Helix
     check(gloo_pool(layout.world_size).run(distributed_rank, *task, timeout_s=240.0), wanted)
 
 
-def moe_cases() -> list[object]:
-    """Each family on every attention grid and on every TPF x EP grid of WORLDS, though not on all pairs of them."""
-    cases = []
-    blocks = cycle(BLOCKS)
-    for family, worlds in (*((family, WORLDS) for family in MOE_FAMILIES), ("gpt-oss-mxfp4", (3, 8))):
-        for world in worlds:
-            attention = [layout for layout in layouts(family) if layout.world_size == world]
-            eps = [ep for ep in range(1, world + 1) if world % ep == 0]
-            for i in range(max(len(attention), len(eps))):
-                grid = attention[i % len(attention)]
-                layout = HelixLayout.create("helix", grid.kvp, grid.tpa, ep=eps[i % len(eps)])
-                block = next(blocks)
-                name = f"{family}-kvp{layout.kvp}-tpa{layout.tpa}-tpf{layout.tpf}-ep{layout.ep}-block{block}"
-                cases.append(pytest.param(family, layout, block, id=name))
-    return cases
+def expert_grids() -> list[Case]:
+    """Every family, attention grid, width of the TPF x EP grid and block; packed weights on few ranks and on many."""
+    return [
+        (family, layout.kvp, layout.tpa, ep, block)
+        for family, worlds in (*((family, WORLDS) for family in MOE_FAMILIES), ("gpt-oss-mxfp4", (3, 8)))
+        for layout in layouts(family)
+        if layout.world_size in worlds
+        for ep in range(1, layout.world_size + 1)
+        if layout.world_size % ep == 0
+        for block in BLOCKS
+    ]
 
 
-@pytest.mark.parametrize("family, layout, block", moe_cases())
-def test_experts_on_every_grid(family: str, layout: HelixLayout, block: int) -> None:
+@pytest.mark.parametrize("family, kvp, tpa, ep, block", params(expert_grids(), "{}-kvp{}-tpa{}-ep{}-block{}".format))
+def test_experts_on_every_grid(family: str, kvp: int, tpa: int, ep: int, block: int) -> None:
     wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
-    check(loopback(checkpoint(family), layout, block, wanted), wanted)
+    check(loopback(checkpoint(family), HelixLayout.create("helix", kvp, tpa, ep=ep), block, wanted), wanted)
 
 
 class ShiftedLSE(AttentionPolicy):

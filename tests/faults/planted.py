@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         "sinks on every rank", "helix/layers/attention.py",
         "if spec.sinks and layout.kvp_rank(comm.rank) == 0:", "if spec.sinks:",
-        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-tpf2-ep1-block1]",),
+        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-ep1-block64]",),
     ),
     Fault(
         "a chunk with its neighbour's bounds", "helix/attention/base.py",
@@ -265,12 +265,12 @@ FAULTS = [
     # ---- layers
     Fault(
         "output bias on every rank", "helix/layers/linear.py", "if bias and comm.rank == 0:", "if bias:",
-        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-tpf2-ep1-block1]",),
+        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-ep1-block64]",),
     ),
     Fault(
         "a tied head is read", "helix/models/decoder.py",
         'None if spec.tied else "lm_head"', '"lm_head" if spec.tied else None',
-        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa2-block16]",),
+        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa1-block1]",),
     ),
     Fault(
         "DeepSeek's temperature once", "helix/models/deepseek.py",
@@ -383,7 +383,7 @@ FAULTS = [
     Fault(
         "LSE sent in base 2", "kernels/peers/merge_exchange.py",
         "log = log2 * 0.6931471805599453", "log = log2",
-        ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-40-dtype0]",),
+        ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-40-torch.float32]",),
     ),
     # ---- the control plane
     Fault(

@@ -1,0 +1,36 @@
+"""A covering of cases holds what it says, and no fault is left to slow tests."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.faults.planted import FAULTS
+from tests.pairs import Case, covering, pairs_of, params
+
+values = st.integers(0, 4)
+
+
+@given(st.lists(st.tuples(values, values, values, values), max_size=60))
+def test_every_pair_of_values_is_held_by_some_cases(cases: list[Case]) -> None:
+    taken = covering(cases)
+    for case in cases:
+        assert all(any(pair in pairs_of(one) for one in taken) for pair in pairs_of(case))
+    assert set(taken) <= set(cases) and len(taken) <= len(cases)
+
+
+def test_a_product_needs_few() -> None:
+    cases = [*product("abcdefg", range(6), range(3), range(3))]
+    assert 42 <= len(covering(cases)) <= 50 < len(cases)
+    slow = [one for one in params(cases) if one.marks]
+    assert len(slow) == len(cases) - len(covering(cases)) and slow[0].marks[0].name == "slow"
+
+
+def test_every_fault_is_noticed_without_the_slow_tests(collected: dict[str, bool]) -> None:
+    """As far as the files of its tests are collected."""
+    files = {name.partition("::")[0] for name in collected}
+    for test in {test for fault in FAULTS for test in fault.tests if test.partition("::")[0] in files}:
+        found = [slow for name, slow in collected.items() if name == test or name.startswith((f"{test}[", f"{test}::"))]
+        assert False in found, f"{test} of tests/faults/planted.py is slow, or there is none"
