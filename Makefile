@@ -39,8 +39,9 @@ format: $(VENV)/.installed  ## Format the code and mend what ruff can mend.
 bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step; without WHAT, list them.
 	$(BIN)/python -m launch.bench $(or $(WHAT),--help) $(ARGS)
 
-docs: $(VENV)/.installed  ## Rewrite the generated tables and the configuration reference.
+docs: $(VENV)/.installed  ## Rewrite the generated tables, figures and the configuration reference.
 	$(BIN)/python -m launch.tables
+	$(BIN)/python -m launch.plot
 	$(BIN)/python -m launch.reference
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,12 +19,14 @@ from helix.simulate.fit import quantiles
 from launch.inputs.compose import ROOT, load_spec
 from launch.inputs.hardware import load_hardware
 from launch.records import paper_rows
-from launch.records.figures import BLACK, BLUE, COLOURS, GREEN, ORANGE
 from launch.records.paper_rows import CLAIMS, Row, Setting
 from launch.records.recorded_steps import compare, halves, read_cells
+from launch.records.style import BLACK, BLUE, COLOURS, GREEN, LEVEL, ORANGE, legend, panels, plain_ticks, save, short
 
 PAGE = ROOT / "docs" / "simulator.md"
 SHORT = {"deepseek-r1": "DeepSeek-R1", "llama-3.1-405b": "Llama-405B"}
+PARETO = {5: "deepseek-r1", 6: "llama-3.1-405b"}  # the figure of each
+
 # ---- the paper
 
 
@@ -58,7 +59,7 @@ class Paper:
     def csv(self) -> dict[str, list[Row]]:
         """Rows of each file."""
         files = {"figure-1": paper_rows.figure_1(), "figure-3": paper_rows.figure_3()}
-        for number, model in ((5, "deepseek-r1"), (6, "llama-3.1-405b")):
+        for number, model in PARETO.items():
             files[f"figure-{number}"] = self.frontiers[model]
         files["figure-7"] = _named(self.hopb)
         files["gain"] = _named(self.curves)
@@ -67,15 +68,18 @@ class Paper:
         files["recorded"] = recorded()
         return files
 
-    def figures(self) -> dict[str, Figure]:
-        return {
-            "figure-1": _figure_1(paper_rows.figure_1()),
-            "figure-3": _figure_3(paper_rows.figure_3()),
-            "figure-5": _pareto(self, "deepseek-r1"),
-            "figure-6": _pareto(self, "llama-3.1-405b"),
-            "figure-7": _figure_7(self.hopb),
-            "gain": _gain(self.curves),
+    def figures(self) -> dict[str, tuple[Figure, str]]:
+        """Figures, and what kind of numbers each shows."""
+        reads = paper_rows.figure_1()
+        found = {
+            "figure-1": (_figure_1(reads), f"{reads[0]['provenance']}: B=8, Q=128, K=8, Hsz=128, F=65536, FP4, 8 TB/s"),
+            "figure-3": (_figure_3(paper_rows.figure_3()), "the paper's example"),
+            "figure-7": (_figure_7(self.hopb), next(iter(self.hopb.values()))[0]["provenance"]),
+            "gain": (_gain(self.curves), next(iter(self.curves.values()))[0]["provenance"]),
         }
+        for number, model in PARETO.items():
+            found[f"figure-{number}"] = _pareto(self, model), self.frontiers[model][0]["provenance"]
+        return {name: (figure, f"simulated, {kind}") for name, (figure, kind) in found.items()}
 
     def tables(self) -> dict[str, list[Sequence[str]]]:
         """Cells of each table, its head first."""
@@ -152,13 +156,9 @@ def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
 # ---- drawing
 
 
-def _panels(columns: int) -> tuple[Figure, Any]:
-    return plt.subplots(1, columns, figsize=(4.4 * columns + 0.6, 3.8), layout="constrained", squeeze=False)
-
-
 def _lines(panel: Axes, series: dict[str, list[Row]], x: str, y: str, **styles: dict[str, Any]) -> None:
     for i, (name, rows) in enumerate(series.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5, "linewidth": 1.2, "label": name}
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5, "label": name}
         panel.plot([r[x] for r in rows], [r[y] for r in rows], **{**style, **styles.get(name, {})})
 
 
@@ -170,68 +170,84 @@ def _by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
 
 
 def _figure_1(rows: list[Row]) -> Figure:
-    figure, axes = _panels(3)
-    for panel, (name, found) in zip(axes[0], _by(rows, "panel").items(), strict=True):
-        for key, label, colour in (("kv_us", "KV cache", BLUE), ("weights_us", "weights", ORANGE)):
-            panel.plot([r["x"] for r in found], [r[key] for r in found], color=colour, marker="o", label=label)
+    found = _by(rows, "panel")
+    figure, axes = panels(len(found), sharey=True)
+    reads = {
+        "kv_us": {"label": "KV cache", "color": BLUE, "marker": "o"},
+        "weights_us": {"label": "weights", "color": ORANGE, "marker": "s"},
+    }
+    for panel, (name, same) in zip(axes[0], found.items(), strict=True):
+        for key, style in reads.items():
+            panel.plot([r["x"] for r in same], [r[key] for r in same], **style)
+        panel.set(xlabel=name, yscale="log")
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set(title=f"over {name}", xlabel=name, ylabel="DRAM read, us a layer")
-        panel.legend(frameon=False)
-    figure.supxlabel("B=8, Q=128, K=8, Hsz=128, F=65536, FP4, 8000 GB/s; roofline", fontsize=7)
+        ticks = [r["x"] for r in same][:: 1 + len(same) // 5]
+        panel.set_xticks(ticks, [short(x) for x in ticks])
+    plain_ticks(axes[0, 0].yaxis)
+    axes[0, 0].set_ylabel("time to read, us a layer\n(lower is better)")
+    legend(figure, reads.values())
     return figure
 
 
 def _figure_3(rows: list[Row]) -> Figure:
-    figure, axes = plt.subplots(2, 1, figsize=(8, 4), layout="constrained", sharex=True)
-    for panel, (on, found) in zip(axes, _by(rows, "hopb").items(), strict=True):
+    found = _by(rows, "hopb")
+    figure, axes = panels(1, len(found), height=1.4, sharex=True)
+    for panel, (on, same) in zip(axes[:, 0], found.items(), strict=True):
         for phase, colour, y in (("attention", BLUE, 1), ("exchange", ORANGE, 0)):
-            spans = [(r["start"], r["end"] - r["start"]) for r in found if r["phase"] == phase]
+            spans = [(r["start"], r["end"] - r["start"]) for r in same if r["phase"] == phase]
             panel.broken_barh(spans, (y - 0.4, 0.8), color=colour, edgecolor="white")
-        end = max(r["end"] for r in found)
+        end = max(r["end"] for r in same)
         panel.axvline(end, color=BLACK, linestyle="--", linewidth=0.8)
         panel.set_yticks([0, 1], ["exchange", "attention"])
-        panel.set_title(f"HOP-B {on}: {end:g} units", fontsize=9)
-    axes[1].set_xlabel("units of time (8 requests: 2 of attention, 1.2 of exchange each)")
+        panel.set_title(f"HOP-B {on}: {end:g} units", loc="left")
+    panel.set_xlim(0, None)
+    panel.set_xlabel("units of time (shorter is better); 8 requests: 2 of attention, 1.2 of exchange each")
     return figure
 
 
 def _pareto(paper: Paper, model: str) -> Figure:
-    figure, axes = _panels(1)
-    rows = paper.frontiers[model]
+    figure, axes = panels(1, height=4)
+    panel, rows = axes[0, 0], paper.frontiers[model]
     strong = {"Baseline": {"color": BLACK, "linewidth": 2.2}, "Helix": {"color": GREEN, "linewidth": 2.2}}
     faint = {name: {"linestyle": "--"} for name in _by(rows, "series") if name not in strong}
-    _lines(axes[0, 0], _by(rows, "series"), "user_normalised", "gpu_normalised", **strong, **faint)
-    axes[0, 0].set_yscale("log")
-    axes[0, 0].set(xlabel="tokens/s/user (baseline's largest = 1)", ylabel="tokens/s/GPU (baseline's largest = 1)")
-    axes[0, 0].legend(fontsize=7)
-    figure.set_size_inches(7, 4.6)
-    figure.suptitle(f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4", fontsize=10)
-    figure.supxlabel(rows[0]["provenance"], fontsize=7)
+    _lines(panel, _by(rows, "series"), "user_normalised", "gpu_normalised", **strong, **faint)
+    panel.set(yscale="log", title=f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4")
+    plain_ticks(panel.yaxis)
+    panel.set_xlabel("tokens/s/user, baseline's largest = 1 (higher is better)")
+    panel.set_ylabel("tokens/s/GPU, baseline's largest = 1\n(higher is better)")
+    panel.legend()
     return figure
 
 
 def _figure_7(rows: dict[str, list[Row]]) -> Figure:
-    figure, axes = _panels(2)
+    figure, axes = panels(len(rows), height=3)
     for panel, (model, found) in zip(axes[0], rows.items(), strict=True):
-        named = _by(({**r, "name": f"{r['series']}, exchange {r['exchange']}"} for r in found), "name")
+        named = _by(({**r, "name": f"HOP-B {r['series'].split()[-1]}, {r['exchange']}"} for r in found), "name")
         _lines(panel, named, "tokens_per_s_user", "tokens_per_s_gpu")
-        panel.set(title=SHORT[model], xlabel="tokens/s/user", ylabel="tokens/s/GPU", yscale="log")
-        panel.legend(fontsize=7)
-    figure.supxlabel(next(iter(rows.values()))[0]["provenance"], fontsize=7)
+        panel.set(title=SHORT[model], xlabel="tokens/s/user (higher is better)", yscale="log")
+        plain_ticks(panel.yaxis)
+    axes[0, 0].set_ylabel("tokens/s/GPU (higher is better)")
+    legend(figure, _handles(panel))
     return figure
 
 
 def _gain(curves: dict[str, list[Row]]) -> Figure:
-    figure, axes = _panels(2)
+    figure, axes = panels(2)
     named = {SHORT[model]: rows for model, rows in curves.items()}
     for panel, key, label in zip(axes[0], ("gpu_gain", "batch_gain"), ("tokens/s/GPU", "batch"), strict=True):
         _lines(panel, named, "fraction", key)
-        panel.axhline(1, color=BLACK, linewidth=0.8)
-        panel.set(xlabel="tokens/s/user (baseline's largest = 1)", ylabel=f"{label}, Helix over baseline", yscale="log")
-        panel.legend(fontsize=8)
-    figure.supxlabel(next(iter(curves.values()))[0]["provenance"], fontsize=7)
+        panel.axhline(1, **LEVEL)
+        panel.set(xlabel="tokens/s/user, baseline's largest = 1", yscale="log")
+        panel.set_ylabel(f"{label}, Helix / baseline\n(higher is better)")
+        plain_ticks(panel.yaxis)
+    legend(figure, _handles(panel))
     return figure
+
+
+def _handles(panel: Axes) -> list[dict[str, Any]]:
+    """The lines of a panel that have a name, as a legend shows them."""
+    named = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
+    return [{"label": x.get_label(), "color": x.get_color(), "marker": x.get_marker()} for x in named]
 
 
 # ---- writing
@@ -252,19 +268,13 @@ def write_figures(results: Path, figures: Path, page: Path | None) -> None:
     """Writes CSV and PNG, fills the page's tables and prints them."""
     paper = Paper()
     results.mkdir(parents=True, exist_ok=True)
-    figures.mkdir(parents=True, exist_ok=True)
     for name, rows in paper.csv().items():
         with (results / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
-    for name, figure in paper.figures().items():
-        for panel in figure.axes:
-            panel.set_axisbelow(True)
-            panel.grid(alpha=0.3)
-        # Without the version of matplotlib in it, the same figure is the same file.
-        figure.savefig(figures / f"simulate-{name}.png", dpi=120, metadata={"Software": None})
-        plt.close(figure)
+    for name, (figure, footer) in paper.figures().items():
+        save(figure, figures / f"simulate-{name}.png", footer)
     tables = paper.tables()
     for name, (head, *body) in tables.items():
         table = Table(*head, title=name)

@@ -1,17 +1,22 @@
-"""Figures from recorded results: what is drawn, which line of a point counts, what a wrong name gets."""
+"""Figures from recorded results: what is drawn, whether it can be read, what a wrong name gets."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.figure import Figure
 
-from launch.bench import clock as bench_clock
+from launch.inputs.compose import ROOT
 from launch.records import figures as records_figures
-from launch.records.figures import DRAWINGS, load, main
+from launch.records import style
+from launch.records.figures import DRAWINGS, footer, main, rows_of
+from launch.records.rows import newest
+from tests.legible import illegible
 
 K = 1024
 LAYOUTS = [f"helix kvp={n} tpa={8 // n} -> tpf=8 ep=1" for n in (1, 2, 8)]
@@ -24,17 +29,8 @@ SPANS = {
 ROWS: dict[str, list[dict[str, Any]]] = {
     "kernels": [
         {"kind": "decode", "heads": heads, "batch": batch, "length": n * K, "queries": 1,
-         "kv_bytes": n << 20, "us": n + 5.0, "cudnn_us": n + 4.0,
-         "flash_us": None, "bar_us": 5.5}
+         "us": n + 5.0, "best_peer_over_ours": 1 + n / 100}
         for heads in ("8/1", "28/4") for batch in (1, 8) for n in (4, 64)
-    ],
-    "moe": [
-        {"kind": "moe", "model": model, "tpf": 8 // ep, "ep": ep, "tokens": n, "us": 9.0 + n, "bar_us": 10.0 + n}
-        for model in ("a-30b", "b-20b") for ep in (1, 8) for n in (1, 8, 64)
-    ],
-    "comm": [
-        {"op": op, "ranks": ranks, "message_bytes": size, "symm_us": 4.0, "nccl_us": 20.0, "bar_us": bar}
-        for op, bar in (("exchange", 6.0), ("all_gather", None)) for ranks in (2, 8) for size in (K, 64 * K)
     ],
     "step": [
         {"model": model, "batch": 1, "length": 128 * K, "layout": layout, "floor_us": 500.0, "bar": bar,
@@ -46,11 +42,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
          "floor_us": 500.0, "bar": None, "ttl_p50_us": 700.0 + ep}
         for batch in (1, 8) for ep in (1, 2, 8)
     ],
-    "baselines": [
-        {"model": "a-7b", "batch": batch, "length": length, "layout": layout, "tokens_per_s_user": 200.0 / batch,
-         "tokens_per_s_gpu": 30.0 * batch, "ttl_p50_us": 900.0}
-        for batch in (1, 4, 16) for length in (128 * K, K * K) for layout in LAYOUTS
-    ] + [{"model": "b-8b", "batch": 1, "length": K * K, "layout": LAYOUTS[0], "failed": "exit code 1"}],
     "hopb": [
         {"kind": "ttl", "backend": "symm_mem", "model": "a-7b", "batch": batch, "length": length, "chunks": chunks,
          "off_us": 900.0, "on_us": 850.0, "without_us": 800.0, "hidden": 0.5}
@@ -60,11 +51,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
          "spans": [dict(zip(("stream", "chunk", "start_us", "end_us"), span, strict=True)) for span in spans]}
         for regime, spans in SPANS.items()
     ],
-    "prefill": [
-        {"kind": "kernel", "heads": heads, "q_tokens": 8 * K, "length": n * K, "tflops": 500.0, "cudnn_tflops": 600.0,
-         "matrix_tflops": 800.0}
-        for heads in ("8/1", "32/8") for n in (8, 128)
-    ],
     "speculate": [
         {"kind": "synthetic", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8,
          "batch": batch, "length": length,
@@ -73,7 +59,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ] + [{"kind": "synthetic", "model": "a-70b", "layout": LAYOUTS[1], "acceptance": 0.8, "batch": 8, "length": K * K,
           "gamma": 4, "failed": "does not fit"}],
 }  # fmt: skip
-ROWS |= {f"{name}.emulated-8": ROWS[name] for name in ("step", "baselines")}
 PROVENANCE = {"device": "NVIDIA H200", "commit": "0123456789ab", "versions": {"torch": "2.11.0"}}
 
 
@@ -82,59 +67,84 @@ def write(path: Path, rows: list[dict[str, Any]], name: str = "test") -> None:
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_every_figure_is_drawn(name: str, tmp_path: Path) -> None:
-    source = DRAWINGS[name].source
-    write(tmp_path / f"{source}.jsonl", ROWS[source], source)
-    main([name, "--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
-    (png,) = (tmp_path / "figures").iterdir()
-    assert png.name == f"{name}.png"
-    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_every_figure_can_be_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page shows: drawn from the kept records."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(style.plt, "close", figures.append)
+    main([name, f"figures={tmp_path}"])
+    monkeypatch.undo()
+    (png,) = tmp_path.iterdir()
     height, width, _ = plt.imread(png).shape
-    assert 800 <= width <= 3000 and 300 <= height <= 3000
-    assert not plt.get_fignums()
+    assert png.name == f"{name}.png" and width <= 1500 and height <= 1500
+    assert not illegible(figures[0])
+    assert any("better" in f"{panel.get_xlabel()} {panel.get_ylabel()}" for panel in figures[0].axes)
+    plt.close(figures[0])
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_every_axis_says_what_it_shows(name: str) -> None:
-    drawing = DRAWINGS[name]
-    figure = drawing.draw([row for row in ROWS[drawing.source] if row.get("kind") == drawing.kind])
-    # The panels of a timeline share the axis under the lowest one.
-    assert all(panel.get_ylabel() for panel in figure.axes) and figure.axes[-1].get_xlabel()
-    assert name == "hopb-timeline" or all(panel.get_xlabel() for panel in figure.axes)
+def test_a_page_says_under_its_figures_what_is_better() -> None:
+    images = re.compile(r"(?:^!\[.*\.png\)\n)+\n(.*(?:\n.+)*)", re.M)
+    texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
+    said = [caption for text in texts for caption in images.findall(text)]
+    assert len(said) >= len(DRAWINGS)
+    assert [caption for caption in said if not re.search(r"[Ff]igures? .*(?:is|are)\s+better", caption, re.S)] == []
+
+
+def test_what_cannot_be_read_is_found() -> None:
+    figure, axes = style.panels(1)
+    style.legend(figure, [{"label": "a line"}])
+    assert not illegible(figure)
+    axes[0, 0].text(0.5, 0.5, "small", fontsize=style.TEXT - 1)
+    axes[0, 0].text(0.1, 0.1, "one over")
+    axes[0, 0].text(0.11, 0.11, "another")
+    figure.text(0.99, 0.5, "past the right edge")
+    axes[0, 0].set_title("the bar for a run that failed")
+    problems = " ".join(illegible(figure))
+    for word in ("small: 8", "one over, another: overlap", "past the right edge", "the bar for"):
+        assert word in problems
     plt.close(figure)
 
 
-def test_small_print_says_who_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(records_figures.Figure, "supxlabel", lambda figure, text, **style: said.append(text))
-    rows = [{**row, "emulated_by": 2} for row in ROWS["step.emulated-8"]]
-    write(tmp_path / "step.emulated-8.jsonl", rows, "step.emulated-8")
-    main(["step.emulated-8", "--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
-    assert said == ["2 x NVIDIA H200 that emulate all ranks, commit 0123456789ab"]
+def test_the_foot_says_what_was_emulated() -> None:
+    row = {"device": "NVIDIA H200", "commit": "a1"}
+    assert footer([row, {**row, "commit": "b2"}]) == "measured on NVIDIA H200, commits a1, b2"
+    assert footer([{**row, "emulated_by": 2}]) == "emulated on 2 x NVIDIA H200, commit a1"
 
 
 def test_last_line_of_a_point_counts(tmp_path: Path) -> None:
     old, other = ROWS["kernels"][:2]
-    write(tmp_path / "kernels.jsonl", [old, other, {**old, "us": 1.25, "commit": "new"}])
-    rows = load(tmp_path / "kernels.jsonl", DRAWINGS["kernels"].key)
-    assert [(row["us"], row["commit"]) for row in rows] == [(1.25, "new"), (other["us"], PROVENANCE["commit"])]
+    write(tmp_path / "kernels.jsonl", [old, other, {**old, "best_peer_over_ours": 1.25, "commit": "new"}])
+    rows = rows_of("kernels", tmp_path)
+    found = [(row["best_peer_over_ours"], row["commit"]) for row in rows]
+    assert found == [(1.25, "new"), (other["best_peer_over_ours"], PROVENANCE["commit"])]
     # A key that misses a field makes one point of two.
-    assert len(load(tmp_path / "kernels.jsonl", ("heads", "batch"))) == 1
+    assert len(newest(tmp_path / "kernels.jsonl", "heads", "batch")) == 1
     (panel,) = records_figures.kernels(rows).axes
     drawn = {point for line in panel.get_lines() for point in zip(*line.get_data(), strict=True)}
-    assert (old["kv_bytes"], 1.25) in drawn and (old["kv_bytes"], old["us"]) not in drawn
+    assert (old["length"], 1.25) in drawn and (old["length"], old["best_peer_over_ours"]) not in drawn
     plt.close("all")
 
 
-def test_best_split_stands_out() -> None:
+def test_the_best_split_of_each_workload_is_drawn() -> None:
     rows = [{**row, "ttl_p50_us": ttl} for row, ttl in zip(ROWS["step"][:3], (300.0, 900.0, 650.0), strict=True)]
+    rows.append({**rows[1], "length": K * K, "failed": "kv.tokens=8388904 needs 16399 pages of 3"})
     (panel,) = records_figures.step(rows).axes  # one model, one panel
-    drawn = [
-        (round(bar.get_width(), 6), records_figures.mpl.colors.to_hex(bar.get_facecolor()).upper())
-        for bar in panel.patches
-    ]
-    assert drawn == [(0.6, records_figures.ORANGE), (1.8, records_figures.GREY), (1.3, records_figures.BLUE)]
+    assert [round(row.get_width(), 6) for row in panel.patches] == [1.3]  # kvp=1 is faster, and splits nothing
+    assert {text.get_text() for text in panel.texts} == {"1.30", "kvp=8 tpa=1", "does not fit"}
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["1 x 128K", "1 x 1M"]
     plt.close("all")
+
+
+def test_baselines_are_the_best_of_each_mode_in_the_models_measured_most() -> None:
+    layouts = ["helix kvp=2 tpa=4", "helix kvp=8 tpa=1", "tp kvp=1 tpa=8"]
+    rows = [
+        {"model": f"m{i}", "batch": batch, "length": K, "layout": layout, "tokens_per_s_user": 100.0 + 10 * j,
+         "tokens_per_s_gpu": 9.0 + i}
+        for i in range(6) for batch in (1, 8)[: 1 + (i > 1)] for j, layout in enumerate(layouts)
+    ]  # fmt: skip
+    figure = records_figures.baselines(rows)
+    assert [panel.get_title() for panel in figure.axes] == [f"m{i}, 1K tokens" for i in (2, 3, 4, 5)]
+    assert [list(line.get_xdata()) for line in figure.axes[0].get_lines()] == [[110.0] * 2, [120.0] * 2, []]
+    plt.close(figure)
 
 
 def test_grids_are_shares_of_the_first() -> None:
@@ -153,23 +163,9 @@ def test_gains_are_drawn_as_expected_and_as_they_came() -> None:
     plt.close(figure)
 
 
-def test_roofline_is_the_measured_ceiling() -> None:
-    assert records_figures.READ_CEILING == bench_clock.READ_CEILING
-
-
-def test_small_print_names_device_and_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = []
-    monkeypatch.setattr(records_figures.plt, "close", figures.append)
-    write(tmp_path / "prefill.jsonl", [{**row, "commit": f"c{i % 2}"} for i, row in enumerate(ROWS["prefill"])])
-    main(["prefill", "--results", str(tmp_path), "--figures", str(tmp_path)])
-    monkeypatch.undo()
-    assert figures[0].get_supxlabel() == "NVIDIA H200, commit c0; NVIDIA H200, commit c1"
-    plt.close("all")
-
-
 def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "hopb.jsonl", [row for row in ROWS["hopb"] if row["kind"] == "ttl"])
-    main(["--results", str(tmp_path), "--figures", str(tmp_path / "figures")])
+    main([f"results={tmp_path}", f"figures={tmp_path / 'figures'}"])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len(DRAWINGS) and sum(line.startswith("skipped") for line in said) == len(DRAWINGS) - 1
     assert f"{tmp_path / 'comm.jsonl'} does not exist" in said[list(DRAWINGS).index("comm")]
@@ -177,10 +173,17 @@ def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.
     assert [png.name for png in (tmp_path / "figures").iterdir()] == ["hopb.png"]
 
 
-def test_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["kernels", "kernel"])
-    assert f"no figure is called kernel; choose from {', '.join(DRAWINGS)}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("kernel", "kernel is unknown; known: kernels, "),
+        ("--figures", "is unknown"),
+        ("figure=x", "did you mean figures"),
+    ],
+)
+def test_a_wrong_argument_names_the_known_ones(argument: str, words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(["kernels", argument])
 
 
 def test_slowest_regime_of_the_timeline_comes_first() -> None:

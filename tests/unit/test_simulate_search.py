@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from helix.layout import HelixLayout
 from helix.simulate.hardware import COLLECTIVES, PROVENANCE, Hardware
@@ -20,9 +21,10 @@ from helix.simulate.step import predict
 from launch.inputs.compose import load_spec, spec_of
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.preflight import check_layout
-from launch.records import paper_rows
+from launch.records import paper_rows, style
 from launch.records.paper import PAGE, recorded, with_tables
 from launch.simulate import ROOT, main
+from tests.legible import illegible
 
 M = 10**6
 GB200 = paper_rows.Setting(load_hardware("gb200"))
@@ -231,8 +233,16 @@ def test_the_runtime_s_layout_of_a_point() -> None:
 # ---- the command
 
 
-def test_figures_and_tables_are_those_of_the_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_and_tables_are_those_of_the_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(style.plt, "close", figures.append)
     main(["figures", "page=false", f"results={tmp_path}", f"figures={tmp_path}"])
+    monkeypatch.undo()
+    for figure in figures:
+        assert not illegible(figure)
+        style.plt.close(figure)
     assert "sensitivity" in capsys.readouterr().out
     kept = ROOT / "benchmarks" / "results" / "simulate"
     assert {path.name for path in kept.iterdir()} == {path.name for path in tmp_path.glob("*.csv")}

@@ -1,0 +1,98 @@
+"""How every figure looks: as wide as GitHub shows a README, its text no smaller than small print there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # before pyplot: there may be no display
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+Style = dict[str, Any]
+WIDTH = 830 / 96  # inches: a README on GitHub is 830 pixels wide, an inch is 96
+TEXT = 9  # points; no text is smaller
+DPI = 150  # more than 96, for screens of finer pixels
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, PURPLE, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
+BLACK, GREY = "#000000", "#666666"
+COLOURS = [BLUE, ORANGE, GREEN, PURPLE, RED, SKY, BLACK]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
+DASHES = ["-", "--", ":", "-."]
+LEVEL: Style = {"color": BLACK, "linewidth": 1.0, "linestyle": ":"}  # a line to compare with: an ideal, a target
+
+mpl.rcParams.update(
+    {
+        "font.size": TEXT,
+        "axes.titlesize": TEXT + 1,
+        "axes.labelsize": TEXT,
+        "xtick.labelsize": TEXT,
+        "ytick.labelsize": TEXT,
+        "legend.fontsize": TEXT,
+        "legend.frameon": False,
+        "legend.columnspacing": 1.4,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.3,
+        "lines.markersize": 4.5,
+        "lines.linewidth": 1.3,
+        "savefig.dpi": DPI,
+    }
+)
+
+
+def panels(columns: int, rows: int = 1, height: float = 2.6, **shared: Any) -> tuple[Figure, Any]:
+    """A figure of `rows` x `columns` panels, each of `height` inches."""
+    size = (WIDTH, height * rows + 0.8)
+    return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
+
+
+def square(count: int) -> tuple[int, int]:
+    """Columns and rows of `count` panels: two in a row, or three of three."""
+    columns = count if count in (1, 3) else 2
+    return columns, math.ceil(count / columns)
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Plain numbers on a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def sizes(panel: Axes, base: int = 2) -> None:
+    """A logarithmic x axis of tokens or bytes, with ticks at powers of `base`, a power of two."""
+    panel.set_xscale("log", base=base)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    panel.xaxis.set_minor_locator(NullLocator())
+
+
+def short(number: float) -> str:
+    """65536 is 64K: tokens and bytes come in powers of two."""
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if number >= size:
+            return f"{number / size:g}{unit}"
+    return f"{number:g}"
+
+
+def legend(figure: Figure, styles: Iterable[Style]) -> None:
+    """A legend in one line over the panels, which is read before them."""
+    handles = [Line2D([], [], **{"color": GREY, **style}) for style in styles]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+
+
+def save(figure: Figure, path: Path, footer: str) -> None:
+    """Writes a PNG with a line at its foot that says where its numbers come from, and closes the figure."""
+    figure.supxlabel(footer, fontsize=TEXT, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the version of matplotlib in it, the same figure is the same file.
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)

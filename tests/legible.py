@@ -1,0 +1,48 @@
+"""Whether a figure can be read at the width at which a README on GitHub shows it."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from launch.records.style import TEXT, WIDTH
+
+WORDS = re.compile(r"\b(?:asked|bar|missed|likewise|played|failed|floors?)\b", re.I)
+MARGIN = 2  # pixels by which neighbours may touch
+
+
+def illegible(figure: Figure) -> list[str]:
+    """What is too wide or too small, lies over other text or past the edge, or is no plain word."""
+    problems = [] if figure.get_figwidth() <= WIDTH else [f"{figure.get_figwidth()} inches wide"]
+    boxes = {text: text.get_window_extent() for text in _drawn(figure) if text.get_text().strip()}
+    for text, box in boxes.items():
+        if text.get_fontsize() < TEXT:
+            problems.append(f"{text.get_text()}: {text.get_fontsize():g} points")
+        if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
+            problems.append(f"{text.get_text()}: past the edge")
+        if WORDS.search(text.get_text()):
+            problems.append(f"{text.get_text()}: no plain word")
+    for (one, a), (other, b) in combinations(boxes.items(), 2):
+        wide, high = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        if wide > MARGIN and high > MARGIN:
+            problems.append(f"{one.get_text()}, {other.get_text()}: overlap")
+    return problems
+
+
+def _drawn(figure: Figure) -> list[Text]:
+    """The texts that are drawn: ticks beyond an axis' range have labels that are not."""
+    found: list[Text] = []
+    original = Text.draw
+
+    def draw(text: Text, renderer: Any) -> None:
+        found.append(text)
+        original(text, renderer)
+
+    with mock.patch.object(Text, "draw", draw):
+        figure.canvas.draw()
+    return [text for text in dict.fromkeys(found) if text.get_visible()]
