@@ -31,7 +31,7 @@ from helix.config import Config, ModelConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_tokenizer, read_config
-from helix.models import Decoder, spec_from_config
+from helix.models import Decoder, handed, spec_from_config
 from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
@@ -95,7 +95,8 @@ class LLM:
             return
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # while the ranks live
         root = str(Path(__file__).resolve().parent.parent)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        environment = os.environ | handed()
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         for rank in range(layout.world_size):
             # Programs of their own, not multiprocessing's, which would run the caller's script again in each of them.
             ours, theirs = Pipe()

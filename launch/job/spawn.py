@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from helix.models import handed
 from launch.inputs import parts
 from launch.job.lifeline import LAUNCHER, STOPPED_S, status
 
@@ -46,6 +47,7 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store is there before the ranks are
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         LAUNCHER: str(os.getpid()),
+        **handed(),
     }
     # Ranks share the cores; one thread each where there are more ranks than cores.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
