@@ -22,9 +22,9 @@ import launch  # noqa: E402
 
 for package in (comm, kernels, launch):
     # Other distributions own the names `comm` and `kernels`: theirs must not be taken for ours.
-    found, wanted = Path(package.__file__ or "nowhere").resolve().parent.parent, Path(__file__).resolve().parent
-    if found != wanted:
-        sys.exit(f"package {package.__name__!r} was imported from {found} instead of {wanted}; check PYTHONPATH")
+    actual, wanted = Path(package.__file__ or "nowhere").resolve().parent.parent, Path(__file__).resolve().parent
+    if actual != wanted:
+        sys.exit(f"package {package.__name__!r} was imported from {actual} instead of {wanted}; check PYTHONPATH")
 
 from launch.job import lifeline  # noqa: E402
 

@@ -202,13 +202,13 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
     """
     if not bench.points:
         raise ValueError("bench.points is empty: name at least one, such as [8x131072]")
-    found = []
+    points = []
     for text in bench.points:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
         if match is None:
             raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
-        found.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
-    return found
+        points.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
+    return points
 
 
 def check(config: Config) -> None:

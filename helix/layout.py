@@ -236,12 +236,12 @@ class HelixLayout:
 
 def feasible_layouts(world_size: int, q_heads: int, kv_heads: int) -> list[str]:
     """Attention grids of `world_size` ranks that fit these heads, as `key=value` words for the command line."""
-    found = []
+    names = []
     for mode in MODES:
         for tpa in range(1, world_size + 1):
             kvp = world_size // tpa
             if world_size % tpa or (mode == "tp" and kvp != 1) or (mode == "medha" and kvp == 1):
                 continue
             if HelixLayout.create(mode, kvp, tpa)._heads_fit(q_heads, kv_heads):
-                found.append(f"[mode={mode} kvp={kvp} tpa={tpa}]")
-    return found
+                names.append(f"[mode={mode} kvp={kvp} tpa={tpa}]")
+    return names

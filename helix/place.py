@@ -38,7 +38,7 @@ class Place:
         remedy = "start ranks with torchrun, or unset RANK and they are started for you"
         if missing := [name for name in names if not os.environ.get(name)]:
             raise ValueError(f"RANK is set but {', '.join(missing)} is not: {remedy}")
-        found: dict[str, int] = {}
+        values: dict[str, int] = {}
         for name, least, bound in (
             ("WORLD_SIZE", 1, None),
             ("LOCAL_WORLD_SIZE", 1, "WORLD_SIZE"),
@@ -47,17 +47,17 @@ class Place:
             ("MASTER_PORT", 1, None),
         ):
             text = os.environ[name]
-            most = 65535 if bound is None else found[bound] - 1 + least
+            most = 65535 if bound is None else values[bound] - 1 + least
             if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
-                of = f" ({bound}={found[bound]})" if bound is not None else ""
+                of = f" ({bound}={values[bound]})" if bound is not None else ""
                 raise ValueError(f"{name}={text} must be an integer from {least} to {most}{of}: {remedy}")
-            found[name] = int(text)
+            values[name] = int(text)
         host = os.environ["MASTER_ADDR"]
         try:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
             raise ValueError(f"MASTER_ADDR={host} is no host that is known here: {remedy}") from error
-        return cls(*(found[name] for name in names[:4]))
+        return cls(*(values[name] for name in names[:4]))
 
 
 def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:

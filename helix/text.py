@@ -81,9 +81,9 @@ class TextStream:
 
     def _release(self, new: str) -> tuple[str, bool]:
         self._held += new
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            ready, self._held = self._held[: min(found)], ""
+        places = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if places:
+            ready, self._held = self._held[: min(places)], ""
             self._said.append(ready)
             return ready, True
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)

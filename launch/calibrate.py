@@ -156,7 +156,7 @@ PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
 
 def measure(device: torch.device, keep: Callable[[str, list[Row]], None]) -> dict[str, list[Row]]:
     """Rows by part; `keep` is told each part's as it ends. What fails is said, and left out."""
-    found: dict[str, list[Row]] = {}
+    parts: dict[str, list[Row]] = {}
     for name, part in PARTS.items():
         rows: list[Row] = []
         begin, limit_s = time.perf_counter(), JOBS_S if name == "collectives" else PART_S
@@ -172,10 +172,10 @@ def measure(device: torch.device, keep: Callable[[str, list[Row]], None]) -> dic
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if rows:
-            found[name] = rows
+            parts[name] = rows
             keep(name, rows)
         print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.1f} s", flush=True)
-    return found
+    return parts
 
 
 @contextmanager
@@ -195,22 +195,22 @@ def _ends_if_it_hangs(name: str) -> Iterator[None]:
         guard.cancel()
 
 
-def assemble(base: Hardware, name: str, gpus: int, memory: float | None, found: dict[str, list[Row]]) -> Hardware:
+def assemble(base: Hardware, name: str, gpus: int, memory: float | None, parts: dict[str, list[Row]]) -> Hardware:
     """A description out of what was measured; what was not is `base`'s, as an assumption where that is another GPU."""
     same = base.name == name
     hardware = replace(base if same else constants.assumed(base), name=name, gpus=max(gpus, base.gpus if same else 1))
     if memory is not None:
         hardware = replace(hardware, memory_bytes=Constant(memory, MEASURED, "total of cudaMemGetInfo"))
-    if rows := found.get("matrix"):
+    if rows := parts.get("matrix"):
         rate = Constant(rows[0]["flops"] / rows[0]["seconds"], MEASURED, f"{rows[0]['size']}^3 product of the library")
         hardware = replace(hardware, flops={**hardware.flops, "bf16": rate})
-    if rows := found.get("attention"):
+    if rows := parts.get("attention"):
         hardware = constants.attention(hardware, rows)
-    if rows := found.get("products"):
+    if rows := parts.get("products"):
         hardware = constants.products(hardware, rows)
-    if rows := found.get("latents"):
+    if rows := parts.get("latents"):
         hardware = constants.latents(hardware, rows)
-    if rows := found.get("collectives"):
+    if rows := parts.get("collectives"):
         hardware = replace(
             hardware, collectives=constants.collectives(rows, "symm_us"), nccl=constants.collectives(rows, "nccl_us")
         )
@@ -279,22 +279,22 @@ def calibrate(output: Path | None, base: Hardware | None) -> None:
         keep("start", [{}])
     if device.type == "cpu":
         print("no GPU: the smallest sizes on the CPU, to show that it runs; the figures mean nothing")
-    found = measure(device, keep)
+    parts = measure(device, keep)
     memory = float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-    hardware = assemble(base, name, max(torch.cuda.device_count(), 1), memory, found)
+    hardware = assemble(base, name, max(torch.cuda.device_count(), 1), memory, parts)
     show(hardware)
     for part in PARTS:
-        sizes = [row["bytes"] for row in found.get(part, []) if "bytes" in row]
-        notes.setdefault("measured", {})[part] = {"rows": len(found.get(part, []))} | (
+        sizes = [row["bytes"] for row in parts.get(part, []) if "bytes" in row]
+        notes.setdefault("measured", {})[part] = {"rows": len(parts.get(part, []))} | (
             {"bytes": [min(sizes), max(sizes)]} if sizes else {}
         )
-    if rows := found.get("read"):
+    if rows := parts.get("read"):
         notes["read_only_bytes_per_s"] = float(f"{rows[0]['bytes'] / rows[0]['seconds']:.4g}")
         print(f"a read-only sum: {notes['read_only_bytes_per_s'] / 1e12:.2f} TB/s")
-    if rows := found.get("launches"):
+    if rows := parts.get("launches"):
         notes["launch_us"] = {row["kind"]: float(f"{1e6 * row['seconds']:.3g}") for row in rows}
         print("a launch: " + ", ".join(f"{us:.2f} us {kind}" for kind, us in notes["launch_us"].items()))
-    if missing := [part for part in PARTS if part not in found]:
+    if missing := [part for part in PARTS if part not in parts]:
         print(f"not measured: {', '.join(missing)}; their constants are {base.name}'s")
     if output is not None:
         write(output, hardware, notes)

@@ -30,11 +30,11 @@ def fitting_torch(wanted: str) -> Distribution | None:
         return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
     try:
-        found = distribution("torch")
+        installed = distribution("torch")
     except PackageNotFoundError:
         return None
     low, high = wanted.removeprefix("torch>=").split(",<")
-    return found if release(low) <= release(found.version) < release(high) else None
+    return installed if release(low) <= release(installed.version) < release(high) else None
 
 
 def main() -> None:

@@ -120,13 +120,13 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
 
     def overrides(choice: Choice) -> list[str]:
         layout, chunks = choice.layout, choice.chunks
-        found = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
-        found += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
-        found += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
-        found += ["speculation=ngram", f"speculation.gamma={choice.gamma}"] if choice.gamma else []
+        settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
+        settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
+        settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
+        settings += ["speculation=ngram", f"speculation.gamma={choice.gamma}"] if choice.gamma else []
         if config.model.load == "random":  # a shape without weights: there is only time to see
-            return [*found, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
-        return [*found, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
+            return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
+        return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
 
     return plan(question), overrides
 

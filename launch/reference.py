@@ -35,15 +35,15 @@ GROUPS = """
 def meanings(schema: type) -> dict[str, str]:
     """The text of each attribute in a dataclass's docstring; attributes that share a text have it each."""
     section = inspect.cleandoc((schema.__doc__ or "").partition("Attributes:")[2])
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     names: list[str] = []
     for line in section.splitlines():
         if start := re.match(r"(\w+(?:, \w+)*): (.*)", line):
             names = start[1].split(", ")
-            found |= dict.fromkeys(names, start[2])
+            texts |= dict.fromkeys(names, start[2])
         else:  # indented: the last attribute's text goes on
-            found |= {name: f"{found[name]} {line.strip()}" for name in names}
-    return found
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+    return texts
 
 
 def keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:

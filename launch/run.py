@@ -84,8 +84,8 @@ def _run_rank(job: Job, config: Config) -> int:
             results = ResultFile(config, plan.prompts) if plan.prompts else None  # there are none in a benchmark
     except (ValueError, OSError) as error:
         problem = str(error)
-    found = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
-    facts = job.agree(problem, gpu_facts(job.place) | found)
+    own = {"layout": str(plan and plan.layout), "finished": plan is not None and plan.finished}
+    facts = job.agree(problem, gpu_facts(job.place) | own)
     assert plan is not None  # or nobody would have agreed
     if len(chosen := {fact["layout"] for fact in facts}) > 1:  # hosts with other prompts or other GPUs
         raise ConfigError(

@@ -68,11 +68,11 @@ class Point:
                 "overrides": " ".join(self.overrides),
                 "status": self.status,
                 **{key: layout.get(key) for key in LAYOUT},
-                **{key: found.get(key) for key in (*TIMED, *MEASURED)},
-                "kv_bytes_per_rank_max": max(found.get("kv_bytes_per_rank", []), default=None),
-                "reason": found.get("failed", self.reason),
+                **{key: measured.get(key) for key in (*TIMED, *MEASURED)},
+                "kv_bytes_per_rank_max": max(measured.get("kv_bytes_per_rank", []), default=None),
+                "reason": measured.get("failed", self.reason),
             }
-            for found in self.record.get("points", [self.record])
+            for measured in self.record.get("points", [self.record])
         ]
 
 
@@ -82,11 +82,11 @@ def read(arguments: Sequence[str]) -> list[Point]:
     Raises:
         ValueError: a mistake in the arguments.
     """
-    found, directory = sweep_points(arguments)
+    combinations, directory = sweep_points(arguments)
     if directory is None:
         directory = Path("sweeps") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     points = []
-    for number, overrides in enumerate(found):
+    for number, overrides in enumerate(combinations):
         config = composed(overrides)
         for key, value in (("record", config.record), ("decode.output", config.decode.output)):
             if value is not None:

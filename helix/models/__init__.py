@@ -57,15 +57,15 @@ def _architecture(config: Mapping[str, Any]) -> str:
         names = [name for name, (known, _) in FAMILIES.items() if known == model_type] or [model_type]
     if not isinstance(names or [], list):
         raise ValueError(f"config.json: architectures={names!r} must be a list of names")
-    found = next((name for name in names or [] if isinstance(name, str) and name in FAMILIES), None)
-    if found is None:
+    name = next((known for known in names or [] if isinstance(known, str) and known in FAMILIES), None)
+    if name is None:
         unknown = ", ".join(map(str, names or [])) or "(none named)"
         raise ValueError(f"unknown architecture {unknown}; known: {', '.join(sorted(FAMILIES))}")
-    if model_type not in (None, FAMILIES[found][0]):
+    if model_type not in (None, FAMILIES[name][0]):
         raise ValueError(
-            f"config.json: architectures names {found}, whose model_type is {FAMILIES[found][0]!r}, not {model_type!r}"
+            f"config.json: architectures names {name}, whose model_type is {FAMILIES[name][0]!r}, not {model_type!r}"
         )
-    return found
+    return name
 
 
 __all__ = ["FAMILIES", "Decoder", "DecoderSpec", "handed", "spec_from_config"]

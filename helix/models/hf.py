@@ -157,10 +157,10 @@ def decoder_spec(
 
 def quantisation(config: Any) -> str | None:
     """The method that a checkpoint's weights are quantised with, None where they are not."""
-    found = getattr(config, "quantization_config", None)
-    if not found:
+    section = getattr(config, "quantization_config", None)
+    if not section:
         return None
-    return str(found.get("quant_method", "unknown")) if isinstance(found, Mapping) else repr(found)
+    return str(section.get("quant_method", "unknown")) if isinstance(section, Mapping) else repr(section)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:

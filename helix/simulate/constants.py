@@ -57,18 +57,18 @@ def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
     """What a projection takes beyond its bytes at the read rate, by rows of its input; with rows, bytes, seconds."""
-    found = {}
+    product_s = {}
     for count in sorted({row["rows"] for row in rows}):
         same = [r for r in rows if r["rows"] == count]
         over = [row["seconds"] - row["bytes"] / base.read_bytes_per_s.value for row in same]
         source = f"linear, median of {len(same)} matrices, {_range(row['bytes'] for row in same)}"
-        found[count] = Constant(max(float(np.median(over)), LEAST_S), MEASURED, source)
-    return replace(base, product_s=found)
+        product_s[count] = Constant(max(float(np.median(over)), LEAST_S), MEASURED, source)
+    return replace(base, product_s=product_s)
 
 
 def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
     """Latency by width and rate of each, from rows of `launch.bench.comm`; `key`: its column, symm_us or nccl_us."""
-    found: dict[str, Collective] = {}
+    by_op: dict[str, Collective] = {}
     for name, op in OPS.items():
         same = [row for row in rows if row["op"] == name]
         points = []  # width, bytes sent, seconds
@@ -80,21 +80,21 @@ def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
         lines = {w: line(*zip(*((x, y) for of, x, y in points if of == w), strict=True)) for w in widths}
         largest = max(x for _, x, _ in points)
         rate = Constant(float(np.median([of[1] for of in lines.values()])), MEASURED, f"{name}: median of the widths")
-        if largest < SLOPE_BYTES and found:
-            rate = replace(found["all_to_all"].bytes_per_s, level=EXTRAPOLATED, source="as all_to_all")
+        if largest < SLOPE_BYTES and by_op:
+            rate = replace(by_op["all_to_all"].bytes_per_s, level=EXTRAPOLATED, source="as all_to_all")
         latency = {}
         for width in widths:
             least = min((x, y) for of, x, y in points if of == width)
             sent, seconds = least
             source = f"{name}, {sent:.0f} B sent, less their time at the rate"
             latency[width] = Constant(max(seconds - sent / rate.value, LEAST_S), MEASURED, source)
-        found[op] = Collective(latency, rate, float(max(row["message_bytes"] for row in same)))
-    exchange = found["all_to_all"]
+        by_op[op] = Collective(latency, rate, float(max(row["message_bytes"] for row in same)))
+    exchange = by_op["all_to_all"]
     narrow = min(exchange.latency_s)
     two = replace(exchange.latency_s[narrow], level=EXTRAPOLATED, source="as the narrowest exchange")
     rate = replace(exchange.bytes_per_s, level=EXTRAPOLATED, source="as all_to_all")
-    found["send"] = Collective({2: two}, rate, 0.0)
-    return found
+    by_op["send"] = Collective({2: two}, rate, 0.0)
+    return by_op
 
 
 def assumed(hardware: Hardware) -> Hardware:
@@ -113,5 +113,5 @@ def assumed(hardware: Hardware) -> Hardware:
 
 
 def _range(sizes: Iterable[float]) -> str:
-    found = sorted(sizes)
-    return f"{found[0]:.3g} to {found[-1]:.3g} B"
+    ordered = sorted(sizes)
+    return f"{ordered[0]:.3g} to {ordered[-1]:.3g} B"

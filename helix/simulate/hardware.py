@@ -165,8 +165,8 @@ class Hardware:
                 return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
             return value
 
-        found = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
-        return {key: value for key, value in found.items() if value not in (None, {})}
+        values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        return {key: value for key, value in values.items() if value not in (None, {})}
 
     def over_nccl(self) -> Hardware:
         """The same hardware where the library does the collectives.

@@ -97,12 +97,12 @@ class Layer:
         """A product of `rows` with matrices of `weights` numbers on this rank; `flops`: what experts compute of it."""
         hw = self.hardware
         read = weights * self.item["weights"] + self.zeros
-        found = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
+        phase = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
         if not hw.product_s:
-            return found
+            return phase
         fixed, level = between(hw.product_s, rows)
-        seconds = found.seconds + kernels * (fixed - hw.kernel_s.value)
-        return replace(found, seconds=seconds, level=np.maximum(found.level, level))
+        seconds = phase.seconds + kernels * (fixed - hw.kernel_s.value)
+        return replace(phase, seconds=seconds, level=np.maximum(phase.level, level))
 
     def _timed(
         self,
@@ -142,12 +142,12 @@ class Layer:
 
         def queries(heads: Any, gathers: bool) -> list[Phase]:
             first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
-            found = [self.kernel("qkv", first, self.rows)]
-            found += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
-            found.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows))
+            projections = [self.kernel("qkv", first, self.rows)]
+            projections += [self.kernel("query up", m.q_rank * heads * m.query, self.rows)] if m.q_rank else []
+            projections.append(self.kernel("absorb", heads * m.nope * m.latent, self.rows))
             message = self.rows * self.q * m.entry * self.item["messages"]
             return [
-                *found,
+                *projections,
                 self.collective("gather queries", "all_gather", p.kvp if gathers else p.kvp * 0 + 1, message),
             ]
 

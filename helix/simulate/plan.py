@@ -352,8 +352,8 @@ def _nothing_fits(q: Question, refused: list[Refused]) -> str:
 def _holds(q: Question) -> bool:
     """Whether some layout has memory for the question's sequences."""
     batch = np.array([q.batch or 1])
-    found = ((Points.crossed([row], batch), options) for row, options in _rows(q))
-    return any(memory_of(q.spec, q.hardware, p, q.length, o).largest_batch[0] >= batch[0] for p, o in found)
+    candidates = ((Points.crossed([row], batch), options) for row, options in _rows(q))
+    return any(memory_of(q.spec, q.hardware, p, q.length, o).largest_batch[0] >= batch[0] for p, o in candidates)
 
 
 def _ms(seconds: float) -> str:

@@ -31,7 +31,7 @@ def layouts(
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ValueError(f"unknown modes {', '.join(unknown)}; choose from {', '.join(MODES)}")
     experts = spec.moe.experts if spec.moe is not None else 1
-    found: list[tuple[int, ...]] = []
+    candidates: list[tuple[int, ...]] = []
     for total in sorted(set(gpus)):
         for stages in _divisors(total) if pp else [1]:
             ranks = total // stages
@@ -47,10 +47,10 @@ def layouts(
                         }[mode]
                         ffn = tpa if mode == MEDHA else ranks
                         eps = [ep for ep in _divisors(ffn) if ep <= experts] if fits else []
-                        found += [(mode, stages, dp, kvp, tpa, ffn // ep, ep) for ep in eps]
-    points = Points.crossed(found, np.array([1 << 40]))  # a batch that no group of ranks is too many for
-    broken = np.any([wrong for _, wrong in problems(spec, points)], axis=0) if found else np.array([], dtype=bool)
-    return [layout for layout, wrong in zip(found, broken, strict=True) if not wrong]
+                        candidates += [(mode, stages, dp, kvp, tpa, ffn // ep, ep) for ep in eps]
+    points = Points.crossed(candidates, np.array([1 << 40]))  # a batch that no group of ranks is too many for
+    broken = np.any([wrong for _, wrong in problems(spec, points)], axis=0) if candidates else np.array([], dtype=bool)
+    return [layout for layout, wrong in zip(candidates, broken, strict=True) if not wrong]
 
 
 def search(
@@ -123,10 +123,10 @@ def best_at(step: Step, user: float) -> tuple[int | None, int | None]:
     fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None
-    found = step[fast]
+    kept = step[fast]
     return (
-        int(fast[ordered(found, found.gpu)[0]]),
-        int(fast[ordered(found, found.points.users.astype(float), found.gpu)[0]]),
+        int(fast[ordered(kept, kept.gpu)[0]]),
+        int(fast[ordered(kept, kept.points.users.astype(float), kept.gpu)[0]]),
     )
 
 

@@ -79,21 +79,21 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
     """
     memory = memory_of(spec, hardware, points, length, options)
     layer = Layer(spec, hardware, points, length, options)
-    found: dict[str, Phase] = {}
+    total: dict[str, Phase] = {}
     for window, count in Counter(spec.windows).items():
-        _add(found, layer.attention(window), count)
+        _add(total, layer.attention(window), count)
     for experts, count in Counter(spec.moe_layers).items():
-        _add(found, layer.ffn(experts), count)
+        _add(total, layer.ffn(experts), count)
     # The stage with the most layers sets the pace of all.
-    step_s = sum(phase.seconds for phase in found.values()) * _stretch(spec, points)
+    step_s = sum(phase.seconds for phase in total.values()) * _stretch(spec, points)
     ends = _ends(layer)
-    _add(found, ends, 1)
+    _add(total, ends, 1)
     step_s = step_s + sum(phase.seconds for phase in ends)
     ttl_s = step_s
     if (s := options.speculation) is not None:
         ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
-    level = np.maximum(INTERPOLATED, np.max([phase.level for phase in found.values()], axis=0))
-    return Step(points, memory, list(found.values()), step_s, ttl_s, level)
+    level = np.maximum(INTERPOLATED, np.max([phase.level for phase in total.values()], axis=0))
+    return Step(points, memory, list(total.values()), step_s, ttl_s, level)
 
 
 def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
@@ -146,7 +146,7 @@ def _ends(layer: Layer) -> list[Phase]:
     ]
 
 
-def _add(found: dict[str, Phase], phases: list[Phase], count: int) -> None:
+def _add(total: dict[str, Phase], phases: list[Phase], count: int) -> None:
     for phase in phases:
         counted = phase.times(count)
-        found[phase.name] = found[phase.name].plus(counted) if phase.name in found else counted
+        total[phase.name] = total[phase.name].plus(counted) if phase.name in total else counted

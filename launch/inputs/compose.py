@@ -140,9 +140,9 @@ def _checked(text: str, sweeps: bool) -> str:
         raise ValueError(f"one run has one config{why}: {SWEEP}")
     if text.startswith("-"):
         raise ValueError(f"{text} is no option: there are --help and --cfg job; a setting is KEY=VALUE")
-    found = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
-    assert found is not None, "any text matches"
-    sign, key, equals, value = found.groups()
+    match = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
+    assert match is not None, "any text matches"
+    sign, key, equals, value = match.groups()
     if not key or (not equals and sign != "~"):
         raise ValueError(f"{text!r}: a setting is KEY=VALUE")
     kind = None if key in GROUPS else _kind_of(key)

@@ -35,10 +35,10 @@ def check_record(path: Path) -> None:
     if not path.exists() or not path.stat().st_size:
         return
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not found.keys() >= RECORD_KEYS:
+        content = None
+    if not isinstance(content, dict) or not content.keys() >= RECORD_KEYS:
         raise ValueError(f"record={path} exists and is no record: move it away")
 
 

@@ -56,9 +56,9 @@ def hardware_of(device: str) -> Hardware:
     Raises:
         ValueError: nobody has described this device; the message says which are, and how to describe it.
     """
-    found = [(name, read_hardware(HARDWARE / f"{name}.yaml")) for name in known_hardware()]
-    fitting = [(data.get("calibrated", {}).get("date", ""), data) for _, data in found if data.get("name") == device]
+    known = [(name, read_hardware(HARDWARE / f"{name}.yaml")) for name in known_hardware()]
+    fitting = [(data.get("calibrated", {}).get("date", ""), data) for _, data in known if data.get("name") == device]
     if not fitting:
-        described = ", ".join(f"{data.get('name')} ({name})" for name, data in found)
+        described = ", ".join(f"{data.get('name')} ({name})" for name, data in known)
         raise ValueError(f"no hardware profile is called {device!r}; there are {described}: run `{CALIBRATE}`")
     return Hardware.from_mapping(max(fitting, key=lambda dated: dated[0])[1])

@@ -80,15 +80,15 @@ class Job:
                     print(f"waiting for rank {absent}, for {MEETING_S:.0f} s at most", file=sys.stderr, flush=True)
         else:
             self.end(f"error: rank {absent} did not report within {MEETING_S:.0f} s of start")
-        found = [json.loads(self.store.get(key)) for key in keys]
-        errors = {f["error"]: r for r, f in reversed(list(enumerate(found))) if f["error"] is not None}
+        reports = [json.loads(self.store.get(key)) for key in keys]
+        errors = {f["error"]: r for r, f in reversed(list(enumerate(reports))) if f["error"] is not None}
         lines = []
         for message, first in errors.items():
-            alone = sum(f["error"] == message for f in found) < world
+            alone = sum(f["error"] == message for f in reports) < world
             lines.append(f"error{f' on rank {first}' if alone and world > 1 else ''}: {message}")
         if lines:
             self.end("\n".join(lines))
-        return [f["facts"] for f in found]
+        return [f["facts"] for f in reports]
 
     def _say(self, lines: str) -> None:
         """Rank 0 prints what all ranks have to say; the others return when it is out."""

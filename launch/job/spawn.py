@@ -153,8 +153,8 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
             raise KeyboardInterrupt
         if code:
             raise JobError(cause(lines) or f"exit code {code}")
-        found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-    return found
+        written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    return written
 
 
 @contextmanager
@@ -184,5 +184,5 @@ def heard() -> Iterator[list[str]]:
 
 def cause(lines: Sequence[str]) -> str:
     """The line that says why a job failed; empty where none does."""
-    found = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
-    return next(found, "").removeprefix("error: ")
+    causes = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
+    return next(causes, "").removeprefix("error: ")

@@ -471,7 +471,7 @@ FAULTS = [
         "a stop text across two tokens", "helix/text.py",
         "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)", TEXT,
     ),
-    Fault("the last stop text counts", "helix/text.py", "self._held[: min(found)]", "self._held[: max(found)]", TEXT),
+    Fault("the last stop text counts", "helix/text.py", "self._held[: min(places)]", "self._held[: max(places)]", TEXT),
     Fault(
         "results of other token ids are kept", "launch/inputs/prompts.py",
         "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,
