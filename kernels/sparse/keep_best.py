@@ -47,7 +47,7 @@ def _keep_best_kernel(
 def keep_best(
     offered: torch.Tensor, first: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, kvp_rank: int
 ) -> None:
-    """Of the pages that this rank has chosen, those that are not among the best of all ranks become no pages.
+    """Leaves pages of this rank's choice out of its table that are not among the best of all ranks.
 
     Args:
         offered: [K, N, Hkv, topk, 2] int32, contiguous: each rank's `candidates` of `select_blocks`, where a page is

@@ -23,7 +23,7 @@ BEFORE, AFTER = [0, 17, 90, 200, 64, 31], [0, 64, 96, 300, 64, 32]
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", CASES)
 def test_pages_that_were_filled(name: str, score: str, op: object, device: torch.device) -> None:
-    """Those and no others, in every layer; what nobody may read is NaN."""
+    """Pages that were filled, and no others, in every layer; what nobody may read is NaN."""
     c = CASES[name]
     gen = torch.Generator().manual_seed(7)
     layout = HelixLayout.create("helix", c["kvp"])

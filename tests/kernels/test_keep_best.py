@@ -15,7 +15,7 @@ from kernels.sparse.keep_best import keep_best
 @pytest.mark.parametrize("op", [keep_best, reference], ids=["kernel", "reference"])
 @pytest.mark.parametrize("ranks, topk, equal", [(2, 4, False), (3, 5, True), (8, 32, False), (5, 1, True)])
 def test_the_best_of_all_ranks(ranks: int, topk: int, equal: bool, op: Any, device: torch.device) -> None:
-    """Of equal scores the earlier block of the sequence, whoever stores it; what was not offered is left alone."""
+    """Equal scores: the earlier block of the sequence, whoever stores it; what was not offered is left alone."""
     gen = torch.Generator().manual_seed(ranks)
     N, heads, width = 3, 2, topk + 9
     first = torch.tensor([0, 2, 5]).int()
