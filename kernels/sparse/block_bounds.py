@@ -16,7 +16,7 @@ SLOTS = 32  # of a page, taken at once
 
 @triton.jit
 def _fold_blocks_kernel(
-    keys, bounds, tables, starts, before, after, tables_n,
+    k_cache, block_bounds, tables, starts, before, after, tables_n,
     k_layer, k_page, k_slot, k_head, b_layer, b_page, b_head, b_kind, MOST,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MOMENTS: tl.constexpr,
@@ -32,7 +32,7 @@ def _fold_blocks_kernel(
         page = tl.load(tables + n.to(tl.int64) * tables_n + at).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         slot = tl.arange(0, SLOTS)
-        row = keys + layer * k_layer + page * k_page + head * k_head
+        row = k_cache + layer * k_layer + page * k_page + head * k_head
         one = tl.full([BLOCK_D], float("-inf") if not MOMENTS else 0.0, tl.float32)
         two = tl.full([BLOCK_D], float("inf") if not MOMENTS else 0.0, tl.float32)
         broken = tl.zeros([BLOCK_D], tl.float32)
@@ -55,7 +55,7 @@ def _fold_blocks_kernel(
         else:  # the maximum of a NaN and a number may be the number
             one = tl.where(broken > 0, float("nan"), one)
             two = tl.where(broken > 0, float("nan"), two)
-        to = bounds + layer * b_layer + page * b_page + head * b_head + d
+        to = block_bounds + layer * b_layer + page * b_page + head * b_head + d
         tl.store(to, one, mask=d < D)
         tl.store(to + b_kind, two, mask=d < D)
 

@@ -16,13 +16,13 @@ _NONE = tl.constexpr(NONE)
 
 @triton.jit
 def _keep_best_kernel(
-    offered, first, starts, table, width, rank, N,
+    offered, firsts, starts, table, width, rank, N,
     HEADS: tl.constexpr, TOPK: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     head = tl.program_id(1)
-    begin = tl.load(first + n)
+    begin = tl.load(firsts + n)
     start = tl.load(starts + n).to(tl.int32)
     wait_for_predecessor(PDL)
     start_successor(PDL)

@@ -44,8 +44,7 @@ def _largest(keys, k):
     biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # as unsigned numbers; _NONE is 0
     mark = tl.zeros([], tl.uint32)
     for i in tl.static_range(16):
-        step: tl.constexpr = 1 << (30 - 2 * i)
-        one, two, three = mark + step, mark + 2 * step, mark + 3 * step
+        one, two, three = mark + (1 << (30 - 2 * i)), mark + (2 << (30 - 2 * i)), mark + (3 << (30 - 2 * i))
         reach = (biased >= one).to(tl.int64) + ((biased >= two).to(tl.int64) << 20)
         reach = tl.sum(reach + ((biased >= three).to(tl.int64) << 40), 0)
         some = (1 << 20) - 1
@@ -100,14 +99,14 @@ def _choose(
 
 @triton.jit
 def _select_blocks_kernel(
-    q, bounds, block_table, first, last, held, scores, best, lists, arrived, table, candidates,
+    q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report,
     q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     starts, stops, tiles, ends, run = schedule(
-        first, last, T, 1, T, 1, B, T, HEADS, tl.num_programs(0), BLOCK_B, TILE
+        firsts, lasts, T, 1, T, 1, B, T, HEADS, tl.num_programs(0), BLOCK_B, TILE
     )  # fmt: skip
     begin = tl.program_id(0) * run
     all_tiles = tl.max(ends, 0)
@@ -129,7 +128,7 @@ def _select_blocks_kernel(
         inside = (t < T)[:, None] & (d < D)[None, :]
         at_q = (b * T + t)[:, None] * q_n + (head * GROUP + m % GROUP)[:, None] * q_h + d[None, :]
         query = tl.load(q + at_q, mask=inside, other=0.0)
-        if SCORE == "bounds":
+        if SCORE == "block_bounds":
             meets_one = tl.maximum(query, 0.0).to(query.dtype)
             meets_two = tl.minimum(query, 0.0).to(query.dtype)
         else:
@@ -149,18 +148,18 @@ def _select_blocks_kernel(
             live = (j >= start) & (j < stop)
             where = (page * page_stride + head * head_stride)[:, None] + d[None, :]
             mask = live[:, None] & (d < D)[None, :]
-            one = tl.load(bounds + where, mask=mask, other=0.0)
+            one = tl.load(block_bounds + where, mask=mask, other=0.0)
             found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
             if SCORE != "mean":
-                two = tl.load(bounds + where + kind_stride, mask=mask, other=0.0)
+                two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
                 found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
             keys = _ordered(found)  # [BLOCK_M, TILE]
             for query_t in tl.static_range(T):
                 mine = b * T + query_t
-                chooses = (j >= tl.load(first + mine)) & (j < tl.load(last + mine))
+                chooses = (j >= tl.load(firsts + mine)) & (j < tl.load(lasts + mine))
                 top = tl.where(chooses, tl.max(tl.where((t == query_t)[:, None], keys, _NONE), 0), _NONE)
                 tl.store(scores + (row + query_t) * score_row + j, top, mask=chooses)
-                tl.store(best + (row + query_t) * best_row + tile, tl.max(top, 0))
+                tl.store(tile_best + (row + query_t) * best_row + tile, tl.max(top, 0))
         done = to_tile - from_tile
         tl.debug_barrier()  # all of the program's scores are written
         before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
@@ -169,10 +168,10 @@ def _select_blocks_kernel(
             for query_t in range(T):
                 n = b * T + query_t
                 _choose(
-                    scores + (row + query_t) * score_row, best + (row + query_t) * best_row,
+                    scores + (row + query_t) * score_row, tile_best + (row + query_t) * best_row,
                     lists + (row + query_t) * K, pages, table + (n * HEADS + head) * width,
-                    candidates + (n * HEADS + head) * topk * 2,
-                    tl.load(first + n), tl.load(last + n), tl.load(held + n), topk, K, BLOCK_G, TILE, REPORT,
+                    report + (n * HEADS + head) * topk * 2,
+                    tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n), topk, K, BLOCK_G, TILE, REPORT,
                 )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:

@@ -57,6 +57,9 @@ from kernels.peers.exchange import IN_GROUP, PIECE_WORDS, _exchange_kernel
 from kernels.peers.mailbox import sum_shape
 from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.sm90 import SHARED
+from kernels.sparse.block_bounds import _fold_blocks_kernel
+from kernels.sparse.keep_best import _keep_best_kernel
+from kernels.sparse.select_blocks import TILE, _select_blocks_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
@@ -92,11 +95,15 @@ SPECIAL = {
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active"), ("*i1", True)),
     "history": ("*i32", True),
+    **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
+    **dict.fromkeys(("table", "tables", "report", "offered"), ("*i32", True)),
+    **dict.fromkeys(("before", "after"), ("*i64", True)),
+    **dict.fromkeys(("topk", "width"), ("i32", False)),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
     "residual", "total", "y", "result", "cache", "kv", "gain",
-    "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
+    "block_bounds", "logits", "gate_up", "down", "h", "outputs", "packed", "addend", "p_logits", "q_logits", "part",
 }  # fmt: skip
 DESCRIPTORS = {"latents": 256, "ropes": 64, "keys": 128, "values": 128}  # columns of what one load brings
 
@@ -113,7 +120,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **tile}
-        yield "decode", dtype, _flash_decode_kernel, shared | {"PAGE": page}, options
+        for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
+            name = "decode" + "-holes" * holes
+            yield name, dtype, _flash_decode_kernel, shared | {"PAGE": page, "HOLES": holes}, options
         del shared["BLOCK_D"]
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}
@@ -215,6 +224,25 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         gather = {"PIECES": 64, "SIZE": 256, "PHASES": 7}
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
     yield from verify_cases()
+    yield from sparse_cases()
+
+
+def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
+    bf16 = torch.bfloat16
+    for dtype, queries, chosen, tiles, score in (
+        (bf16, 1, 8, 256, "bounds"), (bf16, 1, 32, 256, "mean_std"), (bf16, 5, 32, 256, "bounds"),
+        (bf16, 1, 64, 2048, "mean"), (torch.float32, 1, 32, 256, "bounds"),
+    ):  # fmt: skip
+        item = {"T": queries, "HEADS": 4, "GROUP": 7, "D": 128, "K": chosen, "SCORE": score, "TILE": TILE}
+        item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
+        item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
+        yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
+    grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
+    for moments in (False, True):
+        yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
+    offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
+    yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
 
 
 def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:

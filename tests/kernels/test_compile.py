@@ -32,6 +32,8 @@ def test_sm_90() -> None:
     # kernels/mla/append.py): as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents
     # one.
     for line, (name, _, _, constants, options) in zip(lines, cases(), strict=True):
-        if line[1] == "bf16" and (name.startswith("mla-decode") or (name == "decode" and constants["D"] > ROOMY.value)):
-            meant = 8 // options["num_warps"] if name == "decode" else 1
+        if line[1] == "bf16" and (
+            name.startswith("mla-decode") or (name.startswith("decode") and constants["D"] > ROOMY.value)
+        ):
+            meant = 8 // options["num_warps"] if name.startswith("decode") else 1
             assert int(line[3]) == meant, f"{line[3]} programs of {name} fit an SM, {meant} were meant to: {constants}"
