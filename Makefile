@@ -36,8 +36,8 @@ format: $(VENV)/.installed  ## Format the code and mend what ruff can mend.
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step; without WHAT, list them.
-	$(BIN)/python -m launch.bench $(or $(WHAT),--help) $(ARGS)
+bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step ARGS="models=NAME"; without WHAT, list them.
+	$(BIN)/python -m launch.bench $(WHAT) $(ARGS)
 
 docs: $(VENV)/.installed  ## Rewrite the generated tables, figures and the configuration reference.
 	$(BIN)/python -m launch.tables

@@ -128,7 +128,7 @@ def _select_blocks_kernel(
         inside = (t < T)[:, None] & (d < D)[None, :]
         at_q = (b * T + t)[:, None] * q_n + (head * GROUP + m % GROUP)[:, None] * q_h + d[None, :]
         query = tl.load(q + at_q, mask=inside, other=0.0)
-        if SCORE == "block_bounds":
+        if SCORE == "bounds":
             meets_one = tl.maximum(query, 0.0).to(query.dtype)
             meets_two = tl.minimum(query, 0.0).to(query.dtype)
         else:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
 from launch.bench.clock import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
+from launch.bench.runner import Given, Part, Row
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEERS = (*TORCH, "flashinfer")
@@ -98,8 +97,9 @@ def flashinfer(s: Setting) -> Callable[[int], torch.Tensor]:
     return lambda i: wrapper.run(q, s.caches[i])
 
 
-def measure(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> dict[str, Any]:
+def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> list[Row]:
     """One row: ours and the peers, in microseconds."""
+    device = given.device
     s = setting(q_heads, kv_heads, batch, length, queries, device)
     copies = len(s.caches)
     size = 2 * s.caches[0][0].numel() * 2
@@ -133,11 +133,12 @@ def measure(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, 
     best = min((row[f"{p}_us"] for p in PEERS if row[f"{p}_us"]), default=None)
     row["best_peer_over_ours"] = best / row["us"] if best else None
     row["bar_us"] = size / 4.4e12 * 1e6 + 5  # KV bytes at 4.4 TB/s and a launch
-    return row
+    return [row]
 
 
-def measure_ragged(device: torch.device) -> dict[str, Any]:
-    """100 sequences of 1K tokens and 4 of 128K beside 104 equal ones of as many bytes; 8/1 heads."""
+def measure_ragged(given: Given) -> list[Row]:
+    """The mixed batch beside equal lengths; 8/1 heads."""
+    device = given.device
     lengths = [K] * 100 + [128 * K] * 4 if device.type == "cuda" else [64] * 5 + [256]
     batch, pages = len(lengths), sum(lengths) // PAGE
     dtype = torch.bfloat16
@@ -155,28 +156,12 @@ def measure_ragged(device: torch.device) -> dict[str, Any]:
         hi = torch.tensor(counts, dtype=torch.int32, device=device)[:, None] * PAGE
         s = Setting(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
         times[name] = seconds(s.ours, 1, device) * 1e6
-    return {"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}
+    return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
 
 
-def run(device: torch.device) -> Iterator[dict[str, Any]]:
-    """All rows (the smallest alone on a CPU), shown as they come."""
-    rows = []
-    for shape in ROWS if device.type == "cuda" else ROWS[:1]:
-        torch.cuda.empty_cache() if device.type == "cuda" else None
-        rows.append(measure(*shape, device))
-        yield rows[-1]
-        print(".", end="", flush=True)
-    ragged = measure_ragged(device)
-    yield ragged
-    names = "heads", "batch", "length", "queries", "ours us", "TB/s", "of ceiling", *(f"{p} us" for p in PEERS)
-    table = Table(*names, "x", "target us")
-    for r in rows:
-        peers = [f"{r[f'{p}_us']:.1f}" if r[f"{p}_us"] else "-" for p in PEERS]
-        ratio = f"{r['best_peer_over_ours']:.2f}" if r["best_peer_over_ours"] else "-"
-        table.add_row(
-            r["heads"], str(r["batch"]), f"{r['length'] // K}K", str(r["queries"]), f"{r['us']:.1f}",
-            f"{r['tb_per_s']:.2f}", f"{r['of_ceiling']:.0%}", *peers, ratio, f"{r['bar_us']:.1f}",
-        )  # fmt: skip
-    print()
-    Console(width=120).print(table)
-    print(f"100 x 1K + 4 x 128K: {ragged['us']:.1f} us, equal lengths of as many bytes: {ragged['uniform_us']:.1f} us")
+COLUMNS = f"heads batch length queries us of_ceiling {' '.join(f'{p}_us' for p in PEERS)} best_peer_over_ours bar_us"
+RAGGED = "100 x 1K + 4 x 128K tokens, and equal lengths"
+PARTS = (
+    Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
+    Part(lambda given: [()], measure_ragged, "us uniform_us", RAGGED),
+)

@@ -1,13 +1,15 @@
-"""What is checked on the GPUs of one host: tests, recall, and memory.
+"""What the foundation shows on the GPUs of one host: tests, recall, and memory.
 
-    python -m launch.bench.correctness OUT [memory] [needles] [tests]  (all by default, about ten minutes on four GPUs)
+  python -m launch.bench.correctness out=DIR     about ten minutes on four GPUs
 
-Writes OUT/tests.txt (what pytest said) and OUT/correctness.jsonl, a line for each run: the run's record and its name.
+  out    a folder for what comes out
+  parts  some of memory, needles, tests (default: all)
+
+Writes DIR/tests.txt (what pytest said) and DIR/correctness.jsonl, a line for each run: the run's record and its name.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_tokenizer
 from helix.models import Decoder
 from helix.request import Request
+from launch.inputs.arguments import helped, parse, several, unknown
 from launch.inputs.compose import ROOT
 from launch.inputs.needles import SOURCES, make, score
 from launch.inputs.parts import make_spec
@@ -59,7 +62,7 @@ def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]
     config = Config(
         model=ModelConfig(path=str(DEMO)), kv=KVConfig(memory_fraction=0.1), decode=DecodeConfig(prefill_chunk=8192)
     )
-    tokenizer = load_tokenizer(DEMO)
+    tokenizer = load_tokenizer(config.model.path)
     assert tokenizer is not None
     requests = [Request(i, tokenizer(line["prompt"])["input_ids"], 8) for i, line in enumerate(lines)]
 
@@ -113,18 +116,22 @@ PARTS = {"memory": memory, "needles": needles, "tests": tests}  # the shortest f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
-    given = parser.parse_args()
-    if unknown := [part for part in given.parts if part not in PARTS]:
-        parser.error(f"no {unknown[0]}; there are {', '.join(PARTS)}")
-    gpus, out = torch.cuda.device_count(), given.out
+    """Runs the parts on this host's GPUs."""
+    if helped(sys.argv[1:], __doc__):
+        return
+    try:
+        given = parse(sys.argv[1:], {"out": Path, "parts": several}, needed=("out",))
+        for part in (chosen := given.get("parts", PARTS)):
+            if part not in PARTS:
+                raise ValueError(f"parts: {unknown(part, PARTS)}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    gpus, out = torch.cuda.device_count(), given["out"]
     if not gpus:
-        parser.error("these checks need GPUs, and there is none: make test runs on CPUs")
+        sys.exit("error: this needs a GPU, and there is none: `make test` shows the same on CPUs")
     out.mkdir(parents=True, exist_ok=True)
     print(f"{gpus} GPUs, {torch.cuda.get_device_name()}", flush=True)
-    for part in given.parts or PARTS:
+    for part in chosen:
         PARTS[part](out, gpus)
 
 

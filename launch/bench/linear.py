@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 
 from kernels.attention.kv_append import kv_append
 from kernels.dense.linear import linear
 from kernels.dense.qkv_append import qkv_append
 from kernels.dense.silu_mul import silu_mul
 from launch.bench.clock import ROTATED, seconds
+from launch.bench.runner import Given, Part, Row
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,19 @@ MATRICES = [  # on 8 ranks, tpa 4 or 8 in attention
     Matrix("Llama-3.1-70B gate+up", 3584, 8192, gated=True),
     Matrix("Llama-3.1-70B down", 8192, 3584),
 ]
+ON_CPU = [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
 ROWS = (1, 4, 8, 16)
 HEAD_DIM = 128
 
 
-def measure(matrix: Matrix, rows: int, device: torch.device) -> dict[str, Any]:
+def measure(given: Given, matrix: Matrix, rows: int) -> Iterator[Row]:
+    """A matrix alone, and that of QKV also with its append."""
+    yield measure_matrix(matrix, rows, given.device)
+    if matrix.name.endswith("QKV"):
+        yield measure_append(matrix, rows, given.device)
+
+
+def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
     """Ours and the library's, gate included, in microseconds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weights, x = _operands(matrix, rows, device, dtype)
@@ -67,11 +73,11 @@ def measure(matrix: Matrix, rows: int, device: torch.device) -> dict[str, Any]:
         "rows": rows,
         "us": seconds(lambda i: linear(x, weights[i], gated=matrix.gated), copies, device) * 1e6,
         "cublas_us": seconds(theirs, copies, device) * 1e6,
-        "bar_us": _bar_us(weights[0]),
+        "bar_us": _target_us(weights[0]),
     }
 
 
-def measure_append(matrix: Matrix, rows: int, device: torch.device) -> dict[str, Any]:
+def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
     """Projection, rotation and append in one launch and in two, in microseconds."""
     dtype, D = torch.bfloat16 if device.type == "cuda" else torch.float32, HEAD_DIM if device.type == "cuda" else 16
     weights, x = _operands(matrix, rows, device, dtype)
@@ -90,7 +96,7 @@ def measure_append(matrix: Matrix, rows: int, device: torch.device) -> dict[str,
         # Sums of another order, rounded to bf16 before the rotation and after it.
         assert error < 1e-2, f"qkv_append is off by {error:.1e} of its norm at {matrix}"
     times = {f"{name}us": seconds(run, len(weights), device) * 1e6 for name, run in (("", ours), ("apart_", apart))}
-    return {"kind": "append", "matrix": _name(matrix), "rows": rows, **times, "bar_us": _bar_us(weights[0])}
+    return {"kind": "append", "matrix": _name(matrix), "rows": rows, **times, "bar_us": _target_us(weights[0])}
 
 
 def _operands(
@@ -108,25 +114,12 @@ def _name(matrix: Matrix) -> str:
     return f"{matrix.name} ({matrix.rows * (2 if matrix.gated else 1)} x {matrix.columns})"
 
 
-def _bar_us(weight: torch.Tensor) -> float:
+def _target_us(weight: torch.Tensor) -> float:
     return weight.numel() * weight.itemsize / 4.3e12 * 1e6 + 2.5
 
 
-def run(device: torch.device) -> Iterator[dict[str, Any]]:
-    """All matrices (the smallest alone on a CPU), QKV also with its append."""
-    matrices = (
-        MATRICES if device.type == "cuda" else [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
-    )
-    rows = []
-    for matrix, n in product(matrices, ROWS):
-        rows.append(measure(matrix, n, device))
-        yield rows[-1]
-        if matrix.name.endswith("QKV"):
-            rows.append(measure_append(matrix, n, device))
-            yield rows[-1]
-    table = Table("matrix", "rows", "ours us", "library's, or in two launches us", "target us")
-    for r in rows:
-        name = r["matrix"] + (" and append" if r["kind"] == "append" else "")
-        other = r["apart_us" if r["kind"] == "append" else "cublas_us"]
-        table.add_row(name, str(r["rows"]), f"{r['us']:.1f}", f"{other:.1f}", f"{r['bar_us']:.1f}")
-    Console(width=110).print(table)
+def cases(given: Given) -> Iterable[tuple[Matrix, int]]:
+    return product(MATRICES if given.gpu else ON_CPU, ROWS)
+
+
+PART = Part(cases, measure, "kind matrix rows us cublas_us apart_us bar_us")

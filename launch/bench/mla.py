@@ -6,17 +6,16 @@ same pages in random order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from kernels.mla.decode import mla_decode
 from kernels.paged_keys import PagedKeys
 from launch.bench.clock import PAGE, READ_CEILING, ROTATED, K, seconds
+from launch.bench.runner import Benchmark, Given, Part, Row
 
 try:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -89,8 +88,9 @@ def setting(heads: int, batch: int, length: int, queries: int, device: torch.dev
     return Setting(q, caches, table, torch.zeros_like(hi), hi)
 
 
-def measure(heads: int, batch: int, length: int, queries: int, device: torch.device) -> dict[str, Any]:
+def measure(given: Given, heads: int, batch: int, length: int, queries: int) -> list[Row]:
     """One row: ours and the peer, in microseconds."""
+    device = given.device
     s = setting(heads, batch, length, queries, device)
     copies = len(s.caches)
     size = s.caches[0].numel() * s.caches[0].itemsize
@@ -111,23 +111,12 @@ def measure(heads: int, batch: int, length: int, queries: int, device: torch.dev
     row["tflops"] = 2 * batch * length * queries * heads * (2 * LATENT + ROPE) / row["us"] / 1e6
     # KV bytes at 4.0 TB/s, launches and merge; with more rows the products take longer than the bytes.
     row["bar_us"] = size / 4.0e12 * 1e6 + 6 if heads * queries <= 32 else None
-    return row
+    return [row]
 
 
-def run(device: torch.device) -> Iterator[dict[str, Any]]:
-    """All rows (the smallest alone on a CPU), shown as they come."""
-    rows = []
-    for shape in ROWS if device.type == "cuda" else ROWS[:1]:
-        torch.cuda.empty_cache() if device.type == "cuda" else None
-        rows.append(measure(*shape, device))
-        yield rows[-1]
-        print(".", end="", flush=True)
-    table = Table("heads", "batch", "length", "queries", "ours us", "TB/s", "TFLOP/s", "peer us", "x", "target us")
-    for r in rows:
-        cells = (r["us"], r["tb_per_s"], r["tflops"], r["flashinfer_us"], r["peer_over_ours"], r["bar_us"])
-        table.add_row(
-            str(r["heads"]), str(r["batch"]), f"{r['length'] // K}K", str(r["queries"]),
-            *("-" if x is None else f"{x:.{digits}f}" for x, digits in zip(cells, (1, 2, 0, 1, 2, 1), strict=True)),
-        )  # fmt: skip
-    print()
-    Console(width=110).print(table)
+COLUMNS = "heads batch length queries us tb_per_s tflops flashinfer_us peer_over_ours bar_us"
+BENCHMARK = Benchmark(
+    "DeepSeek's decode attention beside FlashInfer's, on one GPU",
+    __doc__,
+    (Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),),
+)

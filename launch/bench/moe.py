@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from kernels.moe.experts import RoutedExperts
 from kernels.moe.router import Scoring, route
 from kernels.reference.experts import moe as reference
 from launch.bench.clock import ROTATED, seconds
+from launch.bench.runner import Benchmark, Given, Part, Row
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ INPUTS = 32  # at least, each with a choice of experts of its own
 
 
 @torch.inference_mode()
-def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device) -> dict[str, Any]:
+def measure(given: Given, model: Experts, grid: tuple[int, int], tokens: int) -> list[Row]:
     """One rank's layer in microseconds, over inputs and weights that rotate, beside the bytes that it has to read."""
+    device, (tpf, ep) = given.device, grid
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shared_count = model.shared_count if ep == 1 else 0
     E, F, H = model.experts // ep + shared_count, model.width // tpf, model.hidden
@@ -86,7 +87,7 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
     # Four roundings to bf16 here or there, of 2^-9 each.
     assert error < 2e-2, f"moe is off by {error:.1e} of its norm at {model.name}, {tpf} x {ep}, {tokens} tokens"
     touched = sum(len(ids[ids < E].unique()) for ids, _ in chosen) / copies
-    return {
+    row = {
         "kind": "moe",
         "model": model.name,
         "tpf": tpf,
@@ -99,23 +100,16 @@ def measure(model: Experts, tpf: int, ep: int, tokens: int, device: torch.device
         "route_us": seconds(lambda i: route(logits[i], model.top_k, **scoring), copies, device) * 1e6,
         "bar_us": touched * expert_bytes / 4.2e12 * 1e6 + 8,
     }
+    return [row]
 
 
-def run(device: torch.device) -> Iterator[dict[str, Any]]:
-    """All models, grids of eight ranks and batches (the smallest alone on a CPU)."""
-    cases = [(model, *grid, tokens) for model in MODELS for grid in GRIDS for tokens in TOKENS]
-    if device.type != "cuda":
-        cases = [(Experts("tiny", 8, 2, 32, 16), 1, 2, 3)]
-    rows = []
-    for case in cases:
-        rows.append(measure(*case, device))
-        yield rows[-1]
-        print(".", end="", flush=True)
-    table = Table("experts", "tpf x ep", "tokens", "read", "ours us", "of it route", "TB/s", "target us")
-    for r in rows:
-        table.add_row(
-            r["model"], f"{r['tpf']} x {r['ep']}", str(r["tokens"]), f"{r['experts']:.1f}", f"{r['us']:.1f}",
-            f"{r['route_us']:.1f}", f"{r['bytes'] / r['us'] / 1e6:.2f}", f"{r['bar_us']:.1f}",
-        )  # fmt: skip
-    print()
-    Console(width=110).print(table)
+def cases(given: Given) -> Iterable[tuple[Experts, tuple[int, int], int]]:
+    """All models, grids of eight ranks and batches."""
+    return product(MODELS, GRIDS, TOKENS) if given.gpu else [(Experts("tiny", 8, 2, 32, 16), (1, 2), 3)]
+
+
+BENCHMARK = Benchmark(
+    "a rank's routed experts beside the bytes of those that are touched, on one GPU",
+    __doc__,
+    (Part(cases, measure, "model tpf ep tokens experts us route_us bar_us us/bar_us"),),
+)

@@ -11,8 +11,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console as Terminal
-from rich.table import Table
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -21,7 +19,7 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys
 from launch.bench.attention import TORCH
 from launch.bench.clock import DIM, PAGE
-from launch.inputs import parts
+from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.job import spawn
 
 K = 1024
@@ -29,9 +27,9 @@ KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K
 PROMPTS = ["1x32768", "1x131072", "1x262144", "1x1048576"]
 
 
-def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, device: torch.device) -> dict[str, Any]:
+def measure_kernel(given: Given, q_heads: int, kv_heads: int, queries: int, length: int, rate: float) -> list[Row]:
     """The last `queries` tokens of a prompt of `length`: ours with causal bounds, the peers over all keys."""
-    gpu = device.type == "cuda"
+    device, gpu = given.device, given.gpu
     dtype = torch.bfloat16 if gpu else torch.float32
     pages = length // PAGE
     shape = (pages, PAGE, kv_heads, DIM)
@@ -61,7 +59,7 @@ def measure_kernel(q_heads: int, kv_heads: int, queries: int, length: int, devic
             with sdpa_kernel(backend):
                 seconds = _seconds(peer, device)
             row[f"{name}_tflops"] = work * queries * length / seconds / 1e12
-    return row
+    return [row | {"matrix_tflops": rate}]
 
 
 def matrix_tflops(device: torch.device) -> float:
@@ -78,39 +76,28 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     return median(seconds_of_each(run, 5, device))
 
 
-def run(ranks: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The kernel's rows, then prompts of Qwen2.5-7B's shape over `ranks` ranks; on a CPU the smallest case.
+def kernel_cases(given: Given) -> Iterator[tuple[int, int, int, int, float]]:
+    """Shapes and the matrix rate; none where GPUs emulate ranks: the kernel is the same."""
+    shapes = [] if given.emulated else KERNELS if given.gpu else [(4, 2, 128, 512)]
+    rate = matrix_tflops(given.device) if shapes else 0.0
+    return ((*shape, rate) for shape in shapes)
 
-    Prompts alone where GPUs emulate these ranks: the kernel is the same.
-    """
-    gpu = device.type == "cuda"
-    rate = matrix_tflops(device)
-    shapes = [] if parts.is_emulated(ranks) else KERNELS if gpu else [(4, 2, 128, 512)]
-    rows = []
-    for shape in shapes:
-        rows.append({**measure_kernel(*shape, device), "matrix_tflops": rate})
-        yield rows[-1]
-    table = Table("heads", "queries", "keys", "ours TFLOP/s", "of the matrix rate", "cuDNN", "flash")
-    for r in rows:
-        peers = [f"{r[f'{p}_tflops']:.0f}" if r[f"{p}_tflops"] else "-" for p in TORCH]
-        share = r["tflops"] / rate
-        table.add_row(r["heads"], str(r["q_tokens"]), str(r["length"]), f"{r['tflops']:.0f}", f"{share:.0%}", *peers)
-    Terminal(width=110).print(table)
-    torch.cuda.empty_cache() if gpu else None
-    prompts = ",".join(PROMPTS if gpu else ["1x600"])
-    model = "qwen2.5-7b" if gpu else "demo"
-    done = spawn.measure(
-        ranks,
-        [
-            f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{prompts}]",
-            "decode.prefill_chunk=8192",
-        ],
-    )  # fmt: skip
-    for point in done["points"]:
-        if "failed" in point:
-            print(f"{point['batch']} x {point['length']:,} tokens: {point['failed']}")
-            yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}
-            continue
-        seconds, rate = point["prefill_s"], point["tokens_per_s"]
-        print(f"{point['batch']} x {point['length']:,} tokens: {seconds:.2f} s, {rate:,.0f} tokens/s")
-        yield {"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point}
+
+def measure_prompts(given: Given) -> list[Row]:
+    """Prompts of Qwen2.5-7B's shape, in one job; on a CPU one of the demo model."""
+    model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
+    points = ",".join(PROMPTS if given.gpu else ["1x600"])
+    overrides = [f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{points}]"]
+    done = spawn.measure(ranks, [*overrides, "decode.prefill_chunk=8192"])
+    return [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
+
+
+BENCHMARK = Benchmark(
+    "the prefill kernel beside torch's attention, and whole prompts over all GPUs",
+    __doc__,
+    (
+        Part(kernel_cases, measure_kernel, "heads q_tokens length tflops matrix_tflops cudnn_tflops flash_tflops"),
+        Part(lambda given: [()], measure_prompts, "model layout batch length prefill_s tokens_per_s"),
+    ),
+    emulated=True,
+)

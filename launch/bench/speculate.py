@@ -14,14 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
 from launch.bench.copy_prompts import copy_prompts
-from launch.bench.workloads import fitting_layers, layouts
-from launch.inputs import parts as inputs_parts
-from launch.inputs.compose import spec_of
+from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.bench.workloads import SHAPES, fitting_spec, layouts
 from launch.job import spawn
 
 K, M = 1024, 1 << 20
@@ -88,21 +83,15 @@ def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str
 
 
 def _job(ranks: int, overrides: list[str]) -> dict[str, Any]:
-    """The record of a job of its own; raises as `jobs.measure`."""
+    """The record of a job of its own; raises as `spawn.measure`."""
     return spawn.measure(ranks, [*overrides, "decode.stream=false"])
 
 
-def synthetic(model: str, ranks: int) -> list[dict[str, Any]]:
+def synthetic(given: Given, model: str) -> list[Row]:
     """One job of a model over the grid with the widest tpa that splits the KV; on a CPU the tiniest case."""
-    gpu = torch.cuda.is_available()
-    points, gammas, steps = (POINTS, GAMMAS, STEPS) if gpu else ([(2, 64)], [0, 2], 3)
-    spec, overrides = spec_of(model), []
-    if gpu:
-        layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
-        if layers < spec.layers:
-            overrides = [f"model.config.num_hidden_layers={layers}"]
-            print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
-            spec = spec_of(model, *overrides)
+    ranks = given.ranks
+    points, gammas, steps = (POINTS, GAMMAS, STEPS) if given.gpu else ([(2, 64)], [0, 2], 3)
+    spec, overrides = fitting_spec(model, ranks)
     layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
     about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": spec.layers, "layout": str(layout)}
     about |= {"acceptance": ACCEPTANCE}
@@ -123,15 +112,15 @@ def synthetic(model: str, ranks: int) -> list[dict[str, Any]]:
     return [about | row for row in with_gains(record["points"], ACCEPTANCE)]
 
 
-def copies(ranks: int) -> Iterator[dict[str, Any]]:
+def copies(given: Given) -> Iterator[Row]:
     """A job for each way of drafting, over the same prompts; on a CPU one short prompt, two ways."""
-    gpu = torch.cuda.is_available()
+    gpu, ranks = given.gpu, given.ranks
     prompts = copy_prompts(EDIT_TOKENS) if gpu else copy_prompts(16)[:1]
     plain: tuple[list[list[int]], dict[str, Any]] | None = None
     with tempfile.TemporaryDirectory() as directory:
-        questions, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
-        questions.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
-        job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={questions}", f"decode.output={answers}"]
+        written, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
+        written.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
+        job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={written}", f"decode.output={answers}"]
         for drafting in DRAFTING if gpu else ["none", "4"]:
             record = _job(ranks, [*job, *DRAFTING[drafting]])
             tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
@@ -146,38 +135,33 @@ def copies(ranks: int) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def run(ranks: int, models: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Rows of both kinds, of `models` only if given, and tables of them; on a CPU the tiniest case of each."""
-    gpu = torch.cuda.is_available()
-    chosen = models or MODELS
-    terminal = Console(width=150)
-    rows = []
-    for model in [model for model in chosen if model != "demo"] if gpu else ["demo"]:
-        for row in synthetic(model, ranks):
-            rows.append(row)
-            yield row
-    terminal.print(_synthetic_table(rows))
-    if gpu and ("demo" not in chosen or inputs_parts.is_emulated(ranks)):
-        return
-    table = Table("drafts", "tok/step", "tok/s/user", "gain", "as without", title="copies of files by the demo model")
-    for row in copies(ranks):
-        yield row
-        cells = f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_s_user']:.1f}", f"{row['gain']:.2f}"
-        table.add_row(row["drafting"], *cells, f"{row['as_plain']} of {row['prompts']}")
-    terminal.print(table)
+def models(given: Given) -> list[tuple[str]]:
+    """Shapes of steps with synthetic drafts."""
+    return [(model,) for model in given.models or MODELS if model != "demo"] if given.gpu else [("demo",)]
 
 
-def _synthetic_table(rows: list[dict[str, Any]]) -> Table:
-    heads = ["model", "batch", "length", "drafts", "step p50", "tok/step", "tok/s/user", "gain", "at the rate"]
-    table = Table(*heads, *PARTS, REST, title=f"drafts kept at a rate of {ACCEPTANCE}; parts in % of a traced step")
-    for r in rows:
-        cells = ["failed"]
-        if "failed" not in r:
-            total = sum(r["split_us"].values())
-            cells = [
-                f"{r['ttl_p50_us'] / 1e3:.2f} ms", f"{r['tokens_per_step']:.2f}", f"{r['tokens_per_s_user']:.1f}",
-                f"{r['gain']:.2f}", f"{r['gain_at_rate']:.2f}",
-                *(f"{us / total:.1%}" if total else "-" for us in r["split_us"].values()),
-            ]  # fmt: skip
-        table.add_row(r["model"], str(r["batch"]), str(r["length"]), str(r["gamma"]), *cells)
-    return table
+def copied(given: Given) -> list[tuple[()]]:
+    """One case, unless other models are chosen or ranks are emulated: tokens mean nothing there."""
+    return [()] if not given.gpu or ("demo" in (given.models or MODELS) and not given.emulated) else []
+
+
+BENCHMARK = Benchmark(
+    "decode steps of Llama-3.1-70B with drafts, and copies of files by the demo model, over all GPUs",
+    __doc__,
+    (
+        Part(
+            models,
+            synthetic,
+            "model batch length gamma ttl_p50_us tokens_per_step tokens_per_s_user gain gain_at_rate",
+            f"drafts kept at a rate of {ACCEPTANCE}",
+        ),
+        Part(
+            copied,
+            copies,
+            "drafting tokens_per_step tokens_per_s_user gain as_plain prompts",
+            "copies of files by the demo model",
+        ),
+    ),
+    models=SHAPES,
+    emulated=True,
+)

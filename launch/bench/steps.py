@@ -1,32 +1,31 @@
 """Times decode steps of whole models: `python -m launch.bench step | baselines`.
 
 Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
-over all GPUs of this machine. TTL stands beside its floor: all weights that a step reads and all KV, each once, over
-all GPUs at the measured read ceiling, whatever the layout.
+over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
+and all KV, each once, over all GPUs at the measured read ceiling, whatever the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from helix.layout import HelixLayout
-from launch.bench.workloads import BASELINES, WORKLOADS, K, Workload, fitting_layers, floor_s, layouts
-from launch.inputs.compose import spec_of
+from helix.models import DecoderSpec
+from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.bench.workloads import BASELINES, WORKLOADS, K, Workload, fitting_spec, floor_s, layouts
 from launch.job import spawn
 
 STEPS = 32
-
-
-BUDGETS_MS = (5, 10, 20, 50)  # of TTL
+COLUMNS = (
+    "model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us bar vllm_ms tokens_per_s_user tokens_per_s_gpu"
+)
 ON_CPU = Workload("demo", 1, K)
 
 
-def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[dict[str, Any]]:
+def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[Row]:
     """One job for workloads of one model; what it measured at each, or why it failed (for want of memory, mostly).
 
     Raises:
@@ -60,65 +59,32 @@ def measure(works: list[Workload], layout: HelixLayout, overrides: list[str]) ->
     ]
 
 
-def run(ranks: int, baselines: bool, models: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """All workloads (on a CPU a tiny one), of `models` only if given, over all their layouts, and a table of them."""
-    workloads = (BASELINES if baselines else WORKLOADS) if torch.cuda.is_available() else [ON_CPU]
-    rows = []
-    item = 2 if torch.cuda.is_available() else 4
-    for model in dict.fromkeys(w.model for w in workloads if models is None or w.model in models):
-        spec, overrides = spec_of(model), []
-        if torch.cuda.is_available():
-            layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
-            if layers < spec.layers:
-                overrides = [f"model.config.num_hidden_layers={layers}"]
-                print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
-                spec = spec_of(model, *overrides)
-        works = [w for w in workloads if w.model == model]
-        for layout in layouts(spec, ranks, baselines):
-            for row in measure(works, layout, overrides):
-                floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], ranks, item)
-                rows.append(row | {"layers": spec.layers, "floor_us": floor_us})
-                yield rows[-1]
-    table = Table(
-        "model",
-        "batch",
-        "length",
-        "layout",
-        "TTL p50",
-        "floor",
-        "x floor",
-        "target",
-        "vLLM on 8",
-        "tok/s/user",
-        "tok/s/rank",
-    )
-    for r in rows:
-        cells = ["failed", *["-"] * 6]
-        if "failed" not in r:
-            times = r["ttl_p50_us"] / r["floor_us"]
-            cells = [
-                f"{r['ttl_p50_us'] / 1e3:.2f} ms", f"{r['floor_us'] / 1e3:.2f} ms", f"{times:.2f}",
-                str(r["bar"] or "-"), f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-",
-                f"{r['tokens_per_s_user']:.1f}", f"{r['tokens_per_s_gpu']:.1f}",
-            ]  # fmt: skip
-        table.add_row(r["model"], str(r["batch"]), f"{r['length'] // K}K", r["layout"], *cells)
-    Console(width=130).print(table)
-    if baselines:
-        Console(width=130).print(_within_budgets(rows))
+def cases(
+    workloads: list[Workload], baselines: bool, given: Given
+) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
+    """Each model's workloads in each of its layouts, a job each; on a CPU a tiny one."""
+    chosen = [w for w in workloads if given.models is None or w.model in given.models] if given.gpu else [ON_CPU]
+    for model in dict.fromkeys(w.model for w in chosen):
+        spec, overrides = fitting_spec(model, given.ranks)
+        for layout in layouts(spec, given.ranks, baselines):
+            yield [w for w in chosen if w.model == model], spec, layout, overrides
 
 
-def largest_batch(rows: list[dict[str, Any]], budget_us: float) -> int | None:
-    """The largest batch among measured `rows` of one layout whose TTL is within the budget; None: not one of them."""
-    return max((r["batch"] for r in rows if "failed" not in r and r["ttl_p50_us"] <= budget_us), default=None)
+def measure(
+    given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
+) -> Iterator[Row]:
+    """Rows of a job, and the floor of each."""
+    item = 2 if given.gpu else 4
+    for row in time_job(works, layout, overrides):
+        floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], given.ranks, item)
+        yield row | {"layers": spec.layers, "floor_us": floor_us}
 
 
-def _within_budgets(rows: list[dict[str, Any]]) -> Table:
-    """The largest measured batch that each layout serves within a TTL."""
-    table = Table(
-        "model", "length", "layout", *(f"<= {ms} ms" for ms in BUDGETS_MS), title="largest batch within a TTL"
-    )
-    for model, length, layout in dict.fromkeys((r["model"], r["length"], r["layout"]) for r in rows):
-        same = [r for r in rows if (r["model"], r["length"], r["layout"]) == (model, length, layout)]
-        found = [largest_batch(same, 1e3 * ms) for ms in BUDGETS_MS]
-        table.add_row(model, f"{length // K}K", layout, *(str(batch or "-") for batch in found))
-    return table
+def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchmark:
+    models = tuple(dict.fromkeys(w.model for w in workloads))
+    part = Part(partial(cases, workloads, baselines), measure, COLUMNS)
+    return Benchmark(about, __doc__, (part,), models=models, emulated=True)
+
+
+STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
+BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASELINES, baselines=True)

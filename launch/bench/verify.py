@@ -7,20 +7,19 @@ of KV rotate past the L2; tokens, which a step has just written, may stay there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from helix.graphs import seconds_of_each
 from kernels.reference import verify as reference
 from kernels.tokens import verify as kernels
 from kernels.tokens.verify import Packed, Verified
 from launch.bench.clock import ROTATED, replays
+from launch.bench.runner import Benchmark, Given, Part, Row
 
 VOCABULARY = 4096
 MOST_COPIES = 256
@@ -28,7 +27,7 @@ WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant;
 REPLAYS = 50
 WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
 DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
-TARGET_US, TARGET_BYTES = 11.0, 15e6  # of the fused kernel in a graph
+TARGET_US, TARGET_BYTES = 11.0, 15e6  # for the fused kernel in a graph
 BATCHES, GAMMAS, ALPHAS, WIDTHS = (1, 4, 16, 32), (8, 64, 128), (0.3, 0.6, 0.9), (128, 512, 1024, 2048)
 SCANS = [
     *[(b, g, a) for b in BATCHES for g in GAMMAS for a in ALPHAS],
@@ -129,8 +128,9 @@ def timed(runs: dict[str, Run], copies: int, device: torch.device, captured: Con
     return found
 
 
-def measure_scan(batch: int, gamma: int, alpha: float, device: torch.device) -> dict[str, Any]:
+def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
     """Lengths, flags and next tokens: eager torch, one lane a sequence, and the scan."""
+    device = given.device
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
     row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
     runs: dict[str, Run] = {"torch": lambda i: reference.verify(work.draft, work.target)}
@@ -141,12 +141,12 @@ def measure_scan(batch: int, gamma: int, alpha: float, device: torch.device) -> 
             scan(work.draft, work.target, work.out)
 
         runs[name] = run
-    return row | timed(runs, 1, device, captured=runs)
+    return [row | timed(runs, 1, device, captured=runs)]
 
 
-def measure_pack(batch: int, gamma: int, alpha: float, width: int, device: torch.device) -> dict[str, Any]:
+def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
     """All of it with packed KV: ours in one launch, the paper's one block, two steps by kernels and with torch."""
-    dtype = torch.bfloat16
+    device, dtype = given.device, torch.bfloat16
     copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * 2))) if device.type == "cuda" else 1
     works = [workload(batch, gamma, alpha, width, dtype, device, seed=7 + i) for i in range(copies)]
 
@@ -186,10 +186,10 @@ def measure_pack(batch: int, gamma: int, alpha: float, width: int, device: torch
     for suffix in ("_us", "_graph_us"):
         others = [row[n + suffix] for n in ("one_block", "two_step", "two_step_torch", "torch") if n + suffix in row]
         row[f"best_other_over_fused{suffix.removesuffix('_us')}"] = min(others) / row[f"fused{suffix}"]
-    return row
+    return [row]
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(rows: list[Row]) -> Row:
     """The paper's findings in our figures; None where a row is missing."""
     scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in rows if r["kind"] == "scan"}
     packs = [r for r in rows if r["kind"] == "pack"]
@@ -213,34 +213,22 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def run(device: torch.device) -> Iterator[dict[str, Any]]:
-    """All rows (the smallest alone on a CPU), shown at the end."""
-    on_gpu = device.type == "cuda"
-    rows = []
-    for scan in SCANS if on_gpu else SCANS[:1]:
-        rows.append(measure_scan(*scan, device))
-        yield rows[-1]
-        print(".", end="", flush=True)
-    for pack in [*PACKS, *BEYOND] if on_gpu else PACKS[:1]:
-        rows.append(measure_pack(*pack, device))
-        yield rows[-1]
-        print(".", end="", flush=True)
-    print()
-    settings = "batch", "gamma", "alpha", "kv_dim"
-    kinds = {
-        "scan": ("torch", "naive", "scan"),
-        "pack": ("fused", "one_block", "two_step", "two_step_torch", "torch", "dispatcher"),
-    }
-    for kind, names in kinds.items():
-        table = Table(*settings, *(f"{n} us" for n in names), title=f"{kind}: eager / in a graph, medians")
-        for r in (r for r in rows if r["kind"] == kind):
-            cells = [
-                " / ".join(f"{r[k]:.1f}" for k in (f"{n}_us", f"{n}_graph_us") if r.get(k) is not None) or "-"
-                for n in names
-            ]
-            table.add_row(*(str(r.get(s, "-")) for s in settings), *cells)
-        Console(width=140).print(table)
-    summary = summarise(rows)
-    for name, value in summary.items():
-        print(f"{name}: {value}")
-    yield summary
+def _columns(settings: str, *names: str) -> str:
+    return " ".join([settings, *(f"{name}_us {name}_graph_us" for name in names)])
+
+
+PACKED = "fused", "one_block", "two_step", "two_step_torch", "dispatcher"
+PARTS = (
+    Part(
+        lambda given: SCANS if given.gpu else SCANS[:1],
+        measure_scan,
+        _columns("batch gamma alpha", "torch", "naive", "scan"),
+    ),
+    Part(
+        lambda given: [*PACKS, *BEYOND] if given.gpu else PACKS[:1],
+        measure_pack,
+        _columns("batch gamma alpha kv_dim", *PACKED),
+    ),
+)
+ABOUT = "verification of drafts beside the paper's kernels and plain torch, on one GPU"
+BENCHMARK = Benchmark(ABOUT, __doc__, PARTS, summary=summarise)

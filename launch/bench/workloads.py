@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.bench.clock import READ_CEILING
+from launch.inputs.compose import ROOT, spec_of
 
 K, M = 1024, 1 << 20
+SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml")))
 
 
 @dataclass(frozen=True)
 class Workload:
     """Attributes:
-    target: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: none is set.
+    target: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: there is none.
     vllm_ms: TTL of vLLM 0.25.1 on eight H200 in its best configuration (TP=8; 4 where heads do not go on 8; DCP=4 where
-        there are two KV heads), measured on the host of the targets.
+        there are two KV heads), measured on the host that set the targets.
     """
 
     model: str
@@ -91,6 +95,18 @@ def fitting_layers(spec: DecoderSpec, ranks: int, memory: int) -> int:
         if left < 0:
             return index
     return spec.layers
+
+
+def fitting_spec(model: str, ranks: int) -> tuple[DecoderSpec, list[str]]:
+    """A model with the layers that fit on this machine's GPUs, and the overrides that cut it; whole on a CPU."""
+    spec = spec_of(model)
+    if torch.cuda.is_available():
+        layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
+        if layers < spec.layers:
+            print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
+            overrides = [f"model.config.num_hidden_layers={layers}"]
+            return spec_of(model, *overrides), overrides
+    return spec, []
 
 
 def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:

@@ -27,7 +27,7 @@ EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of eac
 NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64))]  # tokens, hidden
 GATHERS = [1, 8, 64]  # tokens
 IN_A_ROW = 20
-TARGETS_US = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
+TARGETS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
 
 
 def run(task: Task) -> Done:
@@ -55,7 +55,7 @@ def time_collectives(comm: TorchDistCommunicator) -> list[dict[str, Any]]:
     for tokens, hidden in NORMS:
         x = torch.randn(tokens, hidden, device=comm.device, dtype=bf16).mul_(0.1)
         if emulated and x.numel() * x.element_size() * comm.world_size > ONE_SHOT_SENT:
-            # Emulated owners add up pieces of different places: their sums are known where all are alike.
+            # Emulated owners add up pieces of different places: their sums are known where all pieces are equal.
             width = SLICE_WORDS * 4 // x.element_size()
             x = torch.linspace(-0.2, 0.2, width, device=comm.device).to(bf16).repeat(tokens, hidden // width)
         norm = torch.zeros_like(x), torch.ones(hidden, device=comm.device, dtype=bf16), 1e-5
@@ -89,7 +89,7 @@ def _row(
     error = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
     assert error < 0.5, f"{op} differs from torch.distributed's by {error}"
     size = x.numel() * x.element_size()
-    limits = [limit for (name, limit) in TARGETS_US if name == op and size <= limit]
+    limits = [limit for (name, limit) in TARGETS if name == op and size <= limit]
     times = {
         "symm": _microseconds(comm, ours),
         "nccl": _microseconds(comm, theirs),
@@ -99,7 +99,7 @@ def _row(
     for name, (p50, p90) in times.items():
         counts = name == "symm" or not isinstance(comm, EmulatedTransport)  # the library's time of two is not all's
         row |= {f"{name}_us": p50 if counts else None, f"{name}_p90_us": p90 if counts else None}
-    return row | {"bar_us": TARGETS_US[op, min(limits)] if limits else None}
+    return row | {"bar_us": TARGETS[op, min(limits)] if limits else None}
 
 
 def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from launch.bench.clock import READ_CEILING
 from launch.bench.speculate import PARTS, REST
-from launch.bench.steps import BUDGETS_MS, largest_batch
 from launch.inputs.compose import ROOT, load_spec
 from launch.inputs.hardware import load_hardware
 from launch.records.planner_check import check_table, regrets, summary
@@ -32,6 +31,7 @@ HEADLINE = [
     ("deepseek-v2-lite", 1, 1 << 20),
     ("gpt-oss-20b", 1, 1 << 20),
 ]
+BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 Row = dict[str, Any]
 
 
@@ -418,6 +418,11 @@ def emulated_comm() -> list[str]:
             ]
             rows.append(f"| {op} | {size:,} B | {' | '.join(f'{us:.1f} us' if us else '-' for us in found)} |")
     return rows
+
+
+def largest_batch(rows: list[Row], budget_us: float) -> int | None:
+    """The largest batch among measured `rows` of one layout whose TTL is within the budget; None: not one of them."""
+    return max((r["batch"] for r in rows if "failed" not in r and r["ttl_p50_us"] <= budget_us), default=None)
 
 
 def budgets(name: str) -> list[str]:

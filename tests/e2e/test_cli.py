@@ -398,9 +398,9 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
 def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "bench.jsonl"
     command = [sys.executable, "-m", "launch.bench"]
-    ended = run(tmp_path, "kernels", f"--output={out}", command=command)
+    ended = run(tmp_path, "kernels", f"output={out}", command=command)
     assert ended.code == 0 and "mean nothing" in ended.output, ended.output
-    ended = run(tmp_path, "baselines", f"--output={out}", command=command)
+    ended = run(tmp_path, "baselines", f"output={out}", command=command)
     assert ended.code == 0, ended.output
     kernels, ragged, *rest = jsonl(out)
     linear, appends = ([row for row in rest if row.get("kind") == kind] for kind in ("linear", "append"))
@@ -414,7 +414,7 @@ def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
 
 def test_speculation_is_timed_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "bench.jsonl"
-    ended = run(tmp_path, "speculate", f"--output={out}", command=[sys.executable, "-m", "launch.bench"])
+    ended = run(tmp_path, "speculate", f"output={out}", command=[sys.executable, "-m", "launch.bench"])
     assert ended.code == 0 and "mean nothing" in ended.output, ended.output
     plain, drafted, *copies = jsonl(out)
     assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-from argparse import ArgumentParser
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from launch.bench.__main__ import check_models
-from launch.bench.steps import largest_batch, measure
+from launch.bench.__main__ import BENCHMARKS, given, main
+from launch.bench.runner import Benchmark, Given, Part, record, run
+from launch.bench.steps import time_job
 from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from launch.inputs import parts
 from launch.inputs.compose import spec_of
 from launch.job import spawn
+from launch.records.tables import largest_batch
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,10 @@ def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "gpus, ranks, processes, played", [(0, 8, 8, 0), (4, 4, 4, 0), (2, 8, 2, 1), (1, 2, 1, 1), (4, 8, 2, 1)]
+    "gpus, ranks, processes, emulated", [(0, 8, 8, 0), (4, 4, 4, 0), (2, 8, 2, 1), (1, 2, 1, 1), (4, 8, 2, 1)]
 )
-def test_ranks_beyond_the_gpus_are_played(
-    gpus: int, ranks: int, processes: int, played: int, monkeypatch: pytest.MonkeyPatch
+def test_ranks_beyond_the_gpus_are_emulated(
+    gpus: int, ranks: int, processes: int, emulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[int, list[str]]] = []
     monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
@@ -71,33 +75,91 @@ def test_ranks_beyond_the_gpus_are_played(
         spawn.measure(ranks, ["bench=comm"])
     [(count, overrides)] = started
     assert count == processes
-    assert overrides[:-1] == ["comm.backend=emulated"] * played + ["bench=comm"]
+    assert overrides[:-1] == ["comm.backend=emulated"] * emulated + ["bench=comm"]
     assert overrides[-1].startswith("record=")
 
 
 def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     work, layout = WORKLOADS[0], layouts(spec_of(WORKLOADS[0].model), 2, baselines=False)[0]
     monkeypatch.setattr(spawn, "launch", lambda count, overrides: os.write(2, b"error: no room\n") and 1)
-    assert [row["failed"] for row in measure([work, work], layout, [])] == ["no room"] * 2
+    assert [row["failed"] for row in time_job([work, work], layout, [])] == ["no room"] * 2
     monkeypatch.setattr(spawn, "launch", lambda count, overrides: spawn.INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):  # or the next job would start
-        measure([work], layout, [])
+        time_job([work], layout, [])
 
 
 @pytest.mark.parametrize(
-    "what, models, gpus, words",
+    "what, argument, gpus, words",
     [
-        ("step", ["qwen2.5-7B"], 8, "step has no qwen2.5-7B; it has qwen2.5-7b, "),
-        ("hopb", ["gpt-oss-20b", "gpt"], 8, "hopb has no gpt; it has deepseek-r1, "),
-        ("kernels", ["qwen2.5-7b"], 8, "kernels has none to choose"),
-        ("step", ["qwen2.5-7b"], 0, "without a GPU the demo model runs"),
-        ("step", ["qwen2.5-7b", "llama-3.1-70b"], 8, ""),
-        ("speculate", ["demo"], 8, ""),
+        ("step", "models=qwen2.5-7B", 8, r"qwen2.5-7B is unknown; known: qwen2.5-7b, .*\(did you mean qwen2.5-7b\?\)"),
+        ("hopb", "models=gpt-oss-20b,gpt", 8, "gpt is unknown; known: deepseek-r1, "),
+        ("kernels", "models=qwen2.5-7b", 8, "models is unknown; known: output"),
+        ("kernels", "ranks=8", 2, "ranks is unknown; known: output"),
+        ("step", "models=qwen2.5-7b", 0, "without a GPU the demo model runs"),
+        ("step", "--models", 8, "did you mean models=VALUE"),
+        ("step", "ranks=8", 8, "one or two GPUs emulate more ranks than there are GPUs; there are 8"),
+        ("step", "ranks=two", 8, "ranks=two must be a whole number"),
     ],
 )
-def test_models_that_a_benchmark_does_not_know_are_refused(
-    what: str, models: list[str], gpus: int, words: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_argument_of_a_benchmark(
+    what: str, argument: str, gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit) if words else nullcontext():
-        check_models(ArgumentParser(), what, models, gpus)
-    assert words in capsys.readouterr().err
+    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=words):
+        given(what, [argument], gpus)
+
+
+def test_what_a_benchmark_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: 2)
+    found, output = given("step", ["models=qwen2.5-7b,llama-3.1-70b", "ranks=8", "output=here"], 2)
+    assert (found.ranks, found.models, found.emulated) == (8, ["qwen2.5-7b", "llama-3.1-70b"], True)
+    assert output == Path("here")
+    found, output = given("speculate", ["models=demo"], 2)
+    assert (found.ranks, found.models, found.emulated, output) == (2, ["demo"], False, None)
+
+
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["launch.bench", *arguments])
+    main()
+    return capsys.readouterr().out
+
+
+def test_every_benchmark_is_listed_and_teaches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = said(monkeypatch, capsys)
+    for what, benchmark in BENCHMARKS.items():
+        assert f"{what:<10} {benchmark.about}" in listed
+        taught = said(monkeypatch, capsys, what, "--help")
+        assert f"python -m launch.bench {what}" in taught and "output" in taught
+        assert ("ranks " in taught, "models:" in taught) == (benchmark.emulated, bool(benchmark.models))
+    monkeypatch.setattr(sys, "argv", ["launch.bench", "kernel"])
+    with pytest.raises(SystemExit, match=r"^error: kernel is unknown; known: .*\(did you mean kernels\?\)"):
+        main()
+
+
+def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(given: Given, count: int) -> Iterator[dict[str, object]]:
+        for i in range(count):
+            yield {"bare": i, "us": 12.345, "bar_us": None if i else 6.1725}
+        if count == 3:
+            raise spawn.JobError("no room")
+
+    device, out = parts.torch.device("cpu"), tmp_path / "rows.jsonl"
+    part = Part(lambda given: [(1,), (2,)], measure, "bare us bar_us us/bar_us")
+    summed = Benchmark("", "", (part,), summary=lambda rows: {"rows": len(rows)})
+    record("x", run(summed, Given(device, 2)), Given(device, 2), out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row.get("bare") for row in rows] == [0, 0, 1, None] and rows[-1]["rows"] == 3
+    assert all(row["name"] == "x" and "commit" in row for row in rows)
+    shown = capsys.readouterr().out
+    assert all(f"┃ {head} " in shown for head in ("bare", "target us", "us/target us")), shown
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    assert [line for line in table if line] == [["0", "12.3", "6.17", "2.00"]] * 2 + [["1", "12.3", "-", "-"]]
+
+    failing = Benchmark("", "", (Part(lambda given: [(3,)], measure, "us"),))
+    with pytest.raises(spawn.JobError):
+        record("x", run(failing, Given(device, 2)), Given(device, 2), out)
+    assert len(out.read_text().splitlines()) == 7 and "appended 3 lines" in capsys.readouterr().out

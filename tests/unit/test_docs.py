@@ -164,7 +164,7 @@ def _composes(overrides: list[str], sweeps: bool) -> None:
 def _has_options(
     module: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [words[0]] if words and module == "launch.simulate" else []
+    command = [words[0]] if words and module in ("launch.simulate", "launch.bench") else []
     assert _main(module, [*command, "--help"], monkeypatch) in (None, 0)
     said = capsys.readouterr().out
     for option in (word.partition("=")[0] for word in words if re.match(r"--\w|\w+=", word)):
