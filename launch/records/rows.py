@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launch.inputs.compose import ROOT, load_spec
+
 Row = dict[str, Any]
 WORKLOAD = ("model", "batch", "length", "layout")  # what names a point of a benchmark of decode steps
 
@@ -20,3 +22,17 @@ def newest(path: Path, *key: str) -> list[Row]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.strip()]
     return list({tuple(row.get(field) for field in key): row for row in rows}.values())
+
+
+def results(name: str, *key: str) -> list[Row]:
+    """The newest line of each point of `benchmarks/results/NAME.jsonl`."""
+    return newest(ROOT / "benchmarks" / "results" / f"{name}.jsonl", *key)
+
+
+def workload(r: Row) -> str:
+    """A model and its workload, two cells of a table."""
+    length = f"{r['length'] >> 20}M" if r["length"] >= 1 << 20 else f"{r['length'] >> 10}K"
+    name = r["model"]
+    if "layers" in r and r["layers"] < (layers := load_spec(name).layers):
+        name += f", {r['layers']} of {layers} layers"
+    return f"{name} | {r['batch']} x {length}"

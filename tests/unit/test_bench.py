@@ -17,7 +17,7 @@ from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s
 from launch.inputs import parts
 from launch.inputs.compose import spec_of
 from launch.job import spawn
-from launch.records.tables import largest_batch
+from launch.records.step_tables import largest_batch
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from launch.bench.copy_prompts import GIVEN, LINES, copy_prompts
 from launch.bench.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
 from launch.inputs.compose import ROOT
-from launch.records import tables
+from launch.records import rows, tables
 
 # Of the benchmark of verification; no decode step has them, nor those of prompts.
 ELSEWHERE = {"naive", "verify", "pack", "one_block", "verify_and_pack"}
@@ -68,7 +68,7 @@ def test_gains() -> None:
 
 
 def test_tables_of_results_and_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
     assert tables.speculate() == tables.edits() == [], "without a record there is no table"
     about = {"kind": "synthetic", "model": "a-7b", "layout": "helix kvp=2 tpa=2 -> tpf=4 ep=1"}
     lines = [about | row for row in with_gains([point(0, 1000.0, 1.0), point(2, 1250.0, 2.0), FAILED], 0.5)]
