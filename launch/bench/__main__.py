@@ -57,7 +57,7 @@ def taught(what: str | None) -> str:
     taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))
     models = f"\n\nmodels: {', '.join(benchmark.models)}" if benchmark.models else ""
     example = f"python -m launch.bench {what}" + (f" models={benchmark.models[0]}" if benchmark.models else "")
-    return f"{benchmark.text}\n{taken}{models}\n\nexample: {example}"
+    return f"{benchmark.text.strip()}\n\n{taken}{models}\n\nexample: {example}"
 
 
 def given(what: str, arguments: Sequence[str], gpus: int) -> tuple[Given, Path | None]:

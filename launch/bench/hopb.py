@@ -22,11 +22,8 @@ def cases(given: Given) -> list[tuple[str, str]]:
     if given.ranks < 2:
         raise ValueError("one GPU has nobody to exchange with: use two or more")
     backends = ("emulated",) if given.emulated else ("symm_mem", "nccl") if given.gpu else ("gloo",)
-    return [(model, backend) for model in _models(given) for backend in backends]
-
-
-def _models(given: Given) -> list[str]:
-    return (given.models or ["qwen2.5-7b"]) if given.gpu else ["demo"]
+    models = (given.models or ["qwen2.5-7b"]) if given.gpu else ["demo"]
+    return [(model, backend) for model in models for backend in backends]
 
 
 def measure(given: Given, model: str, backend: str) -> list[Row]:
@@ -37,9 +34,8 @@ def measure(given: Given, model: str, backend: str) -> list[Row]:
         *([] if given.emulated else [f"comm.backend={backend}"]),
     ]  # fmt: skip
     rows: list[Row] = spawn.measure(given.ranks, overrides)["hopb"]
-    kinds = {"ttl", "failed"}
-    if model == _models(given)[0]:
-        kinds |= {"mla"} if (model, backend) != cases(given)[0] else {"mla", "delay", "timeline"}
+    first = cases(given)[0]
+    kinds = {"ttl", "failed", *["mla"] * (model == first[0]), *["delay", "timeline"] * ((model, backend) == first)}
     named = [row | {"model": model} if row["kind"] in ("ttl", "failed") else row for row in rows]
     return [row for row in named if row["kind"] in kinds]
 

@@ -71,7 +71,7 @@ class Benchmark:
     """
 
     about: str
-    text: str | None
+    text: str
     parts: tuple[Part, ...]
     models: tuple[str, ...] = ()
     emulated: bool = False

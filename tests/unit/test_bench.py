@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.bench import hopb
 from launch.bench.__main__ import BENCHMARKS, given, main
 from launch.bench.runner import Benchmark, Given, Part, record, run
 from launch.bench.steps import time_job
@@ -163,3 +164,15 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
     with pytest.raises(spawn.JobError):
         record("x", run(failing, Given(device, 2)), Given(device, 2), out)
     assert len(out.read_text().splitlines()) == 7 and "appended 3 lines" in capsys.readouterr().out
+
+
+def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("ttl", "mla", "delay", "timeline")
+    job = {"hopb": [{"kind": kind} for kind in kinds]}
+    monkeypatch.setattr(spawn, "measure", lambda ranks, overrides: job)
+    given = Given(parts.torch.device("cuda"), 2, ["a", "b"])
+    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: 2)
+    counted = {case: [row["kind"] for row in hopb.measure(given, *case)] for case in hopb.cases(given)}
+    assert counted == {
+        ("a", "symm_mem"): [*kinds], ("a", "nccl"): ["ttl", "mla"], ("b", "symm_mem"): ["ttl"], ("b", "nccl"): ["ttl"]
+    }  # fmt: skip
