@@ -32,10 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A fork server, itself a fresh process that imports torch and nothing of ours: a worker then starts in milliseconds
-# instead of the seconds of another import, and yet is no copy of the test process with its threads.
+# A fork server, itself a fresh process that only imports: a worker then starts in milliseconds instead of the seconds
+# of another import, and yet is no copy of the test process with its threads. Beside GPUs it imports torch alone: what
+# Triton decorates there depends on the worker's backend.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])
+_context.set_forkserver_preload(
+    ["torch.distributed", *([] if torch.cuda.is_available() else ["tests.e2e.checkpoints"])]
+)
 
 GRACE_S = 5.0  # for peers of a failed rank to report what they saw
 

@@ -189,6 +189,13 @@ CASES = [
         "No such file or directory",
     ),
     ("output to a long name", nothing, ["decode.output={d}/" + "x" * 300], 1, "File name too long"),
+    (
+        "an earlier run's results",
+        put("o.jsonl", '{"id": "a"}\n'),
+        ["decode.output={d}/o.jsonl"],
+        1,
+        "o.jsonl exists: decode.resume=true",
+    ),
     ("output into /proc", nothing, ["decode.output=/proc/out.jsonl"], 1, "cannot be written"),
     ("record to a device", nothing, [f"record={DEVICE}"], 1, "it is a device"),
     ("record to a FIFO", fifo("record.json"), [RECORD], 1, "it is a FIFO"),

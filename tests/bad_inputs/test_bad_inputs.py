@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launch import agent, run
+from launch.inputs.files import claim
 from launch.job import spawn
 from tests.bad_inputs.command_lines import BAD_AGENTS, BAD_COMMAND_LINES, BAD_ENVIRONMENTS, RANKS
 from tests.bad_inputs.configs import CONFIGS
@@ -90,6 +91,15 @@ def test_files(setup: Setup, overrides: list[str], words: str, tmp_path: Path, r
     good = prepared(tmp_path)
     setup(tmp_path)
     refused([*good, *(text.replace("{d}", str(tmp_path)) for text in overrides)], words.replace("{d}", str(tmp_path)))
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path, refused: Any) -> None:
+    out = tmp_path / "out.jsonl"
+    with claim(out):
+        refused(
+            [*prepared(tmp_path), f"decode.output={out}", "decode.resume=true"],
+            f"decode.output={out} cannot be written: another run writes it",
+        )
 
 
 def test_requests_out_of_range_are_refused_and_the_others_served(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def gloo_cases() -> list[object]:
 
 @pytest.mark.parametrize("family, layout, block", gloo_cases())
 def test_gloo_ranks(gloo_pool: Callable[[int], Pool], family: str, layout: HelixLayout, block: int) -> None:
-    wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if family in MOE_FAMILIES else (LENGTHS, NEW_TOKENS)))
+    few = family in MOE_FAMILIES or layout.world_size > 3  # many processes wait for each other at each token
+    wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if few else (LENGTHS, NEW_TOKENS)))
     task = (checkpoint(family), layout, block, wanted, "cpu")
     check(gloo_pool(layout.world_size).run(distributed_rank, *task, timeout_s=240.0), wanted)
 

@@ -102,12 +102,10 @@ def judge(end: Ended, number: signal.Signals, target: str) -> None:
 @pytest.mark.parametrize(
     "phase, number, target",
     [
-        ("import", KILL, "launcher"),
         ("import", STOP, "rank"),
         ("meeting", INT, "launcher"),
         ("loading", STOP, "launcher"),
         ("prefill", KILL, "rank"),
-        ("decode", TERM, "rank"),
     ],
 )
 def test_signals_end_everybody(phase: str, number: signal.Signals, target: str, tmp_path: Path) -> None:
