@@ -19,6 +19,7 @@ from helix.layout import HelixLayout
 from helix.request import Request
 from launch import demo
 from launch.bench import speculate
+from launch.bench.__main__ import main as bench_main
 from launch.demo import verdict
 from launch.inputs.files import claim
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -121,14 +122,18 @@ def common(many: Path) -> list[str]:
     return [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={many}", "decode.max_batch=2", "layout.kvp=2"]
 
 
-def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many: Path) -> None:
+def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(tmp_path: Path, many: Path) -> None:
     out = tmp_path / "out.jsonl"
     job = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log")
     job.wait_for(out, "r1")
     with pytest.raises(BlockingIOError, match="another run writes it"):
         claim(out)
-    job.kill()
-    job.wait()
+    for pid in job.members():
+        os.kill(pid, signal.SIGINT)
+    ended = job.wait()
+    assert ended.code == 130 and ended.seconds < 20
+    assert "interrupted: results of finished requests are in decode.output" in ended.output
+    assert "Traceback" not in ended.output
     done = {line["id"] for line in jsonl(out)}
     assert {"r0", "r1"} <= done and len(done) < 8
     with out.open("a") as file:
@@ -149,18 +154,6 @@ def test_an_interrupted_run_keeps_what_was_done_and_resumes(tmp_path: Path, many
     ended, again = decode(tmp_path, *common(many), "decode.resume=true")
     assert ended.code == 0 and "holds the results of all 8 prompts already" in ended.output
     assert "weight slices" not in ended.output and again == resumed
-
-
-def test_control_c_ends_the_job_in_a_line(tmp_path: Path, many: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    job = Job(ENTRY, *common(many), f"decode.output={out}", log=tmp_path / "log")
-    job.wait_for(out, "r1")
-    for pid in job.members():
-        os.kill(pid, signal.SIGINT)
-    ended = job.wait()
-    assert ended.code == 130 and ended.seconds < 20
-    assert "interrupted: results of finished requests are in decode.output" in ended.output
-    assert "Traceback" not in ended.output and {"r0", "r1"} <= {line["id"] for line in jsonl(out)}
 
 
 def test_control_c_ends_a_start_at_once(tmp_path: Path, many: Path) -> None:
@@ -292,31 +285,26 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     (directory / "config.json").write_text((checkpoint(FAMILY) / "config.json").read_text())
     record = tmp_path / "record.json"
     ended = run(
-        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400]",
-        "bench.steps=5", "layout.kvp=2", "kv.page_size=32", f"record={record}",
-    )  # fmt: skip
-    assert ended.code == 0, ended.output
-    found = json.loads(record.read_text())["points"][0]
-    layout = HelixLayout.create("helix", 2)
-    held = [sum(layout.local_length(400 + 4 + 5 + 1, k, 16, s % 2) for s in range(3)) for k in range(2)]
-    assert found["kv_tokens_per_rank"] == held and found["decode_steps"] == 5 and found["decode_tokens"] == 15
-    assert len(found["weight_bytes_per_rank"]) == 2
-    ended = run(
-        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[2x300,1x510]",
+        tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400,1x510]",
         "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=synthetic", "speculation.gamma=3",
-        "speculation.acceptance=1", f"record={record}",
+        "speculation.acceptance=1", "layout.kvp=2", "kv.page_size=32", f"record={record}",
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output
     points = json.loads(record.read_text())["points"]
     assert [(p["batch"], p["gamma"], "failed" in p) for p in points] == [
-        (batch, gamma, batch == 1) for batch in (2, 1) for gamma in (3, 0, 1)
+        (batch, gamma, batch == 1) for batch in (3, 1) for gamma in (3, 0, 1)
     ]  # fmt: skip
     assert points[3]["failed"].startswith("510 tokens and "), points[3]
     for found in points[:3]:
         each = 1 + found["gamma"]
-        assert found["decode_tokens"] == 5 * 2 * each and found["tokens_per_step"] == each
+        assert found["decode_steps"] == 5 and found["decode_tokens"] == 5 * 3 * each
+        assert found["tokens_per_step"] == each and len(found["weight_bytes_per_rank"]) == 2
         assert found["tokens_per_s_user"] == pytest.approx(each * 5 / found["decode_s"])
     assert points[0]["speculation"]["acceptance_by_place"] == [1.0] * 3 and points[1]["speculation"] is None
+    layout = HelixLayout.create("helix", 2)
+    end = 400 + (4 + 5 + 1) * (1 + 3)  # of a sequence whose drafts are all kept
+    held = [sum(layout.local_length(end, k, 16, s % 2) for s in range(3)) for k in range(2)]
+    assert points[0]["kv_tokens_per_rank"] == held
 
 
 def test_layout_auto(tmp_path: Path) -> None:
@@ -355,13 +343,24 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "6.jsonl")[0]["output_ids"]
 
 
-def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
+@pytest.fixture
+def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a job, for what starts jobs from this process."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_benchmarks_run_without_a_gpu(
+    tmp_path: Path, as_users_have_it: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "bench.jsonl"
-    command = [sys.executable, "-m", "launch.bench"]
-    ended = run(tmp_path, "kernels", f"--output={out}", command=command)
-    assert ended.code == 0 and "mean nothing" in ended.output, ended.output
-    ended = run(tmp_path, "baselines", f"--output={out}", command=command)
-    assert ended.code == 0, ended.output
+    for what in ("kernels", "baselines"):
+        monkeypatch.setattr(sys, "argv", ["launch.bench", what, f"--output={out}"])
+        with pytest.raises(SystemExit) as ended:
+            bench_main()
+        assert ended.value.code is None
+        assert "mean nothing" in capsys.readouterr().out
     kernels, ragged, *rest = jsonl(out)
     linear, appends = ([row for row in rest if row.get("kind") == kind] for kind in ("linear", "append"))
     baselines = rest[len(linear) + len(appends) :]
@@ -372,10 +371,7 @@ def test_benchmarks_run_without_a_gpu(tmp_path: Path) -> None:
     assert all(row["ttl_p50_us"] > row["floor_us"] > 0 for row in baselines)
 
 
-def test_speculation_is_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_speculation_is_timed_without_a_gpu(as_users_have_it: None) -> None:
     plain, drafted, *copies = speculate.run(1)
     assert (plain["gamma"], plain["gain"], plain["tokens_per_step"]) == (0, 1, 1) and drafted["gamma"] == 2
     assert drafted["gain"] > 0 and 1 <= drafted["tokens_per_step"] <= 3

@@ -175,6 +175,8 @@ def test_any_shape(
 )
 def test_experts_of_all_tokens(N: int, k: int, E: int, shared_count: int, where: torch.device) -> None:
     """Shared experts among the routed, as `route` has them: the first ones, behind a token's others."""
+    if moe_module.way_of(N, k, E) == "few":  # a program a pair and tile takes the interpreter long
+        N = min(N, 7)
     case = make_case(N, k, E, 48, 24, clamped=True, addend=True, device=where)
     ids = torch.stack([torch.randperm(E - shared_count)[: k - shared_count] + shared_count for _ in range(N)])
     case.ids[:] = torch.cat([ids, torch.arange(shared_count).expand(N, -1)], 1)
