@@ -204,7 +204,7 @@ FAULTS = [
     ),
     Fault(
         "a chunk with its neighbour's bounds", "helix/attention/base.py",
-        "(lo[rows], hi[rows])", "(lo[: len(lo[rows])], hi[: len(hi[rows])])", HOPB,
+        "tuple(of_tokens[rows] for", "tuple(of_tokens[: len(of_tokens[rows])] for", HOPB,
     ),
     Fault(
         "chunks of tokens instead of sequences", "helix/layers/attention.py",
@@ -494,6 +494,35 @@ FAULTS = [
         "silence is not noticed", "launch/job/membership.py",
         "silence[r] * BEAT_S > SILENCE_S", "silence[r] * BEAT_S > 9 * SILENCE_S",
         ("tests/unit/test_membership.py",), 20.0,
+    ),
+    # ---- block-sparse decode
+    Fault(
+        "a tie too few", "kernels/sparse/select_blocks.py",
+        "tl.cumsum(equal.to(tl.int32), 0) <= free", "tl.cumsum(equal.to(tl.int32), 0) < free",
+        ("tests/kernels/test_select_blocks.py::test_of_equals_the_earlier",),
+    ),
+    Fault(
+        "a score that is no number is the lowest", "kernels/sparse/select_blocks.py",
+        "bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST)", "bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)",
+        ("tests/kernels/test_select_blocks.py::test_no_number_is_the_highest_score",),
+    ),
+    Fault(
+        "a tile of candidates too few", "kernels/sparse/select_blocks.py", "_largest(keys, K)", "_largest(keys, K - 1)",
+        ("tests/kernels/test_select_blocks.py::test_choices[many-tiles-bounds-kernel]",),
+    ),
+    Fault(
+        "dense a token too long", "kernels/sparse/block_ranges.py",
+        "short = position + 1 < from_tokens", "short = position < from_tokens",
+        ("tests/kernels/test_block_ranges.py",),
+    ),
+    Fault(
+        "of equal blocks the later", "kernels/reference/keep_best.py", "(1 << 31) - block", "(1 << 31) + block",
+        ("tests/kernels/test_keep_best.py",),
+    ),
+    Fault(
+        "bounds of no generated page", "helix/model_runner.py",
+        "self.state.lengths[:rows].clone()", "self.state.lengths[:rows]",
+        ("tests/e2e/test_block_sparse.py::test_sampled", "tests/e2e/test_block_sparse.py::test_scores"),
     ),
     # ---- predictions
     Fault(
