@@ -13,12 +13,12 @@ help:  ## List the targets.
 run: $(VENV)/.installed  ## Decode the demo prompts over all GPUs, or four CPU ranks.
 	$(BIN)/python -m launch.demo $(ARGS)
 
-# Two processes share the tests; those that need worker pools stay together.
+# Two processes share the tests: neighbours stay together, which share checkpoints, oracles and pools of workers.
 test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full products too.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 
 test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' tests on a GPU.
 	$(BIN)/python -m pytest tests/kernels $(ARGS)

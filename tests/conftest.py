@@ -32,11 +32,6 @@ def _gpus(n: int = 1) -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
-    # Where tests are spread over processes, those that start processes of their own stay together: one pool of each
-    # size, and deadlines that are not missed because two jobs of eight ranks share the cores.
-    for item in items:
-        if "gloo_pool" in getattr(item, "fixturenames", ()) or item.path.name in ("test_cli.py", "test_signals.py"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -218,6 +218,14 @@ def test_sampled() -> None:
     assert found == wanted("qwen2", BUDGET, sampling=sampling)
 
 
+SHORT_WINDOW = replace(BUDGET, local_blocks=1)
+
+
+def test_new_text_can_be_chosen() -> None:
+    """Pages that were filled by generated tokens have bounds as those of the prompt do."""
+    assert tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW)) == wanted("qwen2", SHORT_WINDOW)
+
+
 def without_bounds_of_new_text(engine: Engine) -> None:
     """Pages that generated tokens fill keep what their former owners left."""
     fold = engine.runner.cache.fold
@@ -246,6 +254,5 @@ def a_block_less(engine: Engine) -> None:
 
 @pytest.mark.parametrize("tamper", [without_bounds_of_new_text, bounds_of_an_unfinished_page, a_block_less])
 def test_mistakes_are_caught(tamper: Callable[[Engine], None]) -> None:
-    budget = replace(BUDGET, local_blocks=1)
-    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget), tamper)
-    assert found != wanted("qwen2", budget)
+    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW), tamper)
+    assert found != wanted("qwen2", SHORT_WINDOW)

@@ -118,7 +118,7 @@ def test_text_in_text_out_and_refusals_among_it(tmp_path: Path) -> None:
 def many(tmp_path_factory: Any) -> Path:
     """Prompts whose decoding takes a while."""
     path = tmp_path_factory.mktemp("prompts") / "many.jsonl"
-    return write(path, *({"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_new_tokens": 20 + 40 * i} for i in range(8)))
+    return write(path, *({"id": f"r{i}", "prompt_ids": [i + 1, 2, 3], "max_new_tokens": 10 + 25 * i} for i in range(8)))
 
 
 def common(many: Path) -> list[str]:
@@ -172,12 +172,12 @@ def test_control_c_ends_a_start_at_once(tmp_path: Path, many: Path) -> None:
 
 
 def test_a_full_disk_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
-    """Files of 4,000 bytes at most stand in for it."""
+    """Files of 2,000 bytes at most stand in for it."""
     out = tmp_path / "out.jsonl"
     given = [*common(many), f"decode.output={out}", "decode.stream=false"]
-    ended = run(tmp_path, *given, command=["prlimit", "--fsize=4000", *ENTRY])
+    ended = run(tmp_path, *given, command=["prlimit", "--fsize=2000", *ENTRY])
     done = out.read_bytes().count(b"\n")
-    assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 4000, ended.output
+    assert ended.code == 1 and 1 <= done < 8 and out.stat().st_size == 2000, ended.output
     said = f"error: decode.output={out} cannot be written: File too large; {done} of 8 results are safe in it"
     assert ended.output.count(said) == 1, ended.output
     assert "Traceback" not in ended.output and "rank 1" not in ended.output, ended.output
@@ -311,16 +311,16 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
 
 
 def test_layout_auto(tmp_path: Path) -> None:
-    """On CPUs: tpa as wide as the 6 KV heads and 4 ranks allow; tokens are those of any layout."""
+    """On CPUs: tpa as wide as the 6 KV heads and 2 ranks allow; tokens are those of any layout."""
     wanted = oracle(FAMILY, (7, 16), 48)
     prompts = write(tmp_path / "p.jsonl", *({"prompt_ids": c.prompt, "max_new_tokens": len(c.tokens)} for c in wanted))
     record = tmp_path / "record.json"
     given = [f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout=auto", "model.dtype=float32"]
-    ended, lines = decode(tmp_path, *given, f"record={record}", command=torchrun(4))
-    assert ended.code == 0 and "layout=auto takes helix kvp=2 tpa=2" in " ".join(ended.output.split()), ended.output
+    ended, lines = decode(tmp_path, *given, f"record={record}", command=torchrun(2))
+    assert ended.code == 0 and "layout=auto takes helix kvp=1 tpa=2" in " ".join(ended.output.split()), ended.output
     assert [tuple(line["output_ids"]) for line in lines] == [c.tokens for c in wanted]
     found = json.loads(record.read_text())
-    assert found["layout"]["kvp"] == found["layout"]["tpa"] == 2 and found["config"]["layout"]["mode"] == "auto"
+    assert (found["layout"]["kvp"], found["layout"]["tpa"]) == (1, 2) and found["config"]["layout"]["mode"] == "auto"
     assert "6 KV heads" in found["layout_reason"]
 
 
@@ -328,22 +328,21 @@ def test_a_sweep_skips_survives_and_reports(tmp_path: Path) -> None:
     prompts = write(tmp_path / "p.jsonl", {"prompt_ids": [1, 2, 3], "max_new_tokens": 4})
     sweep = tmp_path / "sweep"
     ended = run(
-        tmp_path, "-m", f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}", "layout.kvp=1,2",
+        tmp_path, "-m", f"model.path={checkpoint(FAMILY)}", f"decode.prompts={prompts}",
         "layout.tpa=1,4", "kv.tokens=16,0,1000000000000", f"hydra.sweep.dir={sweep}",
         command=[sys.executable, "-m", "launch.sweep"],
     )  # fmt: skip
     with (sweep / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == 2 * ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
+    assert [row["status"] for row in rows] == ["ok", "failed", "failed", "skipped", "skipped", "skipped"]
     assert ended.code == 1, "some points failed"
-    assert [row["kvp"] for row in rows if row["status"] == "ok"] == ["1", "2"]
-    assert all(float(row["ttl_p50_us"]) > 0 for row in rows if row["status"] == "ok")
+    assert rows[0]["kvp"] == "1" and float(rows[0]["ttl_p50_us"]) > 0
     assert all("layout.tpa=4 does not fit" in row["reason"] for row in rows if row["status"] == "skipped")
     early, late = rows[1]["reason"], rows[2]["reason"]  # found before any point ran, and by a job
     assert early == "kv.tokens=0 must be positive" and late.startswith("kv.tokens=1000000000000 needs")
-    assert f"point 1, 7 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
+    assert f"point 1 failed: {early}" in ended.output and "layout.tpa=4 does not fit" in ended.output
     assert (sweep / "sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert jsonl(sweep / "0.jsonl")[0]["output_ids"] == jsonl(sweep / "6.jsonl")[0]["output_ids"]
+    assert len(jsonl(sweep / "0.jsonl")[0]["output_ids"]) == 4
 
 
 @pytest.fixture

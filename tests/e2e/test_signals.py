@@ -116,6 +116,7 @@ def test_no_rank_outlives_the_agent_that_started_it(tmp_path: Path) -> None:
     assert check("import", KILL, "launcher", tmp_path, torchrun(3)).code == -KILL
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_killed_by_its_peers(tmp_path: Path) -> None:
     """Under torchrun, which alone would ask it to end and wait for half a minute more."""
     end = check("decode", STOP, "rank", tmp_path, torchrun(3))

@@ -507,7 +507,8 @@ FAULTS = [
         ("tests/kernels/test_select_blocks.py::test_no_number_is_the_highest_score",),
     ),
     Fault(
-        "a tile of candidates too few", "kernels/sparse/select_blocks.py", "_largest(keys, K)", "_largest(keys, K - 1)",
+        "a tile of candidates too few", "kernels/sparse/select_blocks.py",
+        "_largest(keys, K)", "_largest(keys, K // 2)",
         ("tests/kernels/test_select_blocks.py::test_choices[many-tiles-bounds-kernel]",),
     ),
     Fault(
@@ -522,7 +523,7 @@ FAULTS = [
     Fault(
         "bounds of no generated page", "helix/model_runner.py",
         "self.state.lengths[:rows].clone()", "self.state.lengths[:rows]",
-        ("tests/e2e/test_block_sparse.py::test_sampled", "tests/e2e/test_block_sparse.py::test_scores"),
+        ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),
     # ---- predictions
     Fault(

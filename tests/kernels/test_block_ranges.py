@@ -24,7 +24,7 @@ def test_ranges(name: str, device: torch.device) -> None:
     """Candidates are the pages of committed tokens between sink and window, and no others."""
     c = CASES[name]
     layout = HelixLayout.create("helix", c["kvp"])
-    lengths = [0, 1, 15, 16, 31, 200, 333, 511]
+    lengths = [0, 1, 15, 16, 39, 200, 333, 511]
     budget = BlockBudget(c["sink"], c["local"], topk=3, from_tokens=40)
     T, page = c["queries"], c["page"]
     committed = torch.tensor(lengths).repeat_interleave(T)

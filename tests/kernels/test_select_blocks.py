@@ -14,7 +14,7 @@ from kernels.sparse.select_blocks import TILE, select_blocks
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(ranges=[(1, 20, 24), (1, 1, 1), (0, 0, 0)], topk=4),
     "fewer-than-chosen": dict(ranges=[(1, 4, 5), (2, 3, 6)], topk=8),
-    "many-tiles": dict(ranges=[(1, 300, 303), (3, 9, 11)], topk=3, heads=(7, 1), dim=80),
+    "many-tiles": dict(ranges=[(1, 300, 303), (3, 9, 11)], topk=4, heads=(7, 1), dim=80),
     "tiles-and-edges": dict(ranges=[(31, 290, 291), (33, 256, 256)], topk=5, heads=(6, 2)),
     "drafts": dict(ranges=[(1, 180, 183), (1, 180, 184), (1, 181, 184), (1, 7, 9), (1, 7, 9), (1, 8, 9)], queries=3,
                    topk=4, heads=(10, 2)),

@@ -29,7 +29,7 @@ def test_a_product_needs_few() -> None:
 
 
 def test_every_fault_is_noticed_without_the_slow_tests(collected: dict[str, bool]) -> None:
-    """Checked as far as the files of its tests are collected."""
+    """Where the file of its test is among those collected."""
     files = {name.partition("::")[0] for name in collected}
     for test in {test for fault in FAULTS for test in fault.tests if test.partition("::")[0] in files}:
         found = [slow for name, slow in collected.items() if name == test or name.startswith((f"{test}[", f"{test}::"))]
