@@ -6,10 +6,12 @@ from bisect import bisect_right
 from typing import Any
 
 from comm.base import Communicator
-from helix.config import Config
+from helix.attention.base import AttentionPolicy
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.config import AttentionConfig, Config
 from helix.engine import Engine
 from helix.errors import ConfigError
-from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
+from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, page_bytes, pages_for_tokens
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
@@ -42,6 +44,17 @@ def make_drafter(
             return None
 
 
+def make_policy(
+    config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator
+) -> AttentionPolicy | None:
+    """The policy of sparse decode steps that a config names; None where all steps are dense."""
+    if config.policy == "dense":
+        return None
+    budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
+    over_all = comm if config.choice == "global" else None
+    return BlockSparseAttention(budget, config.score, placement, max_length, over_all)
+
+
 def build_engine(
     layout: HelixLayout,
     comm: Communicator,
@@ -64,7 +77,8 @@ def build_engine(
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
     entries = spec.entries(layout, comm.rank)
     dtype, device = model.weights.dtype, comm.device
-    page_bytes = kv.page_size * token_bytes(spec.layers, entries, dtype)
+    sparse = config.attention.policy == "block_sparse"
+    of_page = page_bytes(spec.layers, entries, dtype, kv.page_size, bounds=sparse)
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
     needed = pages_for_tokens(layout, wanted, kv.append_block, kv.page_size, max_batch)
@@ -75,9 +89,9 @@ def build_engine(
     def bytes_of(pages: int) -> int:
         """The bytes of this many pages, with the draft model's for the tokens that are let in with them."""
         if draft is None:
-            return pages * page_bytes
+            return pages * of_page
         own = draft.pages(tokens_of(pages), kv.append_block, kv.page_size, max_batch)
-        return pages * page_bytes + own * kv.page_size * draft.bytes_per_token
+        return pages * of_page + own * kv.page_size * draft.bytes_per_token
 
     free = int(free_bytes(device) * kv.memory_fraction)
     fitting = max(0, bisect_right(range(needed + 1), free, key=bytes_of) - 1)
@@ -85,19 +99,20 @@ def build_engine(
     if kv.tokens is not None and pages < needed:
         own_pages = "" if draft is None else ", besides those of the draft model"
         raise ConfigError(
-            f"kv.tokens={kv.tokens} needs {needed} pages of {page_bytes} bytes on each rank, but "
+            f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but "
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
             "take fewer tokens, or a larger layout.kvp"
         )
     if pages == 0:
         raise ConfigError(
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {page_bytes} bytes: raise "
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes: raise "
             "it, or take a layout whose ranks hold fewer weights"
         )
     budget = tokens_of(pages)
     max_length = min(budget, spec.max_positions)
     drafter = make_drafter(config, draft, spec.vocab, max_batch, max_length, budget)
-    cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device)
+    score = config.attention.score if sparse else None
+    cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device, score)
     runner = ModelRunner(
         model,
         layout,
@@ -106,8 +121,10 @@ def build_engine(
         placement,
         max_batch=max_batch,
         max_length=max_length,
+        policy=make_policy(config.attention, placement, max_length, comm),
         drafter=drafter,
-        hopb=config.hopb.chunks,
+        # One choice over all ranks is an exchange of its own in the middle of attention.
+        hopb="none" if config.attention.choice == "global" else config.hopb.chunks,
     )
     return Engine(
         runner,

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
+MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
 
 
 @dataclass
@@ -60,10 +61,25 @@ class KVConfig:
 @dataclass
 class AttentionConfig:
     """Attributes:
-    policy: which keys a query reads; dense reads all.
+    policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
+        sequence, the last ones, and those between that promise most. A block is a page of the cache. Prefill reads all.
+    topk: blocks that each KV head chooses, of all ranks together; 0: none.
+    sink_blocks: first blocks, always read.
+    local_blocks: last blocks, the unfinished one included, always read.
+    score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
+        keys), mean_std (mean and standard deviation).
+    choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
+        same blocks on every layout, for one exchange more in each layer).
+    from_tokens: shorter sequences read all.
     """
 
     policy: str = "dense"
+    topk: int = 32
+    sink_blocks: int = 1
+    local_blocks: int = 4
+    score: str = "bounds"
+    choice: str = "local"
+    from_tokens: int = 32768
 
 
 @dataclass
@@ -219,7 +235,9 @@ def check(config: Config) -> None:
         "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "speculation.model.load": ("checkpoint", "random"),
         "layout.mode": ("helix", "tp", "medha", "auto"),
-        "attention.policy": ("dense",),
+        "attention.policy": ("dense", "block_sparse"),
+        "attention.score": ("bounds", "mean", "mean_std"),
+        "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
         "speculation.drafter": ("none", "ngram", "model", "synthetic"),
@@ -236,6 +254,10 @@ def check(config: Config) -> None:
             raise ValueError(f"{key}={value!r} must be positive")
     ranges = {
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
+        "attention.topk": (0, MOST_CHOSEN),
+        "attention.sink_blocks": (0, 1 << 20),
+        "attention.local_blocks": (1, 1 << 20),
+        "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
         "comm.timeout_s": (0.1, 600),  # kernels that wait for other GPUs count no further (comm/symm_mem.py)

@@ -227,6 +227,15 @@ class KVCache:
         return len(self._free)
 
 
+def page_bytes(
+    layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dtype, page_size: int, bounds: bool = False
+) -> int:
+    """Bytes of a page in the caches of all layers, and of what stands for it where queries choose."""
+    return (
+        token_bytes(layers, entries, dtype) * page_size + bounds * layers * 2 * math.prod(entries[0]) * dtype.itemsize
+    )
+
+
 def token_bytes(layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
     """Bytes that a token takes in the caches of all layers on the rank that stores it."""
     return layers * sum(math.prod(entry) for entry in entries) * dtype.itemsize

@@ -20,7 +20,7 @@ from kernels.overlap import overlapped, sm_count, start_successor, wait_for_pred
 from kernels.reference.select_blocks import select_blocks as reference
 
 TILE = 32  # pages of a tile
-MOST_CHOSEN = 128
+MOST_CHOSEN = 128  # pages
 MOST_TILES = 1 << 14  # of a sequence, among which tiles are chosen
 PROGRAMS = 2  # on an SM
 

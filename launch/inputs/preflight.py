@@ -65,6 +65,42 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
+def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Raises ValueError where queries cannot choose the blocks that they read."""
+    attention, kv = config.attention, config.kv
+    if attention.policy == "dense":
+        return
+    what = f"attention.policy={attention.policy}"
+    if spec.mla is not None:
+        raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): set attention=dense")
+    if None not in spec.windows:
+        raise ValueError(f"{what}: every layer of the model has a sliding window already: set attention=dense")
+    drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
+    least = 1 + -(-drafts // kv.page_size)
+    if attention.local_blocks < least:
+        raise ValueError(
+            f"attention.local_blocks={attention.local_blocks} blocks of kv.page_size={kv.page_size} tokens do not hold "
+            f"an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
+        )
+    if attention.choice == "local":
+        return
+    if kv.page_size != kv.append_block:
+        raise ValueError(
+            f"attention.choice=global compares blocks of all ranks: kv.page_size={kv.page_size} must be "
+            f"kv.append_block={kv.append_block} (or set attention.choice=local)"
+        )
+    if config.hopb.chunks not in ("none", "auto"):
+        raise ValueError(
+            f"attention.choice=global exchanges in the middle of attention, which hopb.chunks={config.hopb.chunks} "
+            "would cut: set hopb=none or attention.choice=local"
+        )
+    if layout.tpa > spec.kv_heads:
+        raise ValueError(
+            f"attention.choice=global needs all query heads of a KV head on one rank; layout.tpa={layout.tpa} splits "
+            f"those of the model's {spec.kv_heads} KV heads: set a tpa of at most {spec.kv_heads}"
+        )
+
+
 def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) -> CheckedDraft:
     """Raises ValueError unless the draft model can propose to the target."""
     speculation = config.speculation
@@ -140,6 +176,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     if auto:
         layout, reason = choose(config, spec, prompts, world_size, device)
     check_layout(layout, spec)
+    check_attention(config, layout, spec)
     if config.speculation.drafter == "synthetic" and config.bench.kind == "none" and config.model.load != "random":
         raise ValueError(
             "speculation.drafter=synthetic keeps drafts whatever the model says, so that "

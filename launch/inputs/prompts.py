@@ -128,12 +128,17 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
 
 
 def digest(prompt: Prompt, config: Config) -> str:
-    """What a result line says of its request: 16 hex digits of the prompt, all options, the model."""
+    """What a result line says of its request: 16 hex digits of the prompt, all options, model and attention policy."""
     options = {key: prompt.options.get(key, getattr(config.decode, key)) for key in OPTIONS}
     model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
     if config.model.load == "random":
         model["seed"] = config.seed
-    return hashlib.sha256(json.dumps([prompt.text, prompt.ids, options, model]).encode()).hexdigest()[:16]
+    what: list[Any] = [prompt.text, prompt.ids, options, model]
+    if config.attention.policy != "dense":
+        # Which keys share a block, and which blocks a rank chooses from, is a matter of the cache and the layout.
+        local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []
+        what.append([asdict(config.attention), config.kv.page_size, config.kv.append_block, local])
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:

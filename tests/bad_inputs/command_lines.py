@@ -318,8 +318,16 @@ BAD_COMMAND_LINES = [
     (["hopb.chunks=3"], 1, "hopb.chunks='3' is unknown; choose one of none, auto, 2, 4, 8"),
     (["hopb.chunks=off"], 1, "hopb.chunks='off' is unknown; choose one of none, auto, 2, 4, 8"),
     (["hopb=3"], 1, "hopb=3: hopb has no option 3; known: auto, none"),
-    (["attention.policy=sparse"], 1, "attention.policy='sparse' is unknown; choose one of dense"),
-    (["attention=sparse"], 1, "attention=sparse: attention has no option sparse; known: dense"),
+    (["attention.policy=sparse"], 1, "attention.policy='sparse' is unknown; choose one of dense, block_sparse"),
+    (["attention.topk=129"], 1, "attention.topk=129 must be from 0 to 128"),
+    (["attention.local_blocks=0"], 1, "attention.local_blocks=0 must be from 1 to 1048576"),
+    (["attention.score=max"], 1, "attention.score='max' is unknown; choose one of bounds, mean, mean_std"),
+    (["attention.choice=any"], 1, "attention.choice='any' is unknown; choose one of local, global"),
+    (
+        ["attention=sparse"],
+        1,
+        "attention=sparse: attention has no option sparse; known: block_sparse, dense, quest, window",
+    ),
     (
         ["speculation=oracle"],
         1,

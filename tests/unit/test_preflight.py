@@ -231,3 +231,40 @@ def test_a_sweep_is_sent_where_it_belongs(flag: str, monkeypatch: Any, capsys: A
     assert main([flag, "layout.kvp=1,2"]) == 1
     said = capsys.readouterr().err
     assert "every rank would run the whole sweep" in said and "python -m launch.sweep" in said
+
+
+def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
+    plan(model, prompts, "attention=block_sparse")
+    plan(model, prompts, "attention=block_sparse", "speculation=ngram", "speculation.gamma=31")
+    plan(model, prompts, "attention=quest", "attention.choice=global", "layout.tpa=3", world=6)
+    assert plan(model, prompts, "attention=quest").kv.append_block == 16
+    assert plan(model, prompts, "attention=block_sparse", "kv.page_size=64").kv.page_size == 64
+
+
+@pytest.mark.parametrize(
+    "family, overrides, words",
+    [
+        ("deepseek-v3-yarn", [], ["attention.policy=block_sparse", "latents (MLA)"]),
+        ("mistral-windowed", [], ["attention.policy=block_sparse", "every layer", "sliding window"]),
+        (
+            "qwen3",
+            ["speculation=ngram", "speculation.gamma=17", "kv.page_size=16", "attention.local_blocks=2"],
+            ["attention.local_blocks=2", "kv.page_size=16", "speculation.gamma=17", "at least 3"],
+        ),
+        (
+            "qwen3",
+            ["attention.choice=global", "kv.page_size=64"],
+            ["attention.choice=global", "kv.page_size=64", "kv.append_block=128"],
+        ),
+        ("qwen3", ["attention.choice=global", "hopb.chunks=2"], ["attention.choice=global", "hopb.chunks=2"]),
+        (
+            "qwen3",
+            ["attention.choice=global", "layout=tp", "layout.kvp=1", "layout.tpa=12"],
+            ["attention.choice=global", "layout.tpa=12", "at most 6"],
+        ),
+    ],
+)
+def test_blocks_that_cannot_be_chosen(family: str, overrides: list[str], words: list[str], prompts: Path) -> None:
+    world = 12 if "layout.tpa=12" in overrides else 2
+    said = problem(checkpoint(family), prompts, "attention=block_sparse", *overrides, world=world)
+    assert all(word in said for word in words), said
