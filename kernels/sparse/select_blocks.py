@@ -54,25 +54,32 @@ def _largest(keys, k):
         )  # fmt: skip
     above = biased > mark
     equal = (biased == mark) & (biased > 0)
-    free = k - tl.sum(above.to(tl.int32), 0)
-    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= free))
-    return taken, tl.cumsum(taken.to(tl.int32), 0) - 1
+    # Both counted by one scan: those above the mark in the low bits, those at it in the high ones.
+    ones = above.to(tl.int32)
+    until = tl.cumsum(ones + (equal.to(tl.int32) << 16), 0)
+    free = k - tl.sum(ones, 0)
+    equals = until >> 16
+    return above | (equal & (equals <= free)), (until & 0xFFFF) + tl.minimum(equals, free) - 1
 
 
 @triton.jit
-def _copy(source, to, count, BLOCK: tl.constexpr):
+def _read_anyway(pages, to, begin, end, held, k, BLOCK: tl.constexpr):
+    """Writes the pages before and behind the candidates of one query, for one KV head."""
+    count = begin + held - end
     lane = tl.arange(0, BLOCK)
-    for begin in range(0, count, BLOCK):
-        inside = begin + lane < count
-        tl.store(to + begin + lane, tl.load(source + begin + lane, mask=inside, other=0), mask=inside)
+    for at in range(0, count, BLOCK):
+        i = at + lane
+        behind = i >= begin
+        page = tl.load(pages + i + tl.where(behind, end - begin, 0), mask=i < count, other=0)
+        tl.store(to + i + tl.where(behind, tl.minimum(k, end - begin), 0), page, mask=i < count)
 
 
 @triton.jit
 def _choose(
-    scores, best, list_, pages, to, report, begin, end, held, k,
+    scores, best, list_, pages, to, report, begin, end, k,
     K: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
-    """Writes one query's table of one KV head: pages [0, begin), the k best of [begin, end), and [end, held)."""
+    """Writes the pages of one query and KV head that are chosen: the k best of [begin, end)."""
     tiles = tl.cdiv(end, TILE) - begin // TILE
     lane = tl.arange(0, K * TILE)
     tile = begin // TILE + lane // TILE
@@ -86,15 +93,52 @@ def _choose(
     page = tile * TILE + lane % TILE
     inside = (page >= begin) & (page < end)
     keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
+    entries = tl.load(pages + page, mask=inside, other=0)
     taken, place = _largest(keys, k)
-    tl.store(to + begin + place, tl.load(pages + page, mask=taken, other=0), mask=taken)
+    tl.store(to + begin + place, entries, mask=taken)
     if REPORT:
         i = tl.arange(0, K)
         tl.store(report + 2 * i, i * 0 + _NONE, mask=(i >= end - begin) & (i < k))
         tl.store(report + 2 * place, keys, mask=taken)
         tl.store(report + 2 * place + 1, page, mask=taken)
-    _copy(pages, to, begin, 128)
-    _copy(pages + end, to + begin + tl.minimum(k, end - begin), held - end, 128)
+
+
+@triton.jit
+def _score_tiles(
+    meets_one, meets_two, block_bounds, pages, firsts, lasts, scores, best, first, last, start, stop,
+    page_stride, kind_stride, score_row, best_row,
+    T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCORE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scores of the pages of tiles first..last-1, and of each tile the best, for an item's queries."""
+    lane = tl.arange(0, TILE)
+    d = tl.arange(0, meets_one.shape[1])
+    t = tl.arange(0, meets_one.shape[0]) // GROUP
+    # Carried one iteration ahead, as attention's tables are.
+    ahead = first * TILE + lane
+    next_page = tl.load(pages + ahead, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
+    for tile in range(first, last):
+        page = next_page.to(tl.int64)
+        ahead = (tile + 1) * TILE + lane
+        next_page = tl.load(pages + ahead, mask=(tile + 1 < last) & (ahead < stop), other=0)
+        j = tile * TILE + lane
+        live = (j >= start) & (j < stop)
+        where = (page * page_stride)[:, None] + d[None, :]
+        mask = live[:, None] & (d < D)[None, :]
+        one = tl.load(block_bounds + where, mask=mask, other=0.0)
+        found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
+        if SCORE != "mean":
+            two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
+            found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
+        keys = _ordered(found)  # [BLOCK_M, TILE]
+        for query_t in tl.static_range(T):
+            top = tl.max(tl.where((t == query_t)[:, None], keys, _NONE), 0)
+            if T == 1:
+                chooses = live
+            else:
+                chooses = (j >= tl.load(firsts + query_t)) & (j < tl.load(lasts + query_t))
+            top = tl.where(chooses, top, _NONE)
+            tl.store(scores + query_t * score_row + j, top, mask=chooses)
+            tl.store(best + query_t * best_row + tile, tl.max(top, 0))
 
 
 @triton.jit
@@ -118,7 +162,6 @@ def _select_blocks_kernel(
     if head >= 0:  # Always: it holds the wait behind the schedule.
         wait_for_predecessor(PDL)
     start_successor(PDL)
-    lane = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
     while at < end:
@@ -135,32 +178,20 @@ def _select_blocks_kernel(
             meets_one = query
             meets_two = tl.abs(query)
         pages = block_table + b * table_b
+        if at == item_begin:
+            for query_t in range(T):
+                n = b * T + query_t
+                _read_anyway(
+                    pages, table + (n * HEADS + head) * width,
+                    tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n), topk, 128,
+                )  # fmt: skip
+        done = tl.minimum(end, item_end) - at
         from_tile = start // TILE + at - item_begin
-        to_tile = from_tile + tl.minimum(end, item_end) - at
-        # Carried one iteration ahead, as attention's tables are.
-        ahead = from_tile * TILE + lane
-        next_page = tl.load(pages + ahead, mask=(ahead >= start) & (ahead < stop), other=0)
-        for tile in range(from_tile, to_tile):
-            page = next_page.to(tl.int64)
-            ahead = (tile + 1) * TILE + lane
-            next_page = tl.load(pages + ahead, mask=(tile + 1 < to_tile) & (ahead < stop), other=0)
-            j = tile * TILE + lane
-            live = (j >= start) & (j < stop)
-            where = (page * page_stride + head * head_stride)[:, None] + d[None, :]
-            mask = live[:, None] & (d < D)[None, :]
-            one = tl.load(block_bounds + where, mask=mask, other=0.0)
-            found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
-            if SCORE != "mean":
-                two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
-                found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
-            keys = _ordered(found)  # [BLOCK_M, TILE]
-            for query_t in tl.static_range(T):
-                mine = b * T + query_t
-                chooses = (j >= tl.load(firsts + mine)) & (j < tl.load(lasts + mine))
-                top = tl.where(chooses, tl.max(tl.where((t == query_t)[:, None], keys, _NONE), 0), _NONE)
-                tl.store(scores + (row + query_t) * score_row + j, top, mask=chooses)
-                tl.store(tile_best + (row + query_t) * best_row + tile, tl.max(top, 0))
-        done = to_tile - from_tile
+        _score_tiles(
+            meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
+            scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
+            page_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE,
+        )  # fmt: skip
         tl.debug_barrier()  # all of the program's scores are written
         before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
         if before + done == item_end - item_begin:
@@ -171,7 +202,7 @@ def _select_blocks_kernel(
                     scores + (row + query_t) * score_row, tile_best + (row + query_t) * best_row,
                     lists + (row + query_t) * K, pages, table + (n * HEADS + head) * width,
                     report + (n * HEADS + head) * topk * 2,
-                    tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n), topk, K, BLOCK_G, TILE, REPORT,
+                    tl.load(firsts + n), tl.load(lasts + n), topk, K, BLOCK_G, TILE, REPORT,
                 )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:
