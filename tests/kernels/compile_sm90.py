@@ -59,7 +59,7 @@ from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
-from kernels.sparse.select_blocks import TILE, TILES, _select_blocks_kernel
+from kernels.sparse.select_blocks import TILE, _select_blocks_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
