@@ -113,7 +113,8 @@ def test_signals_end_everybody(phase: str, number: signal.Signals, target: str, 
 
 
 def test_no_rank_outlives_the_agent_that_started_it(tmp_path: Path) -> None:
-    assert check("import", KILL, "launcher", tmp_path, torchrun(3)).code == -KILL
+    """Once ranks have tied themselves to its life, which takes their first moments."""
+    assert check("meeting", KILL, "launcher", tmp_path, torchrun(3)).code == -KILL
 
 
 @pytest.mark.slow
