@@ -242,7 +242,6 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             "K": chosen,
             "SCORE": score,
             "TILE": TILE,
-            "TILES": TILES,
         }
         item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
