@@ -234,15 +234,7 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         (bf16, 1, 8, 256, "bounds"), (bf16, 1, 32, 256, "mean_std"), (bf16, 5, 32, 256, "bounds"),
         (bf16, 1, 64, 2048, "mean"), (torch.float32, 1, 32, 256, "bounds"),
     ):  # fmt: skip
-        item = {
-            "T": queries,
-            "HEADS": 4,
-            "GROUP": 7,
-            "D": 128,
-            "K": chosen,
-            "SCORE": score,
-            "TILE": TILE,
-        }
+        item = {"T": queries, "HEADS": 4, "GROUP": 7, "D": 128, "K": chosen, "SCORE": score, "TILE": TILE}
         item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
