@@ -63,7 +63,7 @@ def step_seconds(runner: ModelRunner, rows: int, drafts: int, chunks: int, steps
     if graphs is not None and not kept:
         graphs = StepGraphs(runner.step)
     run = graphs.run if graphs is not None else runner.step
-    sparse = runner.policy is not runner.dense
+    sparse = runner.sparse_at(int(before[1].max()))
 
     def step() -> None:
         run(rows, drafts, False, False, sparse, chunks)

@@ -52,7 +52,7 @@ def make_policy(
         return None
     budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
     over_all = comm if config.choice == "global" else None
-    return BlockSparseAttention(budget, config.score, placement, max_length, over_all)
+    return BlockSparseAttention(budget, config.score, placement, max_length, comm.device, over_all)
 
 
 def build_engine(

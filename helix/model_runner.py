@@ -123,6 +123,10 @@ class ModelRunner:
             keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered, decision.sparse))
         return drawn
 
+    def sparse_at(self, tokens: int) -> bool:
+        """Whether steps of sequences of so many tokens read a part of them."""
+        return self.policy.from_tokens is not None and tokens >= self.policy.from_tokens
+
     def check(self, wait: bool = True) -> None:
         """Looks at all collectives of a step, by `Communicator.check`."""
         self.comm.check(wait)

@@ -35,6 +35,9 @@ class BlockSparseAttention(AttentionPolicy):
         max_length: the most tokens of a sequence.
         comm: where the choice is one over all ranks of a kvp group; None: each rank takes its share of `topk` from its
             own blocks.
+
+    Attributes:
+        counted: [2] int64, on the device: blocks that queries have read, each KV head's, and how often one chose.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class BlockSparseAttention(AttentionPolicy):
         score: str,
         placement: Placement,
         max_length: int,
+        device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
         self.dense = DenseAttention()
@@ -52,6 +56,7 @@ class BlockSparseAttention(AttentionPolicy):
         self.from_tokens = budget.from_tokens
         self.budget = budget if self.comm else replace(budget, topk=-(-budget.topk // kvp))
         self.width = placement.most_blocks(self.budget, max_length)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         self.dense.prepare(step, windows if step.cu_q is not None else windows - {None})
@@ -87,11 +92,12 @@ class BlockSparseAttention(AttentionPolicy):
             offered = torch.empty(shape, dtype=torch.int32, device=q.device)
         ranges = first, last, pages
         table = select_blocks(
-            q, cache.bounds, step.block_tables, *ranges, topk, self.width, self.score, candidates=offered, sms=sms
-        )
+            q, cache.bounds, step.block_tables, *ranges, topk, self.width, self.score, self.counted,
+            candidates=offered, sms=sms,
+        )  # fmt: skip
         if self.comm is not None and offered is not None:
             ranks = len(self.comm.kvp_group)
             everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
-            keep_best(everyone, first, step.starts, table, self.comm.kvp_rank)
+            keep_best(everyone, first, step.starts, table, self.comm.kvp_rank, self.counted)
         keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], scale, sinks)
         return decode_parts(q[:, None], keys, sms=sms, early=True)

@@ -8,7 +8,12 @@ from kernels.reference.select_blocks import NONE
 
 
 def keep_best(
-    offered: torch.Tensor, first: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, kvp_rank: int
+    offered: torch.Tensor,
+    first: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    kvp_rank: int,
+    counted: torch.Tensor,
 ) -> None:
     """Leaves out what is not among the best of all ranks; shapes as in `kernels.sparse.keep_best.keep_best`."""
     ranks, _, _, topk, _ = offered.shape
@@ -21,3 +26,4 @@ def keep_best(
     lost = (value[kvp_rank] < least[..., None]) & (score[kvp_rank] > NONE)
     n, head, i = lost.nonzero().unbind(1)
     table[n, head, first[n].long() + i] = -1
+    counted[0] -= len(n)

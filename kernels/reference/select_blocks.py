@@ -47,6 +47,7 @@ def select_blocks(
     topk: int,
     width: int,
     score: str,
+    counted: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -64,6 +65,7 @@ def select_blocks(
         local = torch.arange(end, held, device=q.device).expand(heads, -1)
         read = torch.cat([sinks, begin + chosen, local], 1)  # [Hkv, pages read]
         table[n, :, : read.shape[1]] = row[read]
+        counted += torch.tensor([read.numel(), heads], device=q.device)
         if candidates is not None:
             candidates[n] = NONE
             candidates[n, :, : chosen.shape[1], 0] = found.gather(1, chosen)

@@ -16,7 +16,7 @@ _NONE = tl.constexpr(NONE)
 
 @triton.jit
 def _keep_best_kernel(
-    offered, firsts, starts, table, width, rank, N,
+    offered, firsts, starts, table, counted, width, rank, N,
     HEADS: tl.constexpr, TOPK: tl.constexpr, RANKS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -42,10 +42,16 @@ def _keep_best_kernel(
     lost = (own_score > _NONE) & (tl.sum(better.to(tl.int32), 1) >= TOPK)
     to = table + (n.to(tl.int64) * HEADS + head) * width + begin + i
     tl.store(to, i * 0 - 1, mask=lost)
+    tl.atomic_add(counted, -tl.sum(lost.to(tl.int64), 0), sem="relaxed")
 
 
 def keep_best(
-    offered: torch.Tensor, first: torch.Tensor, starts: torch.Tensor, table: torch.Tensor, kvp_rank: int
+    offered: torch.Tensor,
+    first: torch.Tensor,
+    starts: torch.Tensor,
+    table: torch.Tensor,
+    kvp_rank: int,
+    counted: torch.Tensor,
 ) -> None:
     """Leaves pages of this rank's choice out of its table that are not among the best of all ranks.
 
@@ -55,14 +61,15 @@ def keep_best(
         first: [N] int32, contiguous: where this rank's chosen pages begin in its table.
         starts: [N] int64, contiguous: the kvp rank of each sequence's first block.
         table: [N, Hkv, width] int32, contiguous; -1 is written for what is left out.
+        counted: [2] int64; the first, pages in tables, shrinks by them.
     """
     if not dispatch.on_gpu(offered):
-        reference(offered, first, starts, table, kvp_rank)
+        reference(offered, first, starts, table, kvp_rank, counted)
         return
     ranks, N, heads, topk, _ = offered.shape
     assert offered.is_contiguous() and table.is_contiguous() and first.is_contiguous() and starts.is_contiguous()
     _keep_best_kernel[N, heads](
-        offered, first, starts, table, table.shape[2], kvp_rank, N, HEADS=heads, TOPK=topk, RANKS=ranks,
+        offered, first, starts, table, counted, table.shape[2], kvp_rank, N, HEADS=heads, TOPK=topk, RANKS=ranks,
         BLOCK_K=triton.next_power_of_2(topk), BLOCK_ALL=triton.next_power_of_2(ranks * topk),
         num_warps=4, **overlapped(offered),
     )  # fmt: skip

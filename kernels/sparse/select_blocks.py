@@ -143,7 +143,7 @@ def _score_tiles(
 
 @triton.jit
 def _select_blocks_kernel(
-    q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report,
+    q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
     q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -198,6 +198,9 @@ def _select_blocks_kernel(
             tl.store(arrived + b * HEADS + head, 0)
             for query_t in range(T):
                 n = b * T + query_t
+                reads = tl.load(held + n) - tl.maximum(tl.load(lasts + n) - tl.load(firsts + n) - topk, 0)
+                tl.atomic_add(counted, reads.to(tl.int64), sem="relaxed")
+                tl.atomic_add(counted + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
                 _choose(
                     scores + (row + query_t) * score_row, tile_best + (row + query_t) * best_row,
                     lists + (row + query_t) * K, pages, table + (n * HEADS + head) * width,
@@ -234,6 +237,7 @@ def select_blocks(
     topk: int,
     width: int,
     score: str,
+    counted: torch.Tensor,
     *,
     candidates: torch.Tensor | None = None,
     sms: int | None = None,
@@ -252,6 +256,7 @@ def select_blocks(
         topk: at most MOST_CHOSEN.
         width: columns of the result, at least what any query reads.
         score: bounds, mean or mean_std.
+        counted: [2] int64, to which the pages in all tables, and the tables, are added.
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
             number of the same order, and its place in the block table; what is left has the lowest number there is.
         sms: how many streaming multiprocessors to fill; all if None.
@@ -263,7 +268,7 @@ def select_blocks(
         Gather-decode (papers/gather-decode.txt), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
     """
     if not dispatch.on_gpu(q):
-        return reference(q, bounds, block_table, first, last, pages, topk, width, score, candidates=candidates)
+        return reference(q, bounds, block_table, first, last, pages, topk, width, score, counted, candidates=candidates)
     N, Hq, D = q.shape
     B, most = block_table.shape
     heads = bounds.shape[1]
@@ -276,7 +281,7 @@ def select_blocks(
     scores, best, lists = _workspace(q.device, N * heads, most, k)
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table,
-        table if candidates is None else candidates,
+        table if candidates is None else candidates, counted,
         *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
         T=T, HEADS=heads, GROUP=group, D=D, K=k, SCORE=score, TILE=TILE,
         BLOCK_B=triton.next_power_of_2(B), BLOCK_M=max(16, triton.next_power_of_2(T * group)),

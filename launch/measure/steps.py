@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
+from helix.attention.block_sparse import BlockSparseAttention
 from helix.autotune import choose_chunks
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
@@ -77,7 +78,7 @@ def _time_point(
         rewind(engine.runner, batch, length)
         drafts = f", {gamma} drafts" if gamma else ""
         with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
-            timings, traced = _time_drafts(engine.runner, comm, batch, gamma, config.bench.steps)
+            timings, traced = _time_drafts(engine.runner, comm, batch, length, gamma, config.bench.steps)
             advance(config.bench.steps)
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
@@ -91,25 +92,30 @@ def _time_point(
 
 
 def _time_drafts(
-    runner: ModelRunner, comm: Communicator, batch: int, gamma: int, steps: int
+    runner: ModelRunner, comm: Communicator, batch: int, length: int, gamma: int, steps: int
 ) -> tuple[Timings, dict[str, Any]]:
     """Steps with `gamma` drafts, and what one of them consists of.
 
     A step counts with the time of its slowest rank; no rank waits for its host between steps.
     """
     taken: list[Tensor] = []
+    sparse = runner.sparse_at(length)
 
     def step() -> None:
-        tokens = runner.decode(batch, gamma)
+        tokens = runner.decode(batch, gamma, sparse=sparse)
         if gamma:
             taken.append(tokens.clone())
 
     for _ in range(WARM_UP):
         step()
     taken.clear()
+    policy = runner.policy
+    if isinstance(policy, BlockSparseAttention):
+        policy.counted.zero_()
     comm.barrier()
     seconds = _times(step, steps, comm.device)
-    traced = _trace(partial(runner.decode, batch, gamma), runner.model.spec.layers, comm)
+    read = blocks_read(runner, comm) if sparse else {}
+    traced = read | _trace(partial(runner.decode, batch, gamma, sparse=sparse), runner.model.spec.layers, comm)
     comm.check()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
     timings = Timings(acceptance=Acceptance(gamma))
@@ -117,6 +123,19 @@ def _time_drafts(
     for step_s, of_rows in zip(slowest, kept, strict=True):
         timings.step(step_s, gamma, [Outcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
     return timings, traced
+
+
+def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
+    """Blocks that a query read of each KV head and layer, on each rank, as counted on the device.
+
+    Raises:
+        RuntimeError: no query has chosen: the steps that were timed were dense.
+    """
+    assert isinstance(runner.policy, BlockSparseAttention)
+    read, choices = runner.policy.counted.tolist()
+    if choices == 0:
+        raise RuntimeError("steps that should have chosen the blocks they read have read all of them")
+    return {"blocks_read_per_rank": comm.all_gather_object(read / choices)}
 
 
 def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
@@ -132,6 +151,9 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
     for slot in range(batch):
         runner.admit(Admission(slot, slot, (), slot % runner.layout.kvp, reserved, reserved, SamplingParams()))
     rewind(runner, batch, length)
+    state = runner.state
+    tables, starts, lengths = state.block_tables[:batch], state.starts[:batch], state.lengths[:batch]
+    runner.cache.fold(runner.placement, tables, starts, torch.zeros_like(lengths), lengths, length)
 
 
 def rewind(runner: ModelRunner, batch: int, length: int) -> None:

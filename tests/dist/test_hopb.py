@@ -104,7 +104,7 @@ def test_a_chunk_with_its_neighbours_bounds_is_caught(monkeypatch: pytest.Monkey
 
     def wrong(step: attention.Step, rows: slice) -> attention.Step:
         part = rows_of(step, rows)
-        part._bounds = {w: (lo[: len(part.tokens)], hi[: len(part.tokens)]) for w, (lo, hi) in step._bounds.items()}
+        part.shared = {key: tuple(x[: len(part.tokens)] for x in made) for key, made in step.shared.items()}
         return part
 
     monkeypatch.setattr(attention, "rows_of", wrong)

@@ -114,7 +114,7 @@ def build_engine(
     policy: AttentionPolicy | None = None
     if sparse:
         over_all = comm if sparse.choice == "global" else None
-        policy = BlockSparseAttention(sparse.budget, sparse.score, placement, max_length, over_all)
+        policy = BlockSparseAttention(sparse.budget, sparse.score, placement, max_length, device, over_all)
     runner = ModelRunner(
         model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
         drafter=drafter,

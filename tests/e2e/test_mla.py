@@ -119,7 +119,7 @@ def test_gpus(family: str, world: int, kind: type[TorchDistCommunicator]) -> Non
 
 def shifts_lse(engine: Engine) -> None:
     if engine.comm.rank == 1:
-        engine.runner.policy = ShiftedLSE(engine.runner.policy)
+        engine.runner.dense = ShiftedLSE(engine.runner.dense)
 
 
 def forgets_temperature(engine: Engine) -> None:

@@ -117,7 +117,7 @@ def test_a_shifted_lse_on_one_rank_is_caught() -> None:
 
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
-            engine.runner.policy = ShiftedLSE(engine.runner.policy)
+            engine.runner.dense = ShiftedLSE(engine.runner.dense)
 
     results = loopback(checkpoint("qwen3"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
     with pytest.raises(AssertionError, match="prompt"):

@@ -43,5 +43,6 @@ def test_the_best_of_all_ranks(ranks: int, topk: int, equal: bool, op: Any, devi
                 if owner == k:
                     wanted[n, h, first[n] + i] = -1
         found = table.to(device)
-        op(offered.to(device), first.to(device), starts.to(device), found, k)
-        assert torch.equal(found.cpu(), wanted)
+        counted = torch.zeros(2, dtype=torch.int64, device=device)
+        op(offered.to(device), first.to(device), starts.to(device), found, k, counted)
+        assert torch.equal(found.cpu(), wanted) and counted.tolist() == [-int((wanted < 0).sum()), 0]

@@ -47,7 +47,7 @@ def case(shape: str, device: torch.device, *, ties: bool = False, dtype: torch.d
     width = max(first + s["topk"] + held - last for first, last, held in s["ranges"]) + 1
     return dict(
         q=q.to(device), bounds=bounds.to(device), block_table=table.to(device), first=first, last=last, pages=pages,
-        topk=s["topk"], width=width,
+        topk=s["topk"], width=width, counted=torch.zeros(2, dtype=torch.int64, device=device),
     )  # fmt: skip
 
 
@@ -80,6 +80,9 @@ def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
 def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
     c = case(shape, device)
     check(op(**c, score=score), c, score)
+    reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
+    heads = c["bounds"].shape[1]
+    assert c["counted"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
 
 
 @pytest.mark.parametrize("sms", [2, 9])
