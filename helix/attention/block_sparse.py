@@ -58,6 +58,11 @@ class BlockSparseAttention(AttentionPolicy):
         self.width = placement.most_blocks(self.budget, max_length)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
 
+    def blocks_read(self) -> float | None:
+        """Blocks that a query has read of each KV head, on average, on this rank; None where none has chosen any."""
+        read, choices = self.counted.tolist()
+        return read / choices if choices else None
+
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         self.dense.prepare(step, windows if step.cu_q is not None else windows - {None})
         if step.cu_q is None and None in windows:

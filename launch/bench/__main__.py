@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from launch.bench import attention, comm, hopb, linear, mla, moe, prefill, speculate, steps, verify
+from launch.bench import attention, comm, hopb, linear, mla, moe, prefill, sparse, speculate, steps, verify
 from launch.bench.runner import Benchmark, Given, record, run
 from launch.inputs import parts
 from launch.inputs.arguments import helped, parse, several, unknown
@@ -29,6 +29,7 @@ BENCHMARKS = {
     "moe": moe.BENCHMARK,
     "mla": mla.BENCHMARK,
     "verify": verify.BENCHMARK,
+    "sparse": sparse.BENCHMARK,
     "comm": comm.BENCHMARK,
     "step": steps.STEP,
     "baselines": steps.BASELINE,

@@ -205,6 +205,8 @@ class ResultFile:
         self._path = None if config.decode.output is None else Path(config.decode.output)
         self._prompts = prompts
         self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
+        policy = config.attention.policy
+        self._lossy = None if policy == "dense" else f"{policy} (lossy)"
         self._file: TextIO | None = None
         try:
             self._file = None if self._path is None else claim(self._path)
@@ -233,6 +235,8 @@ class ResultFile:
         }
         if output.reason is not None:
             line["reason"] = output.reason
+        if self._lossy is not None:
+            line["attention"] = self._lossy
         try:
             if self._file:
                 self._file.write(_line(line))

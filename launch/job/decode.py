@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from helix.attention.block_sparse import BlockSparseAttention
 from helix.build import build_engine
 from helix.engine import Engine
 from helix.request import Output, Request
@@ -42,13 +43,17 @@ def run(task: Task) -> Done:
             refused += output.finish_reason == "error"
     engine.close()
     bytes_per_token = comm.all_gather_object(engine.runner.cache.bytes_per_token)
+    policy = engine.runner.policy
+    blocks = comm.all_gather_object(policy.blocks_read()) if isinstance(policy, BlockSparseAttention) else None
     measured: dict[str, Any] = {}
     if results is not None:
         results.close()
         hopb_chunks = engine.runner.hopb_chunks
         measured = summary(plan.layout, engine.timings, bytes_per_token) | {"hopb_chosen": hopb_chunks}
+        measured |= {} if blocks is None else {"blocks_read_per_rank": blocks}
         chosen = ", ".join(f"{rows} rows in {chunks}" for rows, chunks in hopb_chunks.items() if chunks > 1)
         title = f"{len(results.lines) - refused} served, {refused} refused"
+        title += "" if blocks is None else f"; {config.attention.policy} attention (lossy)"
         console.finish(title + (f"; HOP-B: {chosen} chunks" if chosen else ""), measured)
     return measured, comm.broadcast_object(refused)
 

@@ -126,16 +126,16 @@ def _time_drafts(
 
 
 def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
-    """Blocks that a query read of each KV head and layer, on each rank, as counted on the device.
+    """Blocks that a query read of each KV head and layer, on each rank, counted on the device.
 
     Raises:
         RuntimeError: no query has chosen: the steps that were timed were dense.
     """
     assert isinstance(runner.policy, BlockSparseAttention)
-    read, choices = runner.policy.counted.tolist()
-    if choices == 0:
+    read = runner.policy.blocks_read()
+    if read is None:
         raise RuntimeError("steps that should have chosen the blocks they read have read all of them")
-    return {"blocks_read_per_rank": comm.all_gather_object(read / choices)}
+    return {"blocks_read_per_rank": comm.all_gather_object(read)}
 
 
 def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helix.config import Config, DecodeConfig, ModelConfig
+from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
 from helix.request import Output, Request
 from launch.inputs.prompts import OPTIONS, Prompt, ResultFile, digest, kept_results, read_prompts, to_request
@@ -133,6 +133,29 @@ def test_lines_come_as_requests_finish_and_are_ordered_at_the_end(tmp_path: Path
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ["id", "prompt_tokens", "output_ids", "text", "finish_reason", "request"]
     assert list(lines[1]) == keys and list(lines[0]) == [*keys, "reason"]
+
+
+def test_results_of_block_sparse_attention_say_so_and_are_no_others(tmp_path: Path) -> None:
+    """What decides which keys are read is part of a request's digest; what does not is not."""
+    path = tmp_path / "out.jsonl"
+    dense = Config(decode=DecodeConfig(output=str(path)))
+    sparse = replace(dense, attention=AttentionConfig("block_sparse"))
+    results = ResultFile(sparse, prompts("a"))
+    results.add(output("a"))
+    results.close()
+    assert json.loads(path.read_text())["attention"] == "block_sparse (lossy)"
+    four = LayoutConfig(kvp=4)
+    over_all = replace(sparse, attention=AttentionConfig("block_sparse", choice="global"))
+    others = [
+        dense, sparse, replace(sparse, attention=AttentionConfig("block_sparse", topk=8)), replace(sparse, layout=four),
+        replace(sparse, kv=KVConfig(page_size=16)), over_all,
+    ]  # fmt: skip
+    (prompt,) = prompts("a")
+    assert len({digest(prompt, config) for config in others}) == len(others)
+    assert digest(prompt, replace(over_all, layout=four)) == digest(prompt, over_all)
+    assert digest(prompt, replace(dense, layout=four)) == digest(prompt, dense)
+    with pytest.raises(ValueError, match="other settings"):
+        ResultFile(replace(dense, decode=replace(dense.decode, resume=True)), prompts("a"))
 
 
 def test_resume_keeps_what_was_done_and_asks_for_the_rest(tmp_path: Path) -> None:
