@@ -51,7 +51,7 @@ class BlockSparseAttention(AttentionPolicy):
     ) -> None:
         self.dense = DenseAttention()
         self.score = score
-        self.comm = comm if placement.layout.kvp > 1 else None
+        self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
         self.budget = budget if self.comm else replace(budget, topk=-(-budget.topk // kvp))

@@ -206,9 +206,10 @@ def test_each_rank_its_own_share(block: int, kvp: int) -> None:
     assert tokens("qwen2", layout, Sparse(replace(BUDGET, topk=80), choice="local"), block=block) == dense("qwen2")
 
 
-def test_a_window_alone() -> None:
+@pytest.mark.parametrize("choice", ["global", pytest.param("local", marks=SLOW)])
+def test_a_window_alone(choice: str) -> None:
     budget = replace(BUDGET, topk=0)
-    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget, choice="local"))
+    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget, choice=choice))
     assert found == wanted("qwen2", budget)
 
 
