@@ -16,6 +16,7 @@ COMMANDS = {
     "simulate": "price one layout, or redraw the paper's figures",
     "bench": "time kernels, collectives and whole models",
     "calibrate": "measure this machine for the planner",
+    "fidelity": "what block-sparse attention changes, step by step",
     "demo": "decode the demo prompts, and check that the needle is found",
     "needles": "make needle prompts, and score the answers",
     "plot": "draw figures from what benchmarks recorded",

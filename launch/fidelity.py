@@ -98,7 +98,7 @@ def compare(logits: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
         "agrees_range": wilson(hits, agrees.numel()),
         "agrees_by_window": agrees.double().mean(1).tolist(),
         "sure_steps": int(sure.sum()),
-        "sure_agrees": sure_hits / max(1, int(sure.sum())),
+        "sure": sure_hits / max(1, int(sure.sum())),
         "sure_range": wilson(sure_hits, int(sure.sum())),
         "margins_of_misses": [round(x, 3) for x in sorted(margins[~agrees].tolist(), reverse=True)],
         "perplexity": float(nll.mean().exp()),
@@ -185,7 +185,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             r["policy"], "all" if r["keys"] is None else f"{r['keys']:,}",
             "-" if r["blocks_read"] is None else f"{r['blocks_read']:.1f}",
             f"{r['agrees']:.3f}", "{:.3f} to {:.3f}".format(*r["agrees_range"]),
-            f"{r['sure_agrees']:.3f}", "{:.3f} to {:.3f}".format(*r["sure_range"]),
+            f"{r['sure']:.3f}", "{:.3f} to {:.3f}".format(*r["sure_range"]),
             f"{r['perplexity']:.3f}", f"{r['kl']:.4f}", f"{r['tv']:.4f}",
         )  # fmt: skip
     return result

@@ -21,7 +21,7 @@ from launch.records.recorded_steps import read_cells
 from launch.records.rows import results, workload
 
 RESULTS = [f"docs/results/{name}.md" for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b")]
-PAGES = ["README.md", "docs/planner.md", *RESULTS]
+PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", *RESULTS]
 
 
 def hopb(name: str = "hopb") -> list[str]:
@@ -111,6 +111,26 @@ def edits() -> list[str]:
     return rows if found else []
 
 
+def fidelity() -> list[str]:
+    """Policies of attention on the same text, beside dense attention."""
+    found = results("fidelity", "model", "length", "kvp", "choice", "policy")
+    rows = [
+        "| text | ranks | policy | keys | agrees (95%) | where dense is sure (95%) | perplexity | KL | TV |",
+        "|---" * 9 + "|",
+    ]
+    for r in found:
+        agrees, sure = (
+            f"{r[k]:.3f} ({r[f'{k}_range'][0]:.3f} to {r[f'{k}_range'][1]:.3f})" for k in ("agrees", "sure")
+        )
+        ranks = f"{r['kvp']}, {r['choice']}" if r["kvp"] > 1 else "1"
+        keys = "all" if r["keys"] is None else f"{r['keys']:,}"
+        rows.append(
+            f"| {r['windows']} x {r['length'] >> 10}K | {ranks} | {r['policy']} | {keys} | {agrees} | {sure} "
+            f"| {r['perplexity']:.3f} | {r['kl']:.4f} | {r['tv']:.4f} |"
+        )
+    return rows if found else []
+
+
 def planner(*names: str) -> list[str]:
     """The planner's first choice among recorded layouts, with the shipped description of an H200."""
     hardware = load_hardware("h200")
@@ -150,6 +170,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "speculate": speculate,
     "edits": edits,
     "verify": kernel_tables.verify,
+    "fidelity": fidelity,
     "chunks": chunks,
     "hopb": hopb,
     "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),

@@ -40,7 +40,7 @@ def test_comparison() -> None:
     def kl(a: float, b: float) -> float:
         return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
-    assert found["agrees"] == 0.5 and found["sure_steps"] == 2 and found["sure_agrees"] == 0.5
+    assert found["agrees"] == 0.5 and found["sure_steps"] == 2 and found["sure"] == 0.5
     assert found["margins_of_misses"] == [1.5] and found["agrees_by_window"] == [0.5]
     assert found["kl"] == pytest.approx((kl(p(2), p(3)) + kl(p(-1.5), p(1))) / 2)
     assert found["tv"] == pytest.approx((abs(p(2) - p(3)) + abs(p(-1.5) - p(1))) / 2)
