@@ -206,6 +206,16 @@ def test_each_rank_its_own_share(block: int, kvp: int) -> None:
     assert tokens("qwen2", layout, Sparse(replace(BUDGET, topk=80), choice="local"), block=block) == dense("qwen2")
 
 
+def test_chunks_change_no_token() -> None:
+    """Attention and exchange in turns (HOP-B): what a step has prepared for all rows is cut with them."""
+
+    def chunked(engine: Engine) -> None:
+        engine.runner.hopb = "2"
+
+    layout, local = HelixLayout.create("helix", 2), Sparse(BUDGET, choice="local")
+    assert tokens("qwen2", layout, local, chunked) == tokens("qwen2", layout, local)
+
+
 @pytest.mark.parametrize("choice", ["global", pytest.param("local", marks=SLOW)])
 def test_a_window_alone(choice: str) -> None:
     budget = replace(BUDGET, topk=0)

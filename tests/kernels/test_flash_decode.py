@@ -196,6 +196,16 @@ def test_tables_of_heads(op: Any, heads: tuple[int, int], page_size: int, device
     check(out[:, 0], lse[:, 0], case, expected)
 
 
+@pytest.mark.parametrize("op", [flash_decode, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("page_size", [16, 48])
+def test_all_pages_for_each_head_are_the_table_bit_for_bit(op: Any, page_size: int, device: torch.device) -> None:
+    case = make_case([1, 1, 1], [331, 0, 47], heads=(6, 2), page_size=page_size, device=device)
+    keys, options = case.paged(3), {"sms": 3} if op is flash_decode else {}
+    each = replace(keys, table=keys.table[:, None].expand(-1, 2, -1).contiguous())
+    for mine, theirs in zip(op(case.q[:, None], each, **options), op(case.q[:, None], keys, **options), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.gpu
 def test_one_graph_serves_every_length() -> None:
     case = make_case([1, 1, 1], [700, 3, 250], heads=(8, 2), dim=128, device="cuda")
