@@ -125,7 +125,8 @@ class Engine:
                 for drafts in self.draft_sizes:
                     self.step_seconds[rows, drafts] = step_seconds(runner, rows, drafts, chunks, kept=True)
             fill(runner, 0, 0)
-            kinds = {False, runner.policy.from_tokens is not None}
+            begin = runner.policy.from_tokens
+            kinds = [False] if begin is None else [True] if begin == 0 else [False, True]
             for (stochastic, filtered), drafts, sparse in product(sorted(set(variants)), self.draft_sizes, kinds):
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
                     runner.decode(rows, drafts, stochastic, filtered, sparse)
