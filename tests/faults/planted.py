@@ -498,7 +498,7 @@ FAULTS = [
     # ---- block-sparse decode
     Fault(
         "a tie too few", "kernels/sparse/select_blocks.py",
-        "tl.cumsum(equal.to(tl.int32), 0) <= free", "tl.cumsum(equal.to(tl.int32), 0) < free",
+        "equal & (equals <= free)", "equal & (equals < free)",
         ("tests/kernels/test_select_blocks.py::test_of_equals_the_earlier",),
     ),
     Fault(

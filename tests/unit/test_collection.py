@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.planted import FAULTS
+from tests.faults.planted import FAULTS, Fault
 
 
 def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
@@ -22,3 +22,9 @@ def test_every_fault_is_noticed_without_the_slow_tests(collected: dict[str, bool
     for test in {test for fault in FAULTS for test in fault.tests if test.partition("::")[0] in files}:
         found = [slow for name, slow in collected.items() if name == test or name.startswith((f"{test}[", f"{test}::"))]
         assert False in found, f"{test} of tests/faults/planted.py is slow, or there is none"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_has_its_place(fault: Fault) -> None:
+    """The text that it replaces occurs once: code that moved on takes its faults along."""
+    assert (Path(__file__).parents[2] / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
