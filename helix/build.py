@@ -124,7 +124,7 @@ def build_engine(
         policy=make_policy(config.attention, placement, max_length, comm),
         drafter=drafter,
         # One choice over all ranks is an exchange of its own in the middle of attention.
-        hopb="none" if config.attention.choice == "global" else config.hopb.chunks,
+        hopb="none" if sparse and config.attention.choice == "global" else config.hopb.chunks,
     )
     return Engine(
         runner,
