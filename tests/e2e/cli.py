@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +58,14 @@ class Job:
         assert left == [], f"processes {left} outlive the job"
         return Ended(code, self.log.read_text(), seconds)
 
-    def kill(self) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Signals every process, as a terminal does; the first that hears it may end another before its turn."""
         for pid in self.members():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
 
     def members(self) -> list[int]:
         """Living processes of the job: those that inherited its mark, whatever became of their parents and sessions."""

@@ -131,8 +131,7 @@ def test_control_c_ends_the_job_in_a_line_and_what_was_done_is_kept_and_resumed(
     job.wait_for(out, "r1")
     with pytest.raises(BlockingIOError, match="another run writes it"):
         claim(out)
-    for pid in job.members():
-        os.kill(pid, signal.SIGINT)
+    job.send(signal.SIGINT)
     ended = job.wait()
     assert ended.code == 130 and ended.seconds < 20
     assert "interrupted: results of finished requests are in decode.output" in ended.output
@@ -164,8 +163,7 @@ def test_control_c_ends_a_start_at_once(tmp_path: Path, many: Path) -> None:
     job = Job(ENTRY, *common(many), log=tmp_path / "log")
     job.rank(1)
     time.sleep(1.0)
-    for pid in job.members():
-        os.kill(pid, signal.SIGINT)
+    job.send(signal.SIGINT)
     ended = job.wait()
     assert ended.code in (130, -signal.SIGINT) and ended.seconds < 20, ended
     assert "Traceback" not in ended.output, ended.output
