@@ -47,3 +47,11 @@ def start_successor(PDL: tl.constexpr):
     """Lets the kernel behind this one start; to be called after `wait_for_predecessor`."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(at):
+    """Asks for the cache lines at pointers `at` into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )

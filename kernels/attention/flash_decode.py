@@ -18,17 +18,9 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_decode import flash_decode as reference
-
-
-@triton.jit
-def _prefetch(at):
-    """Asks for the cache lines at pointers `at` into the L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -42,8 +34,8 @@ def _prefetch_tile(
     slot = tile * BLOCK_N % PAGE + tl.arange(0, BLOCK_N)
     column = tl.minimum(tl.arange(0, triton.next_power_of_2((D + LINE - 1) // LINE)) * LINE, D - 1)
     at = page * page_stride + head * head_stride + slot[:, None] * slot_stride + column[None, :]
-    _prefetch(k_cache + at)
-    _prefetch(v_cache + at)
+    prefetch(k_cache + at)
+    prefetch(v_cache + at)
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 One launch of a fixed grid. The candidate pages of all (sequence, KV head) items stand in a row, in tiles, cut into
 equal runs, one for each program, as attention's keys are: work follows the live length. A program leaves the score of
-each page, and of each tile the best. Whoever comes last in an item chooses: first, by their best pages, as many tiles
-as pages are to be chosen, then among the pages of these tiles. No page outside of them can be among the best.
+each page, and of each tile the best. Whoever comes last in an item chooses among its pages. Where they are too many for
+one look, it first chooses tiles by their best pages, at least as many as pages are to be chosen: no page outside of
+these tiles can be among the best.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.split_kv import item_at, schedule
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.select_blocks import select_blocks as reference
 
 TILE = 32  # pages of a tile
+LANES = 1024  # pages among which a program chooses at once, at least
 MOST_CHOSEN = 128  # pages
 MOST_TILES = 1 << 14  # of a sequence, among which tiles are chosen
 PROGRAMS = 2  # on an SM
@@ -36,22 +38,34 @@ def _ordered(x):
 
 
 @triton.jit
-def _largest(keys, k):
-    """The k largest of `keys` (_NONE never), of equals the first: whether each is one, and its place among them.
+def _largest(keys, count, k, low):
+    """The k largest of the `count` keys above _NONE, of equals the first.
 
-    The k-th largest is found by its bits, two at a time: how many keys reach each of three marks.
+    `low` is a key that at least k of them reach, or _NONE. Returns whether each is one of the k, its place among them,
+    and a key that exactly k reach, or the k-th largest. It is looked for between `low` and the largest, a quarter of
+    the range at a time.
     """
     biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # as unsigned numbers; _NONE is 0
-    mark = tl.zeros([], tl.uint32)
-    for i in tl.static_range(16):
-        one, two, three = mark + (1 << (30 - 2 * i)), mark + (2 << (30 - 2 * i)), mark + (3 << (30 - 2 * i))
-        reach = (biased >= one).to(tl.int64) + ((biased >= two).to(tl.int64) << 20)
-        reach = tl.sum(reach + ((biased >= three).to(tl.int64) << 40), 0)
-        some = (1 << 20) - 1
-        mark = tl.where(
-            (reach >> 40) >= k, three,
-            tl.where(((reach >> 20) & some) >= k, two, tl.where((reach & some) >= k, one, mark)),
-        )  # fmt: skip
+    high = tl.max(biased, 0)
+    least = tl.min(tl.where(biased > 0, biased, high), 0)
+    mark = tl.where(count > k, tl.maximum(least, low.to(tl.uint32, bitcast=True) ^ 0x80000000), 0)
+    searching = count > k
+    while searching:  # at least k reach `mark`, and fewer go beyond `high`
+        width = high - mark
+        step = (width >> 2) + 1
+        one = mark + tl.minimum(step, width)
+        two = mark + tl.minimum(2 * step, width)
+        three = mark + tl.minimum(3 * step, width)
+        reach = (biased >= mark).to(tl.int64) + ((biased >= one).to(tl.int64) << 16)
+        reach += ((biased >= two).to(tl.int64) << 32) + ((biased >= three).to(tl.int64) << 48)
+        reach = tl.sum(reach, 0)
+        of_one, of_two, of_three = (reach >> 16) & 0xFFFF, (reach >> 32) & 0xFFFF, reach >> 48
+        reached = tl.where(
+            of_three >= k, of_three, tl.where(of_two >= k, of_two, tl.where(of_one >= k, of_one, reach & 0xFFFF))
+        )
+        high = tl.where(of_three >= k, high, tl.where(of_two >= k, three, tl.where(of_one >= k, two, one)) - 1)
+        mark = tl.where(of_three >= k, three, tl.where(of_two >= k, two, tl.where(of_one >= k, one, mark)))
+        searching = (reached > k) & (mark < high)
     above = biased > mark
     equal = (biased == mark) & (biased > 0)
     # Both counted by one scan: those above the mark in the low bits, those at it in the high ones.
@@ -59,7 +73,8 @@ def _largest(keys, k):
     until = tl.cumsum(ones + (equal.to(tl.int32) << 16), 0)
     free = k - tl.sum(ones, 0)
     equals = until >> 16
-    return above | (equal & (equals <= free)), (until & 0xFFFF) + tl.minimum(equals, free) - 1
+    place = (until & 0xFFFF) + tl.minimum(equals, free) - 1
+    return above | (equal & (equals <= free)), place, (mark ^ 0x80000000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -77,27 +92,28 @@ def _read_anyway(pages, to, begin, end, held, k, BLOCK: tl.constexpr):
 @triton.jit
 def _choose(
     scores, best, list_, pages, to, report, begin, end, k,
-    K: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
     """Writes the pages of one query and KV head that are chosen: the k best of [begin, end)."""
-    tiles = tl.cdiv(end, TILE) - begin // TILE
-    lane = tl.arange(0, K * TILE)
-    tile = begin // TILE + lane // TILE
-    if tiles > K:
+    SEATS: tl.constexpr = LANES // TILE
+    lane = tl.arange(0, LANES)
+    page = begin + lane
+    low = tl.full([], _NONE, tl.int32)
+    if end - begin > LANES:
+        tiles = tl.cdiv(end, TILE) - begin // TILE
         g = tl.arange(0, BLOCK_G)
         keys = tl.load(best + begin // TILE + g, mask=g < tiles, other=_NONE, cache_modifier=".cg")
-        taken, place = _largest(keys, K)
+        taken, place, low = _largest(keys, tiles, SEATS, low)
         tl.store(list_ + place, begin // TILE + g, mask=taken)
         tl.debug_barrier()
-        tile = tl.load(list_ + lane // TILE)
-    page = tile * TILE + lane % TILE
+        page = tl.load(list_ + lane // TILE) * TILE + lane % TILE
     inside = (page >= begin) & (page < end)
     keys = tl.load(scores + page, mask=inside, other=_NONE, cache_modifier=".cg")
     entries = tl.load(pages + page, mask=inside, other=0)
-    taken, place = _largest(keys, k)
+    taken, place, low = _largest(keys, end - begin, k, low)
     tl.store(to + begin + place, entries, mask=taken)
     if REPORT:
-        i = tl.arange(0, K)
+        i = tl.arange(0, LANES)
         tl.store(report + 2 * i, i * 0 + _NONE, mask=(i >= end - begin) & (i < k))
         tl.store(report + 2 * place, keys, mask=taken)
         tl.store(report + 2 * place + 1, page, mask=taken)
@@ -142,10 +158,20 @@ def _score_tiles(
 
 
 @triton.jit
+def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.constexpr, TILE: tl.constexpr):
+    """Asks for what stands for a tile of pages into the L2: no harm is done if a predecessor still writes some."""
+    LINE: tl.constexpr = 128 // (block_bounds.dtype.element_ty.primitive_bitwidth // 8)
+    j = first * TILE + tl.arange(0, TILE)
+    page = tl.load(pages + tl.minimum(tl.maximum(j, start), stop - 1)).to(tl.int64)
+    column = tl.minimum(tl.arange(0, triton.next_power_of_2((2 * D + LINE - 1) // LINE)) * LINE, 2 * D - 1)
+    prefetch(block_bounds + (page * page_stride)[:, None] + column[None, :])
+
+
+@triton.jit
 def _select_blocks_kernel(
     q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
     q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
-    T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -159,6 +185,14 @@ def _select_blocks_kernel(
     i, head, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS, BLOCK_B
     )
+    if PDL:
+        if (begin < end) & (start < stop):
+            pages = block_table + i.to(tl.int64) * table_b
+            from_tile = start // TILE + begin - item_begin
+            # A tile's entries are a line: the loop, which asks for them one tile ahead, would wait for each.
+            ahead = from_tile + tl.minimum(tl.arange(0, 64), end - begin - 1)
+            prefetch(pages + tl.minimum(ahead * TILE, stop - 1))
+            _prefetch_tile(block_bounds + head * head_stride, pages, from_tile, start, stop, page_stride, D, TILE)
     if head >= 0:  # Always: it holds the wait behind the schedule.
         wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -178,35 +212,35 @@ def _select_blocks_kernel(
             meets_one = query
             meets_two = tl.abs(query)
         pages = block_table + b * table_b
+        done = tl.minimum(end, item_end) - at
+        from_tile = start // TILE + at - item_begin
+        if LANES > 0:
+            _score_tiles(
+                meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
+                scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
+                page_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE,
+            )  # fmt: skip
         if at == item_begin:
             for query_t in range(T):
                 n = b * T + query_t
-                _read_anyway(
-                    pages, table + (n * HEADS + head) * width,
-                    tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n), topk, 128,
-                )  # fmt: skip
-        done = tl.minimum(end, item_end) - at
-        from_tile = start // TILE + at - item_begin
-        _score_tiles(
-            meets_one, meets_two, block_bounds + head * head_stride, pages, firsts + b * T, lasts + b * T,
-            scores + row * score_row, tile_best + row * best_row, from_tile, from_tile + done, start, stop,
-            page_stride, kind_stride, score_row, best_row, T, GROUP, D, SCORE, TILE,
-        )  # fmt: skip
-        tl.debug_barrier()  # all of the program's scores are written
-        before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
-        if before + done == item_end - item_begin:
-            tl.store(arrived + b * HEADS + head, 0)
-            for query_t in range(T):
-                n = b * T + query_t
-                reads = tl.load(held + n) - tl.maximum(tl.load(lasts + n) - tl.load(firsts + n) - topk, 0)
+                first, last, whole = tl.load(firsts + n), tl.load(lasts + n), tl.load(held + n)
+                _read_anyway(pages, table + (n * HEADS + head) * width, first, last, whole, topk, 128)
+                reads = whole - tl.maximum(last - first - topk, 0)
                 tl.atomic_add(counted, reads.to(tl.int64), sem="relaxed")
                 tl.atomic_add(counted + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
-                _choose(
-                    scores + (row + query_t) * score_row, tile_best + (row + query_t) * best_row,
-                    lists + (row + query_t) * K, pages, table + (n * HEADS + head) * width,
-                    report + (n * HEADS + head) * topk * 2,
-                    tl.load(firsts + n), tl.load(lasts + n), topk, K, BLOCK_G, TILE, REPORT,
-                )  # fmt: skip
+        if LANES > 0:
+            tl.debug_barrier()  # all of the program's scores are written
+            before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
+            if before + done == item_end - item_begin:
+                tl.store(arrived + b * HEADS + head, 0)
+                for query_t in range(T):
+                    n = b * T + query_t
+                    _choose(
+                        scores + (row + query_t) * score_row, tile_best + (row + query_t) * best_row,
+                        lists + (row + query_t) * (LANES // TILE), pages, table + (n * HEADS + head) * width,
+                        report + (n * HEADS + head) * topk * 2, start if T == 1 else tl.load(firsts + n),
+                        stop if T == 1 else tl.load(lasts + n), topk, LANES, BLOCK_G, TILE, REPORT,
+                    )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:
             i, head, item_begin, item_end, start, stop = item_at(at, starts, stops, tiles, ends, HEADS, BLOCK_B)
@@ -274,16 +308,16 @@ def select_blocks(
     heads = bounds.shape[1]
     T, group = N // B, Hq // heads
     assert bounds.dtype == q.dtype and q.stride(2) == bounds.stride(3) == block_table.stride(1) == 1
-    assert 0 < topk <= MOST_CHOSEN and triton.cdiv(most, TILE) <= MOST_TILES
+    assert topk <= MOST_CHOSEN and triton.cdiv(most, TILE) <= MOST_TILES
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
-    k = max(2, triton.next_power_of_2(topk))
-    scores, best, lists = _workspace(q.device, N * heads, most, k)
+    lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
+    scores, best, lists = _workspace(q.device, N * heads, most, lanes // TILE)
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table,
         table if candidates is None else candidates, counted,
         *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
-        T=T, HEADS=heads, GROUP=group, D=D, K=k, SCORE=score, TILE=TILE,
+        T=T, HEADS=heads, GROUP=group, D=D, LANES=lanes, SCORE=score, TILE=TILE,
         BLOCK_B=triton.next_power_of_2(B), BLOCK_M=max(16, triton.next_power_of_2(T * group)),
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_G=triton.next_power_of_2(best.shape[1]),
         REPORT=candidates is not None, num_warps=4, num_stages=3, **overlapped(q),

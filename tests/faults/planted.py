@@ -508,8 +508,13 @@ FAULTS = [
     ),
     Fault(
         "a tile of candidates too few", "kernels/sparse/select_blocks.py",
-        "_largest(keys, K)", "_largest(keys, K // 2)",
+        "_largest(keys, tiles, SEATS, low)", "_largest(keys, tiles, SEATS // 2, low)",
         ("tests/kernels/test_select_blocks.py::test_choices[many-tiles-bounds-kernel]",),
+    ),
+    Fault(
+        "the search for the k-th largest ends a key early", "kernels/sparse/select_blocks.py",
+        "(reached > k) & (mark < high)", "(reached > k + 1) & (mark < high)",
+        ("tests/kernels/test_select_blocks.py::test_any_scores",),
     ),
     Fault(
         "dense a token too long", "kernels/sparse/block_ranges.py",

@@ -59,7 +59,7 @@ from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
-from kernels.sparse.select_blocks import TILE, _select_blocks_kernel
+from kernels.sparse.select_blocks import LANES, TILE, _select_blocks_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
@@ -233,7 +233,15 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     for dtype, queries, chosen, tiles, score in (
         (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "mean_std"), (bf16, 1, 64, 2048, "mean"),
     ):  # fmt: skip
-        item = {"T": queries, "HEADS": 4, "GROUP": 7, "D": 128, "K": chosen, "SCORE": score, "TILE": TILE}
+        item = {
+            "T": queries,
+            "HEADS": 4,
+            "GROUP": 7,
+            "D": 128,
+            "LANES": max(LANES, chosen * TILE),
+            "SCORE": score,
+            "TILE": TILE,
+        }
         item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}

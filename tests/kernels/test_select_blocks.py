@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kernels.reference.block_bounds import SCORES
 from kernels.reference.select_blocks import select_blocks as reference
@@ -20,6 +23,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                    topk=4, heads=(10, 2)),
     "nothing-to-choose": dict(ranges=[(5, 5, 5), (0, 0, 3)], topk=2),
     "one": dict(ranges=[(1, 100, 103)], topk=1),
+    "none": dict(ranges=[(1, 100, 103), (2, 2, 3)], topk=0),
+    "thousands": dict(ranges=[(1, 1300, 1303), (3, 1027, 1027)], topk=3, heads=(2, 1), dim=16),
 }  # fmt: skip
 
 
@@ -75,6 +80,12 @@ def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
             assert found[n, h, : len(read)].tolist() == row[read].tolist(), (n, h)
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few pages are enough for a choice of tiles before that of pages."""
+    monkeypatch.setattr(sys.modules[select_blocks.__module__], "LANES", 64)
+
+
 @pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
 @pytest.mark.parametrize("shape, score", [(s, "bounds") for s in SHAPES] + [("drafts", s) for s in SCORES[1:]])
 def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
@@ -83,6 +94,14 @@ def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
     reads = c["pages"] - (c["last"] - c["first"] - c["topk"]).clamp(min=0)
     heads = c["bounds"].shape[1]
     assert c["counted"].tolist() == [heads * int(reads.sum()), heads * len(reads)]
+
+
+@pytest.mark.parametrize("lanes", [256, 512])
+def test_one_look(lanes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[select_blocks.__module__], "LANES", lanes)
+    for shape in ("many-tiles", "drafts", "tiles-and-edges"):
+        c = case(shape, device)
+        check(select_blocks(**c, score="bounds"), c, "bounds")
 
 
 @pytest.mark.parametrize("sms", [2, 9])
@@ -111,6 +130,29 @@ def test_no_number_is_the_highest_score(op: Any, device: torch.device) -> None:
     page = int(c["block_table"][0, 5 * TILE + 3])
     c["bounds"][page] = torch.nan
     assert page in op(**c, score="bounds")[0, 0].tolist()
+
+
+SCORED = st.one_of(
+    st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, 1.0, torch.inf, -torch.inf, torch.nan]), st.floats(1, 1.001)
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(scores=st.lists(SCORED, min_size=1, max_size=150), topk=st.integers(1, 9), begin=st.integers(0, 40))
+def test_any_scores(device: torch.device, scores: list[float], topk: int, begin: int) -> None:
+    """Numbers far apart and close together, equal ones, none at all: scores that are a number of each page."""
+    n = begin + len(scores)
+    bounds = torch.zeros(n, 1, 2, 16)
+    bounds[begin:, 0, 0, 0] = torch.tensor(scores)
+    q = torch.zeros(1, 1, 16)
+    q[..., 0] = 1.0
+    ranges = (torch.tensor([x], dtype=torch.int32, device=device) for x in (begin, n, n))
+    table = torch.arange(n, dtype=torch.int32, device=device)[None]
+    given = q.to(device), bounds.to(device), table, *ranges, topk, begin + topk, "mean"
+    counted = torch.zeros(2, dtype=torch.int64, device=device)
+    reads = begin + min(topk, len(scores))
+    found, wanted = (op(*given, counted)[0, 0, :reads].tolist() for op in (select_blocks, reference))
+    assert found == wanted
 
 
 @pytest.mark.gpu
