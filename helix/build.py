@@ -16,6 +16,7 @@ from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, SyntheticDrafter
+from kernels.sparse.select_blocks import MOST_PAGES
 
 
 def make_drafter(
@@ -47,9 +48,20 @@ def make_drafter(
 def make_policy(
     config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator
 ) -> AttentionPolicy | None:
-    """The policy of sparse decode steps that a config names; None where all steps are dense."""
+    """The policy of sparse decode steps that a config names; None where all steps are dense.
+
+    Raises:
+        ConfigError: sequences of so many tokens have more pages than the choosing kernel is made for.
+    """
     if config.policy == "dense":
         return None
+    kvp, page = placement.layout.kvp, placement.page_size
+    if max_length > MOST_PAGES * page * kvp:
+        raise ConfigError(
+            f"attention.policy={config.policy} chooses among {MOST_PAGES} pages of a rank at most: sequences of "
+            f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
+            f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_new_tokens lower"
+        )
     budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
     over_all = comm if config.choice == "global" else None
     return BlockSparseAttention(budget, config.score, placement, max_length, comm.device, over_all)

@@ -23,7 +23,7 @@ from kernels.reference.select_blocks import select_blocks as reference
 TILE = 32  # pages of a tile
 LANES = 1024  # pages among which a program chooses at once, at least
 MOST_CHOSEN = 128  # pages
-MOST_TILES = 1 << 14  # of a sequence, among which tiles are chosen
+MOST_PAGES = TILE << 14  # of a sequence
 PROGRAMS = 2  # on an SM
 
 _NONE = tl.constexpr(-(2**31))
@@ -308,7 +308,7 @@ def select_blocks(
     heads = bounds.shape[1]
     T, group = N // B, Hq // heads
     assert bounds.dtype == q.dtype and q.stride(2) == bounds.stride(3) == block_table.stride(1) == 1
-    assert topk <= MOST_CHOSEN and triton.cdiv(most, TILE) <= MOST_TILES
+    assert topk <= MOST_CHOSEN and most <= MOST_PAGES
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
 from helix.attention.dense import DenseAttention
 from helix.engine import Engine
 from helix.kv_cache import BlockBudget, LayerCache
@@ -22,6 +25,7 @@ from helix.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
+from tests.pool import pool
 
 PAGE = 16
 BUDGET = BlockBudget(sink_blocks=1, local_blocks=4, topk=5, from_tokens=0)
@@ -112,6 +116,7 @@ def tokens(
     block: int = PAGE,
     drafts: int = 0,
     sampling: SamplingParams = GREEDY,
+    device: str = "cpu",
 ) -> Tokens:
     def body(world: LoopbackWorld, rank: int) -> Tokens:
         comm = world.communicator(rank, layout.kvp_group(rank))
@@ -122,7 +127,7 @@ def tokens(
         tamper(engine)
         return generate(engine, sampling)
 
-    return run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+    return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)[0]
 
 
 @cache
@@ -267,3 +272,59 @@ def a_block_less(engine: Engine) -> None:
 def test_mistakes_are_caught(tamper: Callable[[Engine], None]) -> None:
     found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW), tamper)
     assert found != wanted("qwen2", SHORT_WINDOW)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", ["global", "local"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt-oss"])
+def test_loopback_ranks_on_one_gpu(family: str, choice: str) -> None:
+    """Eager steps of the kernels against the masked oracle, or against the references' own choice of each rank."""
+    for layout in (HelixLayout.create("helix", kvp, tpa) for kvp, tpa in ((1, 1), (3, 1), (4, 2))):
+        sparse = Sparse(BUDGET, choice=choice)
+        expected = wanted(family, BUDGET) if choice == "global" else tokens(family, layout, sparse)
+        assert tokens(family, layout, sparse, device="cuda") == expected, layout
+
+
+def captured_rank(
+    rank: int, world_size: int, kind: type[TorchDistCommunicator], sparse: Sparse, drafts: int, dtype: torch.dtype
+) -> list[Tokens]:
+    """Tokens of a run whose steps are captured as they come, and of two that replay them."""
+    layout = HelixLayout.create("helix", world_size)
+    comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
+    drafter = NgramDrafter(drafts, 1) if drafts else None
+    engine = build_engine(
+        checkpoint("qwen2"), layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
+        dtype=dtype,
+    )  # fmt: skip
+    assert engine.runner.graphs is not None
+    found = [generate(engine) for _ in range(3)]
+    engine.close()
+    comm.close()
+    return found
+
+
+KINDS = [
+    pytest.param(TorchDistCommunicator, 1, marks=pytest.mark.gpu, id="nccl-1"),
+    *(pytest.param(kind, 2, marks=pytest.mark.gpu(2)) for kind in (TorchDistCommunicator, SymmMemCommunicator)),
+]
+
+
+@pytest.mark.parametrize("kind, world", KINDS)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_captured_steps(drafts: int, kind: type[TorchDistCommunicator], world: int) -> None:
+    """One graph serves sequences of 7 to 278 tokens, with and without drafts, dense and sparse ones in one batch."""
+    for budget in (replace(BUDGET, local_blocks=2), replace(BUDGET, from_tokens=140)):
+        found = pool(world, "nccl").run(captured_rank, kind, Sparse(budget), drafts, torch.float32, timeout_s=120.0)[0]
+        assert found == [wanted("qwen2", budget)] * 3
+
+
+@pytest.mark.parametrize("kind, world", KINDS)
+def test_all_blocks_is_dense_in_bf16(kind: type[TorchDistCommunicator], world: int) -> None:
+    everything = Sparse(replace(BUDGET, topk=40), choice="local")
+    nothing = Sparse(replace(BUDGET, from_tokens=10_000), choice="local")  # dense throughout
+    task = captured_rank, kind
+    sparse, plain = (
+        pool(world, "nccl").run(*task, policy, 0, torch.bfloat16, timeout_s=120.0)[0]
+        for policy in (everything, nothing)
+    )
+    assert sparse == plain

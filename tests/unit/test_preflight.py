@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from helix.config import Config
+from comm.loopback import LoopbackWorld
+from helix.build import make_policy
+from helix.config import AttentionConfig, Config
+from helix.errors import ConfigError
+from helix.kv_cache import Placement
+from helix.layout import HelixLayout
 from helix.loading import load_tokenizer
+from kernels.sparse.select_blocks import MOST_PAGES
 from launch.inputs.preflight import check_tokenizers, preflight
 from launch.job import spawn
 from launch.run import main
@@ -268,3 +274,13 @@ def test_blocks_that_cannot_be_chosen(family: str, overrides: list[str], words: 
     world = 12 if "layout.tpa=12" in overrides else 2
     said = problem(checkpoint(family), prompts, "attention=block_sparse", *overrides, world=world)
     assert all(word in said for word in words), said
+
+
+def test_more_pages_than_a_rank_chooses_among() -> None:
+    layout = HelixLayout.create("helix", 2)
+    config = AttentionConfig(policy="block_sparse")
+    comm = LoopbackWorld(2).communicator(0, layout.kvp_group(0))
+    most = 2 * MOST_PAGES
+    assert make_policy(config, Placement(layout, 0, 1, 1), most, comm) is not None
+    with pytest.raises(ConfigError, match=r"524288 pages of a rank.* 1048577 tokens .*set kv\.page_size=2 or more"):
+        make_policy(config, Placement(layout, 0, 1, 1), most + 1, comm)
