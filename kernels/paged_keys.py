@@ -37,3 +37,21 @@ class PagedKeys:
     @property
     def page_size(self) -> int:
         return self.k.shape[1]
+
+
+@dataclass(frozen=True)
+class KeyScores:
+    """Where a batch of queries leaves what it makes of each key: the mean of q.k over heads and queries, fp16.
+
+    A score is in units of its own, the same for all keys of a sequence, layer and KV head.
+
+    Attributes:
+        planes: [planes, pages, Hkv, page_size] fp16, contiguous in a page; the score of a key is the sum of its planes.
+            With rows=each, plane t is of query t alone.
+        table: [B, max_pages] int32, rows contiguous: the page of scores for each page of a sequence's keys.
+        rows: which queries count: all (that read any key), ends (the first and the last of these), each.
+    """
+
+    planes: torch.Tensor
+    table: torch.Tensor
+    rows: str

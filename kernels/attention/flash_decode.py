@@ -19,7 +19,7 @@ from kernels import dispatch
 from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
-from kernels.paged_keys import PagedKeys
+from kernels.paged_keys import KeyScores, PagedKeys
 from kernels.reference.flash_decode import flash_decode as reference
 
 
@@ -39,13 +39,25 @@ def _prefetch_tile(
 
 
 @triton.jit
+def _counts(t, lo, hi, lo_t, hi_t, T: tl.constexpr, COLLECT: tl.constexpr):
+    """Which rows, of queries `t`, count in the score of a key: those of all queries that read anything, or some."""
+    query = tl.arange(0, triton.next_power_of_2(T))
+    los = tl.load(lo + query * lo_t, mask=query < T, other=0)
+    live = tl.sum((los < tl.load(hi + query * hi_t, mask=query < T, other=0)).to(tl.int32), 0)
+    if COLLECT == "ends":
+        return (t == 0) | (t == live - 1)
+    return t < live
+
+
+@triton.jit
 def _flash_decode_kernel(
-    q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse,
+    q, k_cache, v_cache, block_table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
     q_b, q_t, q_h, page_stride, slot_stride, head_stride, table_b, table_h, lo_b, lo_t, hi_b, hi_t,
-    out_b, out_t, out_h, lse_b, lse_t, lse_h,
+    out_b, out_t, out_h, lse_b, lse_t, lse_h, kept_plane, kept_page, kept_b,
     scale_log2, B, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr, COLLECT: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         wait_for_predecessor(PDL)
@@ -95,6 +107,12 @@ def _flash_decode_kernel(
         first = start // BLOCK_N + at - item_begin
         last = first + tl.minimum(end, item_end) - at
         pages = block_table + b * table_b + head * table_h
+        if kept is not None:
+            share = tl.where(_counts(t, lo + b * lo_b, hi + b * hi_b, lo_t, hi_t, T, COLLECT), scale_log2 / M, 0.0)
+            to = kept + head * PAGE + tile_m * kept_plane
+            to_pages = kept_table + b * kept_b
+        else:
+            share, to, to_pages = None, None, None
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
@@ -102,13 +120,15 @@ def _flash_decode_kernel(
             acc, total, peak = attend_tiles_masking_edges(
                 acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
                 pages, page_stride, slot_stride, head_stride, head, scale_log2,
-                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=to, kept_pages=to_pages,
+                kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=COLLECT == "each",
             )  # fmt: skip
         else:  # bound by bytes: there is time for masks
             acc, total, peak = attend_tiles(
                 acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
                 pages, page_stride, slot_stride, head_stride, head, scale_log2,
-                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES,
+                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, share=share, t=t, kept=to,
+                kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=COLLECT == "each",
             )  # fmt: skip
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
@@ -128,6 +148,18 @@ def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
     return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
 
 
+def score_planes(T: int, group: int, D: int, dtype: torch.dtype, rows: str) -> int:
+    """Planes of scores that T queries of each KV head's `group` fill: one a tile of rows, or one a query.
+
+    Raises:
+        ValueError: each query's scores are wanted, of more queries than one tile holds.
+    """
+    tiles = triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
+    if rows == "each" and tiles > 1:
+        raise ValueError(f"scores of each of {T} queries x {group} heads a KV head are too many rows for one tile")
+    return T if rows == "each" else tiles
+
+
 def flash_decode(
     q: torch.Tensor,
     keys: PagedKeys,
@@ -136,6 +168,7 @@ def flash_decode(
     lse: torch.Tensor | None = None,
     sms: int | None = None,
     early: bool = False,
+    scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
 
@@ -149,6 +182,7 @@ def flash_decode(
         lse: [B, T, Hq] fp32, written if given.
         sms: how many streaming multiprocessors to fill; all if None.
         early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
+        scores: where to leave what the queries make of each key that one of them reads, if given.
 
     Returns:
         Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
@@ -158,7 +192,7 @@ def flash_decode(
         FlashDecoding; the contiguous runs of stream-K (arXiv:2301.03598); Helix Parallelism (arXiv:2507.07120),
         section 2.1.
     """
-    found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early)
+    found = decode_parts(q, keys, out=out, lse=lse, sms=sms, early=early, scores=scores)
     found.merge()
     return found.out, found.lse
 
@@ -171,10 +205,11 @@ def decode_parts(
     lse: torch.Tensor | None = None,
     sms: int | None = None,
     early: bool = False,
+    scores: KeyScores | None = None,
 ) -> PartialAttention:
     """`flash_decode` with its arguments, up to the merge."""
     if not dispatch.on_gpu(q):
-        return PartialAttention(*reference(q, keys, out=out, lse=lse))
+        return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
     B, T, Hq, D = q.shape
     k, v, table, lo, hi, sinks = keys.k, keys.v, keys.table, keys.lo, keys.hi, keys.sinks
     Hkv = k.shape[2]
@@ -188,14 +223,20 @@ def decode_parts(
         return PartialAttention(out, lse)
     tile = decode_tile(T * group, D, q.dtype)
     rows = min(tile["BLOCK_M"], triton.next_power_of_2(T * group))
+    kept, kept_table, kept_strides, collect = None, None, (0, 0, 0), ""
+    if scores is not None:
+        kept, kept_table, collect = scores.planes, scores.table, scores.rows
+        assert kept.shape[2:] == (Hkv, keys.page_size) and kept.stride()[2:] == (keys.page_size, 1)
+        assert len(kept) >= score_planes(T, group, D, q.dtype, collect)
+        kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
-        q, k, v, table, lo, hi, sinks, out, lse, part, part_lse,
+        q, k, v, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,
         *q.stride()[:3], *k.stride()[:3], table.stride(0), table.stride(1) if table.dim() == 3 else 0,
-        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
+        *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(), *kept_strides,
         keys.scale * math.log2(math.e), B, T=T, HEADS=Hkv, GROUP=group, D=D, PAGE=keys.page_size,
         BLOCK_B=triton.next_power_of_2(B), ROWS=rows, SINKS=sinks is not None,
-        HOLES=table.dim() == 3, EARLY=early, **overlapped(q), **tile,
+        HOLES=table.dim() == 3, COLLECT=collect, EARLY=early, **overlapped(q), **tile,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, sinks, part, part_lse, programs, Hkv, tile["BLOCK_M"], tile["BLOCK_N"])

@@ -36,17 +36,35 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
 
 
 @triton.jit
+def _collect(
+    scores, share, t, to, plane_stride, live, T: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """Stores the sum over rows of a tile's scores times `share`, a number for each key; with EACH, one sum a query."""
+    if EACH:
+        for j in tl.static_range(T):
+            of_query = tl.where((t == j) & (share > 0), share, 0.0)[:, None]
+            found = tl.sum(tl.where(of_query > 0, scores * of_query, 0.0), 0)
+            tl.store(to + j * plane_stride, found.to(to.dtype.element_ty), mask=live)
+    else:
+        # A row that counts for nothing may be anything, no number among them.
+        found = tl.sum(tl.where(share[:, None] > 0, scores * share[:, None], 0.0), 0)
+        tl.store(to, found.to(to.dtype.element_ty), mask=live)
+
+
+@triton.jit
 def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HOLES: tl.constexpr = False,
+    HOLES: tl.constexpr = False, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
+    T: tl.constexpr = 1, EACH: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
     promises that every row reads every key of these tiles. With HOLES (and MASKED), negative entries of `pages` are
-    pages without keys. `scale_log2` is the scale times log2(e), above 0.
+    pages without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, what `_collect` makes of each
+    key's scores goes to page `kept_pages[j]` of a plane of scores, for keys of page j; `t` is each row's query.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -56,6 +74,8 @@ def attend_tiles(
     # Carried one iteration ahead: an index loaded where it is used would stop the pipelining of K and V.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
+    if kept is not None:
+        next_kept = tl.load(kept_pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     for tile in range(first, last):
         page = next_page.to(tl.int64)
         ahead = (tile + 1) * BLOCK_N + step
@@ -75,6 +95,10 @@ def attend_tiles(
             ]
         k = tl.load(k_cache + at, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if kept is not None:
+            to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
+            next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
+            _collect(scores, share, t, to, kept_plane, live, T, EACH)
         if MASKED:
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             if HOLES:
@@ -107,7 +131,8 @@ def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.conste
 def attend_tiles_masking_edges(
     acc, total, peak, q, row_lo, row_hi, live, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
-    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, share=None, t=None, kept=None,
+    kept_pages=None, kept_plane=0, kept_page=0, T: tl.constexpr = 1, EACH: tl.constexpr = False,
 ):  # fmt: skip
     """`attend_tiles` with masks only where a tile holds keys that some row of `live` does not read."""
     full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
@@ -115,18 +140,21 @@ def attend_tiles_masking_edges(
         acc, total, peak = attend_tiles(
             acc, total, peak, q, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
+            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=EACH,
         )  # fmt: skip
     acc, total, peak = attend_tiles(
         acc, total, peak, q, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
         page_stride, slot_stride, head_stride, head, scale_log2,
-        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
+        kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=EACH,
     )  # fmt: skip
     if full_stop < last:
         acc, total, peak = attend_tiles(
             acc, total, peak, q, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
+            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=EACH,
         )  # fmt: skip
     return acc, total, peak
 

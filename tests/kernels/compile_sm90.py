@@ -95,6 +95,8 @@ SPECIAL = {
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
     **dict.fromkeys(("has_mismatch", "active"), ("*i1", True)),
     "history": ("*i32", True),
+    "kept": ("*fp16", True),
+    "kept_table": ("*i32", True),
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
     **dict.fromkeys(("table", "tables", "report", "offered"), ("*i32", True)),
     **dict.fromkeys(("before", "after", "counted"), ("*i64", True)),
@@ -113,16 +115,20 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     bf16, fp32 = torch.bfloat16, torch.float32
     for dtype, dim, group, tokens, page in (
         (bf16, 128, 4, 1, 64), (bf16, 128, 8, 16, 64), (bf16, 96, 8, 9, 100), (bf16, 64, 8, 1, 64),
-        (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (fp32, 128, 8, 8, 100),
+        (bf16, 64, 8, 16, 64), (bf16, 256, 16, 32, 16), (bf16, 128, 8, 8, 128), (fp32, 128, 8, 8, 100),
     ):  # fmt: skip
         tile = decode_tile(tokens * group, dim, dtype)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         rows = min(tile["BLOCK_M"], triton.next_power_of_2(tokens * group))
         shared = {"T": tokens, "HEADS": 8, "GROUP": group, "D": dim, "BLOCK_B": 8, "ROWS": rows}
         shared |= {"SINKS": dim == 256, "EARLY": True, "PDL": True, **tile}
+        none = {"kept": None, "kept_table": None, "COLLECT": ""}
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
-            yield name, dtype, _flash_decode_kernel, shared | {"PAGE": page, "HOLES": holes}, options
+            yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
+        for rows in ("all", "ends", "each")[: 3 if tokens == 8 else 1]:
+            collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
+            yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
         del shared["BLOCK_D"]
         merge = shared | {"PARTS": 64, "SLICE": SLICE}
         yield "merge", dtype, _merge_parts_kernel, merge, {"num_warps": 2}

@@ -1,0 +1,133 @@
+"""What verification leaves of each key beside attention: kernel and reference against float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention.flash_decode import flash_decode, score_planes
+from kernels.paged_keys import KeyScores
+from kernels.reference.flash_decode import flash_decode as reference
+from tests.kernels.oracle import Case, check, make_case
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": dict(counts=[3, 3, 3], lengths=[40, 3, 17]),
+    "one-query": dict(counts=[1, 1], lengths=[90, 5]),
+    "group-7": dict(counts=[5, 5], lengths=[130, 0], heads=(14, 2), dim=80, page_size=48),
+    "pages-of-1": dict(counts=[4, 4], lengths=[37, 9], heads=(6, 2), dim=96, page_size=1),
+    "64-rows": dict(counts=[8, 8], lengths=[301, 64], heads=(8, 1), dim=128, page_size=64),
+    "84-rows": dict(counts=[12, 12], lengths=[301, 140], heads=(7, 1), dim=128, page_size=128),
+    "pages-of-100-two-tiles": dict(counts=[20], lengths=[333], heads=(8, 1), dim=96, page_size=100),
+    "sinks": dict(counts=[2, 2], lengths=[75, 9], heads=(8, 2), dim=128, sinks=True),
+}
+OPS = [pytest.param(flash_decode, id="kernel"), pytest.param(reference, id="reference")]
+
+
+def planes_for(case: Case, rows: str) -> KeyScores:
+    """Planes of a layer among others; pages of scores are others than those of the keys, and hold no number."""
+    T, (page_size, heads) = case.counts[0], case.k_cache.shape[1:3]
+    count = score_planes(T, case.q.shape[1] // heads, case.q.shape[2], case.q.dtype, rows)
+    B, columns = case.block_table.shape
+    pages = B * columns
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).view(B, columns).int()
+    planes = torch.full((2, count, pages, heads, page_size), torch.nan, dtype=torch.float16, device=case.q.device)
+    return KeyScores(planes[1], table.to(case.q.device), rows)
+
+
+def drop_drafts(case: Case, dropped: int) -> None:
+    """The last queries of the first sequence are no tokens: they read nothing, and are no numbers."""
+    if dropped:
+        rows = slice(case.counts[0] - dropped, case.counts[0])
+        case.hi[rows] = case.lo[rows] = 0
+        case.q[rows] = torch.nan
+
+
+def expected(case: Case, b: int, rows: str) -> torch.Tensor:
+    """[planes, Hkv, n] float64: keys that the first query reads, the mean over the queries that count, base 2."""
+    T, keys = case.counts[b], case.keys[b].double()
+    queries = range(b * T, (b + 1) * T)
+    live = [n for n in queries if case.lo[n] < case.hi[n]]
+    counting = {"all": live, "ends": sorted({live[0], live[-1]}) if live else [], "each": live}[rows]
+    heads = keys.shape[1]
+    seen = keys[: int(case.hi[queries[0]])]
+    of_each = torch.zeros(T, heads, len(seen), dtype=torch.float64)
+    for n in counting:
+        q = case.q[n].double().cpu().view(heads, -1, keys.shape[-1]).mean(1)
+        of_each[n - queries[0]] = torch.einsum("hd,nhd->hn", q, seen) * case.scale * math.log2(math.e) / T
+    return of_each if rows == "each" else of_each.sum(0, keepdim=True)
+
+
+def check_scores(case: Case, scores: KeyScores) -> None:
+    page_size = case.k_cache.shape[1]
+    for b in range(len(case.counts)):
+        wanted = expected(case, b, scores.rows)
+        places = torch.arange(wanted.shape[-1])
+        pages = scores.table[b].cpu()[places // page_size].long()
+        found = scores.planes.cpu()[:, pages, :, places % page_size].double()  # [n, planes, Hkv]
+        found = found.permute(1, 2, 0)
+        found = found if scores.rows == "each" else found.sum(0, keepdim=True)
+        # fp16 keeps 2^-11 of a number, and sums in fp32 (of products of low precision exactly) hold on to 1e-5.
+        torch.testing.assert_close(found, wanted, rtol=2**-10, atol=1e-4)
+        held = case.keys[b].shape[0]
+        after = torch.arange(held, scores.table.shape[1] * page_size)
+        rest = scores.planes.cpu()[:, scores.table[b].cpu()[after // page_size].long(), :, after % page_size]
+        assert rest.isnan().all(), "scores of keys that nobody has"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rows", ["all", "ends", "each"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores(shape: str, rows: str, op: Any, device: torch.device) -> None:
+    case = make_case(**SHAPES[shape], device=device)
+    if rows == "each" and case.counts[0] * case.q.shape[1] > 32 * case.k_cache.shape[2]:  # a tile of fp32
+        with pytest.raises(ValueError, match="too many rows for one tile"):
+            planes_for(case, rows)
+        return
+    drop_drafts(case, min(2, case.counts[0] - 1))
+    scores = planes_for(case, rows)
+    B = len(case.counts)
+    options = {"sms": 3} if op is flash_decode else {}
+    out, lse = op(case.q.unflatten(0, (B, -1)), case.paged(B), scores=scores, **options)
+    plain = op(case.q.unflatten(0, (B, -1)), case.paged(B), **options)
+    live = case.lo < case.hi
+    assert torch.equal(out.flatten(0, 1)[live], plain[0].flatten(0, 1)[live]), "attention itself is the same"
+    assert torch.equal(lse, plain[1])
+    check_scores(case, scores)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 7, 50])
+def test_splits(sms: int, device: torch.device) -> None:
+    case = make_case([3, 3], [290, 70], heads=(6, 2), dim=128, page_size=16, device=device)
+    scores = planes_for(case, "all")
+    flash_decode(case.q.unflatten(0, (2, -1)), case.paged(2), scores=scores, sms=sms)
+    check_scores(case, scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", ["64-rows", "84-rows", "sinks"])
+def test_low_precision(shape: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Tiles of up to 128 rows, whose edges alone have masks."""
+    case = make_case(**SHAPES[shape], dtype=dtype, device=device)
+    scores = planes_for(case, "all")
+    B = len(case.counts)
+    out, lse = flash_decode(case.q.unflatten(0, (B, -1)), case.paged(B), scores=scores, sms=2)
+    check(out.flatten(0, 1), lse.flatten(0, 1), case)
+    check_scores(case, scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", ["all", "ends", "each"])
+@pytest.mark.parametrize(
+    "heads, dim, count", [((28, 4), 128, 8), ((32, 8), 128, 5), ((16, 2), 64, 8), ((8, 1), 128, 12)]
+)
+def test_long(heads: tuple[int, int], dim: int, count: int, rows: str) -> None:
+    case = make_case(
+        [count] * 3, [9000, 12, 1333], heads=heads, dim=dim, page_size=128, dtype=torch.bfloat16, device="cuda"
+    )
+    scores = planes_for(case, rows)
+    out, lse = flash_decode(case.q.unflatten(0, (3, -1)), case.paged(3), scores=scores)
+    check(out.flatten(0, 1), lse.flatten(0, 1), case)
+    check_scores(case, scores)
