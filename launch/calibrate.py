@@ -4,10 +4,10 @@
   python -m launch.calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \\
       hardware=conf/hardware/mine.yaml output=conf/hardware/mine.yaml
 
-The first starts its own ranks, times reads, projections, attention and the collectives of a step, and writes a
-hardware description that `launch.simulate`, `launch.plan` and layout=auto take. Rows are kept next to it in a .jsonl as
-each part ends. A part that fails or takes too long leaves what this GPU's description says, or an H200's, marked as
-extrapolated.
+The first starts its own ranks, times reads, projections, attention, the choice of blocks and the collectives of a step,
+and writes a hardware description that `launch.simulate`, `launch.plan` and layout=auto take. Rows are kept next to it
+in a .jsonl as each part ends. A part that fails or takes too long leaves what this GPU's description says, or an
+H200's, marked as extrapolated.
 
 The second fits on half of the recorded workloads, and prints the errors of the predictions of the other half. To
 record them: python -m launch.bench step, and baselines. Without a GPU the smallest sizes run, and mean nothing.
@@ -46,6 +46,7 @@ from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 from launch.bench import attention as bench_attention
 from launch.bench import comm as bench_comm
 from launch.bench import mla as bench_mla
+from launch.bench import sparse as bench_sparse
 from launch.bench.clock import ROTATED, K, seconds
 from launch.inputs.arguments import helped, parse, several
 from launch.inputs.files import write_atomically
@@ -80,6 +81,15 @@ LATENTS = [  # heads, batch, tokens
     (64, 8, 16 * K),
     (16, 1, 128 * K),
 ]
+FINDING = [
+    (4, 1, 128 * K),
+    (4, 1, 1024 * K),
+    (1, 1, 128 * K),
+    (8, 1, 128 * K),
+    (4, 8, 32 * K),
+    (1, 1, 1024 * K),
+]  # as there
+CHOSEN = 32  # blocks, as conf/attention/block_sparse.yaml has it
 MATRICES = [(1152, 3584), (4736, 3584), (4096, 1792), (7168, 8192)]  # rows and columns of a rank's weights
 ROWS = (1, MIN_ROWS, 8, 16, MAX_ROWS, MAX_ROWS + 1, 64)
 
@@ -116,6 +126,15 @@ def latents(device: torch.device) -> Iterator[Row]:
         yield row | {"seconds": seconds(m.ours, len(m.caches), device)}
 
 
+def finding(device: torch.device) -> Iterator[Row]:
+    """`select_blocks`, and `flash_decode` over its table, four query heads to a KV head."""
+    for heads, batch, length in FINDING if device.type == "cuda" else [(1, 1, 2 * K), (2, 1, 4 * K)]:
+        s = bench_sparse.setting(4 * heads, heads, batch, length, device)
+        size = bench_sparse.read_bytes(heads, batch, length, CHOSEN)
+        took = seconds(s.choose_and_attend(CHOSEN), len(s.q), device)
+        yield {"kv_heads": heads, "batch": batch, "length": length, "topk": CHOSEN, "bytes": size, "seconds": took}
+
+
 def products(device: torch.device) -> Iterator[Row]:
     """`linear` over the matrices of a rank, the library's from a few rows on; both are kept."""
     for count in ROWS if device.type == "cuda" else (1, MIN_ROWS):
@@ -150,7 +169,7 @@ def collectives(device: torch.device) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
-    part.__name__: part for part in (read, matrix, attention, products, latents, launches, collectives)
+    part.__name__: part for part in (read, matrix, attention, finding, products, latents, launches, collectives)
 }
 
 
@@ -206,6 +225,8 @@ def assemble(base: Hardware, name: str, gpus: int, memory: float | None, parts: 
         hardware = replace(hardware, flops={**hardware.flops, "bf16": rate})
     if rows := parts.get("attention"):
         hardware = constants.attention(hardware, rows)
+    if rows := parts.get("finding"):
+        hardware = constants.finding(hardware, rows)
     if rows := parts.get("products"):
         hardware = constants.products(hardware, rows)
     if rows := parts.get("latents"):

@@ -42,6 +42,18 @@ def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
     )
 
 
+def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
+    """The price of finding: what choosing blocks and attention over them take beyond their bytes at the read rate and
+    what attention alone takes; from rows with bytes, seconds and topk."""
+    rate, fixed = base.read_bytes_per_s.value, base.kernel_s.value
+    over = [row["seconds"] - row["bytes"] / rate - fixed for row in rows]
+    chosen = "/".join(str(topk) for topk in sorted({row["topk"] for row in rows}))
+    source = (
+        f"select_blocks and flash_decode, {chosen} blocks, median of {len(rows)}, {_range(r['bytes'] for r in rows)}"
+    )
+    return replace(base, finding_s=Constant(max(float(np.median(over)), LEAST_S), MEASURED, source))
+
+
 def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
     """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads), from rows with flops too."""
     fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)

@@ -77,7 +77,8 @@ class Hardware:
         chunk_s: what each further HOP-B chunk of a layer costs.
         collectives: of the runtime's own kernels, where it has them on this hardware.
         nccl: those of the library; empty: not measured.
-        finding_s: choosing a layer's blocks in sparse attention (the price of finding), None: not known.
+        finding_s: the price of finding: what block-sparse attention of a layer takes beyond its bytes (of chosen blocks
+            and of what stands for all) and beyond kernel_s, which dense attention takes as well. None: not known.
     """
 
     name: str

@@ -14,7 +14,7 @@ import numpy as np
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Constant, Hardware, between
-from helix.simulate.points import DP, HELIX, MEDHA, Options, Points
+from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 
 SEVERAL = 32  # rows, beyond which a projection is the library's; experts are not
 
@@ -71,6 +71,8 @@ class Layer:
     def __init__(self, spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> None:
         self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
         self.length = length
+        sparse = options.sparse
+        self.sparse = sparse if sparse is not None and length >= sparse.from_tokens else None
         p = points
         self.sequences = _up(p.batch, p.dp)
         self.rows = self.sequences * options.step_tokens  # of a group
@@ -160,24 +162,33 @@ class Layer:
         attends = _cheaper(attend(m.latent, self.o), attend(m.value, self.q), p.kvp > 1)
         return [*makes, *attends, *self._output(m.value)]
 
-    def read_tokens(self, window: int | None) -> int:
-        """Tokens of a sequence that attention reads, over all ranks."""
-        seen = min(window or self.length, self.length)
-        sparse = self.options.sparse
-        return seen if sparse is None or window is not None else min(sparse.tokens, seen)
+    def _chooses(self, window: int | None) -> Sparse | None:
+        """What queries of such a layer read where they choose it; None where they read all that they see."""
+        return self.sparse if window is None else None
+
+    def _read_tokens(self, window: int | None) -> Array:
+        """Tokens that a query reads on a rank."""
+        seen = min(window or self.length, self.length) / self.points.kvp
+        sparse = self._chooses(window)
+        return seen if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, seen)
 
     def _finding(self, window: int | None) -> list[Phase]:
-        """Choosing blocks: two bounds of the keys of every block are read, and the choice has its price."""
-        sparse = self.options.sparse
-        if sparse is None or window is not None:
+        """Choosing blocks: two vectors of every block are read, and the choice has its price beside these bytes."""
+        sparse = self._chooses(window)
+        if sparse is None:
             return []
         price = self.hardware.finding_s
         if price is None:
             raise ValueError(f"the price of finding blocks is not known on {self.hardware.name}: add finding_s")
-        bounds = self.sequences * 2 * self.kv * self.spec.head_dim * (self.length / sparse.block) / self.points.kvp
+        kvp = self.points.kvp
+        bounds = self.sequences * 2 * self.kv * self.spec.head_dim * (self.length / sparse.block) / kvp
         free, level = self.zeros, self.zeros.astype(int) + price.level
         paid = Phase("", free + price.value, free, free, free, free + 1, level)
-        return [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0).plus(paid)]
+        found = [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0).plus(paid)]
+        if sparse.choice == "global":  # of each block that a rank offers to each other one, a score and a number
+            offered = self.rows * self.kv * sparse.topk * kvp * 8.0
+            found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
+        return found
 
     def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
         """Attention over this rank's shard, and the exchange of partial outputs, as much of it as is exposed.
@@ -188,8 +199,9 @@ class Layer:
             value: numbers of a head that are exchanged, beside its fp32 LSE.
         """
         p, hw = self.points, self.hardware
-        tokens = self.read_tokens(window) / p.kvp
-        read = self.sequences * tokens * stored * self.item["kv"]
+        tokens = self._read_tokens(window)
+        readers = self.sequences if self._chooses(window) is None else self.rows  # a draft chooses for itself
+        read = readers * tokens * stored * self.item["kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         share, rate = (hw.latent_share, hw.latent_flops) if self.spec.mla is not None else (None, None)
         attention = self._timed("attention", read, flops, 1, share, rate)

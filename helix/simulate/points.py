@@ -109,15 +109,26 @@ class Points:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Attention over chosen blocks (gather-decode): `tokens` are read, bounds of all blocks scanned.
+    """Block-sparse decode: each KV head reads the sequence's first and last blocks and those between that promise most.
 
     Attributes:
-        tokens: sink, window and chosen blocks together, of the whole sequence.
-        block: tokens of a block, for each of which two bounds (k_max, k_min) of the keys are read.
+        topk: chosen blocks, of all ranks together; each rank takes its share, rounded up.
+        sink_blocks, local_blocks: first and last blocks, always read.
+        block: tokens of a block, for which two vectors as long as a key are read before one chooses.
+        choice: `local`, or `global`: ranks exchange what their best blocks promise.
+        from_tokens: shorter sequences read all.
     """
 
-    tokens: int
+    topk: int = 32
+    sink_blocks: int = 1
+    local_blocks: int = 4
     block: int = 128
+    choice: str = "local"
+    from_tokens: int = 0
+
+    def blocks(self, kvp: Array) -> Array:
+        """Blocks that the rank with the most of them reads."""
+        return -(-self.topk // kvp) - (-(self.sink_blocks + self.local_blocks) // kvp)
 
 
 @dataclass(frozen=True)
@@ -181,8 +192,8 @@ class Options:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
         if (s := self.speculation) is not None and not (s.gamma >= 0 and 0 <= s.acceptance <= 1 and s.draft_s >= 0):
             raise ValueError(f"{s}: gamma and draft_s must not be negative, acceptance must be between 0 and 1")
-        if (p := self.sparse) is not None and not (p.tokens >= p.block >= 1):
-            raise ValueError(f"{p}: tokens must be at least one block, block at least 1")
+        if (p := self.sparse) is not None and not (min(p.topk, p.sink_blocks) >= 0 < min(p.local_blocks, p.block)):
+            raise ValueError(f"{p}: blocks must not be negative, local_blocks and block must be at least 1")
 
     @property
     def step_tokens(self) -> int:
@@ -192,8 +203,13 @@ class Options:
 
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for what the model of costs does not know."""
-    if options.sparse is not None and spec.mla is not None:
-        raise ValueError("sparse attention over MLA latents is not modelled: known for K and V heads (block bounds)")
+    if options.sparse is None:
+        return
+    what = "block-sparse attention"
+    if spec.mla is not None:
+        raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): take dense attention")
+    if None not in spec.windows:
+        raise ValueError(f"{what}: every layer of the model has a sliding window already: take dense attention")
 
 
 def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:

@@ -124,6 +124,8 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
     each = paged * token_numbers(spec, p) * spec.layers * _stretch(spec, p) * BYTES[options.kv]
+    if (sparse := options.sparse) is not None:
+        each = each * (1 + 1 / sparse.block)  # of a block two vectors, of a token a key and a value
     free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
     largest = np.floor(free / each).astype(np.int64) * p.dp
     return Memory(weight_bytes, -(-p.batch // p.dp) * each, largest)

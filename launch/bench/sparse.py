@@ -9,6 +9,7 @@ and of the blocks that are read, at 4.4 TB/s, and 12 us.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,6 +59,21 @@ class Setting:
         """Attention over the first keys of a table, of all KV heads together or of each."""
         read = PagedKeys(self.k, self.v, table, self.lo, hi, DIM**-0.5)
         return flash_decode(self.q[copy][:, None], read, early=True)[0]
+
+    def choose_and_attend(self, topk: int) -> Callable[[int], torch.Tensor]:
+        """Both of a copy, in a graph without anything else."""
+        hi = torch.full_like(self.lo, read_keys(self.tables[0].shape[1], topk))
+        return lambda copy: self.attend(self.select(topk, copy), hi, copy)
+
+
+def read_keys(pages: int, topk: int) -> int:
+    """Keys that a query reads of a sequence of full pages."""
+    return min(SINK + LOCAL + topk, pages) * PAGE
+
+
+def read_bytes(kv_heads: int, batch: int, length: int, topk: int) -> int:
+    """What a query of each sequence reads: the bounds of all blocks, and the keys and values of those chosen."""
+    return batch * kv_heads * DIM * 4 * (length // PAGE + read_keys(length // PAGE, topk))
 
 
 def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> Setting:
@@ -116,26 +132,19 @@ def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) 
         dense |= torchs(s, few, device)
     rows = []
     for topk in CHOSEN:
-        chosen = min(topk, length // PAGE - SINK - LOCAL)
-        keys = (SINK + LOCAL + chosen) * PAGE
         check(s, topk)
         tables = [s.select(topk, i).clone() for i in range(copies)]
-        bounds_bytes = batch * length // PAGE * kv_heads * 2 * DIM * 2
-        read_bytes = bounds_bytes + batch * keys * kv_heads * DIM * 4
-
-        hi = torch.full_like(s.lo, keys)
+        size = read_bytes(kv_heads, batch, length, topk)
+        hi = torch.full_like(s.lo, read_keys(length // PAGE, topk))
 
         def attend(i: int, tables: list[torch.Tensor], hi: torch.Tensor) -> torch.Tensor:
             return s.attend(tables[i], hi, i)
 
-        def both(i: int, topk: int, hi: torch.Tensor) -> torch.Tensor:
-            return s.attend(s.select(topk, i), hi, i)
-
-        row: Row = {"kind": "sparse", **shape, "topk": topk, "read_bytes": read_bytes}
+        row: Row = {"kind": "sparse", **shape, "topk": topk, "read_bytes": size}
         row["select_us"] = 1e6 * seconds(partial(s.select, topk), copies, device)
         row["attend_us"] = 1e6 * seconds(partial(attend, tables=tables, hi=hi), copies, device)
-        row["us"] = 1e6 * seconds(partial(both, topk=topk, hi=hi), copies, device)
-        row["target_us"] = read_bytes / 4.4e6 + 12
+        row["us"] = 1e6 * seconds(s.choose_and_attend(topk), copies, device)
+        row["target_us"] = size / 4.4e6 + 12
         row |= dense
         row["best_dense_over_ours"] = min(us for us in dense.values() if us) / row["us"]
         rows.append(row)

@@ -550,7 +550,7 @@ FAULTS = [
     ),
     Fault(
         "KV is not divided", "helix/simulate/layer.py",
-        "tokens = self.read_tokens(window) / p.kvp", "tokens = self.read_tokens(window)", COST,
+        "min(window or self.length, self.length) / self.points.kvp", "min(window or self.length, self.length)", COST,
     ),
     Fault(
         "the token behind the drafts", "helix/simulate/cost.py",

@@ -50,6 +50,14 @@ def test_constants_of_planted_rows() -> None:
     assert found.read_bytes_per_s.value == pytest.approx(4.4e12, rel=EXACT) and found.kernel_s.level == MEASURED
     assert found.kernel_s.value == pytest.approx(5e-6, rel=1e-4)
 
+    rows = [
+        {"topk": 32, "bytes": size, "seconds": 5e-6 + 11e-6 + size / 4.4e12 + noise}
+        for size, noise in ((1e6, 0.0), (2e7, -1e-6), (8e7, 1e-5))
+    ]
+    price = constants.finding(found, rows).finding_s
+    assert price is not None and price.value == pytest.approx(11e-6, rel=1e-4) and price.level == MEASURED
+    assert "32 blocks, median of 3, 1e+06 to 8e+07 B" in price.source
+
     times = {1: 2e-6, 8: 7e-6}
     rows = [
         {"rows": n, "bytes": size, "seconds": fixed + size / 4.4e12}
@@ -175,6 +183,7 @@ def test_calibration_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert hardware.name == data["calibrated"]["device"] and hardware.gpus == 1
     assert set(hardware.product_s) == {1, 2} and set(hardware.product_s) <= set(ROWS)
     assert hardware.read_bytes_per_s.level == MEASURED and hardware.latent_flops is not None
+    assert hardware.finding_s is not None and "select_blocks and flash_decode, 32 blocks" in hardware.finding_s.source
     assert set(hardware.collectives["all_to_all"].latency_s) == {2} and hardware.nccl
     assert {"versions", "commit", "date", "measured", "launch_us"} <= set(data["calibrated"])
     rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]

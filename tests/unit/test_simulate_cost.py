@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,13 +211,56 @@ def test_gather_decode_traffic() -> None:
     """Section 2 of the gather-decode report, Qwen2.5-7B: 57,344 n bytes dense; 448 n of bounds and 13 blocks sparse."""
     n, h100 = 131072, load_hardware("h100")
     read = {}
-    for sparse in (None, Sparse(13 * 128)):
+    for sparse in (None, Sparse(8)):
         bf16 = {"weights": "bf16", "kv": "bf16", "messages": "bf16"}
         found = step("qwen2.5-7b", h100, "tp", length=n, sparse=sparse, **bf16)
         read[sparse] = {phase.name: phase.bytes[0] for phase in found.phases}
     assert read[None]["attention"] == pytest.approx(57344 * n, rel=EXACT)
-    assert read[Sparse(1664)]["attention"] == pytest.approx(57344 * 1664, rel=EXACT)
-    assert read[Sparse(1664)]["find blocks"] == pytest.approx(448 * n, rel=EXACT)
+    assert read[Sparse(8)]["attention"] == pytest.approx(57344 * 1664, rel=EXACT)
+    assert read[Sparse(8)]["find blocks"] == pytest.approx(448 * n, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    "kvp, topk, blocks",
+    [(1, 32, 37), (2, 32, 16 + 3), (8, 32, 4 + 1), (8, 8, 1 + 1), (8, 9, 2 + 1), (8, 0, 1), (1, 0, 5)],
+)
+def test_blocks_of_the_fullest_rank(kvp: int, topk: int, blocks: int) -> None:
+    """Each rank takes its share of the chosen blocks, rounded up; of sink and window together, too."""
+    found = step(
+        "qwen2.5-7b", load_hardware("h200"), "helix", 2, kvp=kvp, sparse=Sparse(topk), weights="bf16", kv="bf16"
+    )
+    attention = next(phase for phase in found.phases if phase.name == "attention")
+    assert attention.bytes[0] == pytest.approx(28 * 2 * blocks * 128 * 4 * 2 * 128 * 2, rel=EXACT)
+
+
+def test_sparse_attention_pays_for_finding_once_and_for_a_launch_like_dense() -> None:
+    h200 = load_hardware("h200")
+    assert h200.finding_s is not None
+    more = {"length": 4 * 128, "weights": "bf16", "kv": "bf16"}
+    dense = step("qwen2.5-7b", h200, "tp", **more)
+    sparse = step("qwen2.5-7b", h200, "tp", sparse=Sparse(32), **more)  # as many blocks as there are: all are read
+    bounds = 28 * 4 * 4 * 2 * 128 * 2
+    extra = 28 * h200.finding_s.value + bounds / h200.read_bytes_per_s.value
+    assert sparse.ttl_s[0] - dense.ttl_s[0] == pytest.approx(extra, rel=1e-6)
+    short = step("qwen2.5-7b", h200, "tp", sparse=Sparse(32, from_tokens=4 * 128 + 1), **more)
+    assert short.ttl_s[0] == dense.ttl_s[0], "shorter than from_tokens: dense"
+    assert short.memory.kv_bytes[0] == sparse.memory.kv_bytes[0] == dense.memory.kv_bytes[0] * (1 + 1 / 128)
+
+
+def test_each_draft_reads_blocks_of_its_own_and_one_choice_is_an_exchange_more() -> None:
+    h200, more = load_hardware("h200"), {"length": M, "weights": "bf16", "kv": "bf16", "messages": "bf16", "kvp": 4}
+
+    def phases(**also: Any) -> dict[str, Any]:
+        return {phase.name: phase for phase in step("qwen2.5-7b", h200, "helix", **more, **also).phases}
+
+    plain = phases(sparse=Sparse(32))
+    drafted = phases(sparse=Sparse(32), speculation=Speculation(4, 0.5))
+    assert drafted["attention"].bytes[0] == 5 * plain["attention"].bytes[0]
+    assert drafted["find blocks"].bytes[0] == plain["find blocks"].bytes[0], "their scores come from one read"
+    together = phases(sparse=Sparse(32, choice="global"))
+    assert "offer blocks" not in plain and together["attention"].bytes[0] == plain["attention"].bytes[0]
+    # Scores and numbers of 32 blocks of 4 heads go to three other ranks.
+    assert together["offer blocks"].sent[0] == pytest.approx(28 * 3 * 4 * 32 * 8, rel=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +281,7 @@ def test_gather_decode_throughput(length: int, batch: int, dense: float, sparse:
         finding_s=replace(h100.finding_s, value=1.74e-3 / 28),  # type: ignore[type-var]
     )
     bf16 = {"weights": "bf16", "kv": "bf16", "messages": "bf16"}
-    for chosen, expected in ((None, dense), (Sparse(13 * 128), sparse)):
+    for chosen, expected in ((None, dense), (Sparse(8), sparse)):
         found = step("qwen2.5-7b", h100, "tp", batch, length=length, sparse=chosen, **bf16)
         assert batch / found.ttl_s[0] == pytest.approx(expected, rel=0.06)
 

@@ -196,8 +196,8 @@ def test_layouts_and_dtypes_that_cannot_be(mode: str, widths: dict[str, int], op
 
 
 def test_what_is_not_modelled_is_refused() -> None:
-    sparse = replace(BF16, sparse=Sparse(4096))
-    with pytest.raises(ValueError, match="sparse attention over MLA latents is not modelled"):
+    sparse = replace(BF16, sparse=Sparse())
+    with pytest.raises(ValueError, match=r"block-sparse attention chooses by the keys of heads.*latents \(MLA\)"):
         predict(load_spec("deepseek-r1"), load_hardware("h200"), Points.of("tp"), M, sparse)
     with pytest.raises(ValueError, match="price of finding blocks is not known on NVIDIA B200"):
         predict(load_spec("llama-3.1-8b"), load_hardware("b200"), Points.of("tp"), M, sparse)
@@ -213,8 +213,12 @@ def test_what_is_not_modelled_is_refused() -> None:
         Options(memory_fraction=0)
     with pytest.raises(ValueError, match="between 0 and 1"):
         Options(speculation=Speculation(4, 1.5))
-    with pytest.raises(ValueError, match="at least one block"):
-        Options(sparse=Sparse(64))
+    windowed = replace(load_spec("llama-3.1-8b"), windows=(4096,) * 32)
+    with pytest.raises(ValueError, match="every layer of the model has a sliding window already: take dense attention"):
+        predict(windowed, load_hardware("h200"), Points.of("tp"), M, sparse)
+    for wrong in (Sparse(topk=-1), Sparse(local_blocks=0), Sparse(block=0)):
+        with pytest.raises(ValueError, match="local_blocks and block must be at least 1"):
+            Options(sparse=wrong)
     with pytest.raises(ValueError, match="length=0"):
         predict(load_spec("llama-3.1-8b"), load_hardware("h200"), Points.of("tp"), 0, BF16)
 
