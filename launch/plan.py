@@ -3,6 +3,7 @@
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 batch=8
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 ttl_ms=20             the largest batch within 20 ms
   python -m launch.plan model=DIR gpus=4 length=131072 acceptance=0.7 gamma=4         with speculative decoding
+  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 sparse=32              block-sparse beside dense
   python -m launch.plan check                                 its first choices against recorded steps
 
 Every layout of exactly so many GPUs is predicted and ranked, with its speed, memory, what else would fit, the reason
@@ -18,6 +19,8 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   backend     auto: the runtime's own collectives; nccl: the library's, where they were measured
   acceptance  probability that a drafted token is accepted: plans speculation
   gamma       drafted tokens of a step (default: the best one)
+  sparse      blocks that each KV head chooses: plans block-sparse attention, and says where dense attention is faster
+  attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
   json        a file for all of this, `-` for the terminal
 """
 
@@ -38,7 +41,9 @@ from rich.console import Console
 from rich.table import Table
 
 from helix.config import Config
+from helix.config import check as check_config
 from helix.models import DecoderSpec
+from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from launch.inputs.arguments import helped, one_of, parse
@@ -52,14 +57,17 @@ from launch.records.recorded_steps import read_cells
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
-    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "json": str,
+    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "sparse": int, "attention": str, "json": str,
 }  # fmt: skip
 NEEDED = ("model", "gpus", "length")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
-def load_model(name: str) -> tuple[Config, DecoderSpec, list[str]]:
+def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, DecoderSpec, list[str]]:
     """A model's config and shape, and what names it on the runtime's command line.
+
+    Args:
+        attention: overrides that the config has as well.
 
     Raises:
         ValueError: it is neither in conf/model/ nor a directory with a checkpoint that the runtime knows.
@@ -70,9 +78,9 @@ def load_model(name: str) -> tuple[Config, DecoderSpec, list[str]]:
     overrides = [f"model={name}"] if name in known else [f"model.path={name}"]
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = as_config(compose("config", overrides))
+            config = as_config(compose("config", [*overrides, *attention]))
     except HydraException as error:
-        raise ValueError(f"model={name} cannot be composed: {error}") from error
+        raise ValueError(f"{shlex.join([f'model={name}', *attention])} cannot be composed: {error}") from error
     spec = make_spec(config)
     if config.model.dtype == "auto" and spec.dtype == "float32":
         overrides.append("model.dtype=bfloat16")
@@ -95,13 +103,31 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
     return hardware.over_nccl() if backend == "nccl" else hardware
 
 
+def sparse_overrides(given: dict[str, Any]) -> list[str]:
+    """The runtime's overrides for block-sparse attention; none where the question has none.
+
+    Raises:
+        ValueError: conf/attention/ has no such file, or it is dense attention's.
+    """
+    if "sparse" not in given and "attention" not in given:
+        return []
+    name = given.get("attention", "block_sparse")
+    known = sorted({path.stem for path in (ROOT / "conf" / "attention").glob("*.yaml")} - {"dense"})
+    if name not in known:
+        raise ValueError(f"attention={name} is unknown; known: {', '.join(known)}")
+    return [f"attention={name}", *([f"attention.topk={given['sparse']}"] if "sparse" in given else [])]
+
+
 def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]]]:
     """The ranking, and the runtime's overrides for each of its choices.
 
     Raises:
         ValueError: a value is out of range, or nothing fits.
     """
-    config, spec, model = load_model(given["model"])
+    attention = sparse_overrides(given)
+    config, spec, model = load_model(given["model"], attention)
+    check_config(config)
+    config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
     if given["length"] > spec.max_positions:
         raise ValueError(f"length={given['length']} exceeds {given['model']}'s {spec.context}")
     backend = given.get("backend", "auto")
@@ -124,6 +150,8 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
         settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
         settings += ["speculation=ngram", f"speculation.gamma={choice.gamma}"] if choice.gamma else []
+        if question.options.sparse is not None and (tokens := pays_from(question, choice)) is not None:
+            settings += [*attention, f"attention.from_tokens={tokens}"]
         if config.model.load == "random":  # a shape without weights: there is only time to see
             return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
@@ -137,14 +165,17 @@ def command(gpus: int, overrides: Sequence[str]) -> str:
 
 def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: dict[str, Any]) -> dict[str, Any]:
     """Everything that the tables show, and more."""
-    gpus = ranking.question.gpus
+    q, gpus = ranking.question, ranking.question.gpus
     return {
         "question": given,
         "hardware": ranking.question.hardware.name,
         "reason": ranking.reason,
         "verdict": ranking.verdict,
+        **({"compared": compared(ranking)} if q.options.sparse else {}),
         "choices": [
-            asdict(choice) | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
+            asdict(choice)
+            | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
+            | ({"dense_ttl_s": dense_ttl_s(q, choice), "pays_from": pays_from(q, choice)} if q.options.sparse else {})
             for choice in ranking.choices
         ],
         "refused": [asdict(refused) for refused in ranking.refused],
@@ -155,9 +186,11 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
     """The tables, the reasons and the command on the terminal."""
     q = ranking.question
     speculates = any(choice.gamma for choice in ranking.choices)
+    sparse = q.options.sparse is not None
     table = Table(
-        "layout", "batch", "chunks", "block", *(["gamma"] if speculates else []), "TTL", "tok/s/user", "tok/s/GPU",
-        "weights", "KV", "left", "room for", "known", title=f"{q.length:,} tokens on {q.gpus} x {q.hardware.name}",
+        "layout", "batch", "chunks", "block", *(["gamma"] if speculates else []), "TTL", *(["dense"] if sparse else []),
+        "tok/s/user", "tok/s/GPU", "weights", "KV", "left", "room for", "known",
+        title=f"{q.length:,} tokens on {q.gpus} x {q.hardware.name}",
         caption="GB on the fullest GPU; room for: sequences of this length, or tokens at this batch",
     )  # fmt: skip
     for c in ranking.choices:
@@ -165,15 +198,16 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
         late = "" if ranking.in_time(c) else " (late)"
         table.add_row(
             c.name, str(c.batch), str(c.chunks if c.chunks > 1 else "none"), str(c.append_block),
-            *([str(c.gamma)] if speculates else []), f"{1e3 * c.ttl_s:.2f} ms{late}", f"{c.user:.1f}", f"{c.gpu:.1f}",
-            *sizes, f"{c.largest_batch:,}, or {c.longest:,} tokens", c.provenance,
+            *([str(c.gamma)] if speculates else []), f"{1e3 * c.ttl_s:.2f} ms{late}",
+            *([f"{1e3 * dense_ttl_s(q, c):.2f} ms"] if sparse else []), f"{c.user:.1f}", f"{c.gpu:.1f}", *sizes,
+            f"{c.largest_batch:,}, or {c.longest:,} tokens", c.provenance,
         )  # fmt: skip
     terminal = Console(width=max(165, Console().width), highlight=False)
     terminal.print(table)
     for refused in ranking.refused:
         room = f"{refused.largest_batch} would fit" if refused.largest_batch else "not one sequence fits"
         print(f"no room: {refused.layout} lacks {refused.missing_bytes / 1e9:.1f} GB a GPU; {room}")
-    print(f"\n{ranking.reason}\n{ranking.verdict}\n")
+    print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compared(ranking)}\n" if sparse else ""))
     if speculates:
         print("Drafting is counted as free, and acceptance as the same at every place.")
     print(f"To run it:\n  {command(q.gpus, overrides(ranking.choices[0]))}")

@@ -172,7 +172,8 @@ def plan(question: Question) -> Ranking:
 def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
     """All layouts of the question's GPUs, without data-parallel groups, and the options of each."""
     rows = [row for row in layouts(q.spec, [q.gpus], MODES, pp=False) if row[2] == 1]
-    blocks = {kvp: _append_block(q.length, kvp) for kvp in {row[3] for row in rows}}
+    sparse = q.options.sparse  # its blocks are pages, and go round
+    blocks = {kvp: sparse.block if sparse else _append_block(q.length, kvp) for kvp in {row[3] for row in rows}}
     return [(row, replace(q.options, append_block=blocks[row[3]])) for row in sorted(rows, key=lambda row: row[3])]
 
 
@@ -198,10 +199,12 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     gammas: Iterable[int] = (0,)
     if q.acceptance is not None:
         gammas = (0, q.gamma) if q.gamma is not None else (0, *GAMMAS)
+    # One choice of blocks over all ranks is an exchange in the middle of attention, which chunks would cut.
+    one_choice = options.sparse is not None and options.sparse.choice == "global"
     best: tuple[float, Choice] | None = None
     for gamma in gammas:
         speculation = Speculation(gamma, q.acceptance) if gamma and q.acceptance is not None else None
-        for chunks in CHUNKS if points.kvp[0] > 1 else CHUNKS[:1]:
+        for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
             tried = replace(options, speculation=speculation, hopb=chunks > 1, chunks=chunks)
             step = predict(q.spec, q.hardware, points, q.length, tried)
             i = _fastest(q, step)

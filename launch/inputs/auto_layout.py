@@ -13,7 +13,7 @@ from helix.config import Config, LayoutConfig, bench_points
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
-from helix.simulate.points import Options
+from helix.simulate.points import Options, Sparse
 from launch.inputs import parts
 from launch.inputs.hardware import hardware_of
 from launch.inputs.prompts import Prompt
@@ -70,7 +70,9 @@ def choose(
     batch, length = workload(config, prompts)
     options = planned(config, spec)
     ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
-    work = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}"
+    sparse = options.sparse is not None and length >= options.sparse.from_tokens
+    attention = f", {config.attention.policy} attention" if sparse else ""
+    work = f"{batch} x {length:,} tokens on {world_size} x {hardware.name}{attention}"
     return ranking.choices[0].layout, f"{work}: {ranking.reason} {ranking.verdict}"
 
 
@@ -86,7 +88,7 @@ def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
 
 
 def planned(config: Config, spec: DecoderSpec) -> Options:
-    """What the planner is told of a config: dtypes and the cache.
+    """What the planner is told of a config: dtypes, the cache, and which keys are read.
 
     Raises:
         ValueError: steps in this dtype are not predicted.
@@ -96,7 +98,17 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
         raise ValueError("steps in model.dtype=float32 are not predicted: set model.dtype=bfloat16, or the layout")
     # fp16 has as many bytes as bf16, and is as fast.
     kv = config.kv
-    return Options("bf16", "bf16", "bf16", memory_fraction=kv.memory_fraction, page_size=kv.page_size)
+    return Options(
+        "bf16", "bf16", "bf16", sparse=budget(config), memory_fraction=kv.memory_fraction, page_size=kv.page_size
+    )
+
+
+def budget(config: Config) -> Sparse | None:
+    """What a block-sparse step reads by this config; None where attention is dense."""
+    a = config.attention
+    if a.policy == "dense":
+        return None
+    return Sparse(a.topk, a.sink_blocks, a.local_blocks, config.kv.page_size, a.choice, a.from_tokens)
 
 
 def _tokens(prompt: Prompt) -> int:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from helix.layout import HelixLayout
 from helix.simulate import fit as fitting
+from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.fit import Measured
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
-from helix.simulate.points import Options, Points
+from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, ranks, workload
@@ -193,6 +194,75 @@ def test_what_cannot_be_planned() -> None:
             ask(**wrong)
 
 
+# ---- block-sparse attention beside dense
+
+
+def test_sparse_attention_is_planned_as_it_would_run() -> None:
+    ranking = ask(length=M // 8, batch=4, options=replace(BF16, sparse=Sparse()))
+    for choice in ranking.choices:
+        layout = choice.layout
+        points = Points.of(layout.mode, 4, **{key: getattr(layout, key) for key in ("kvp", "tpa", "tpf", "ep")})
+        options = replace(BF16, sparse=Sparse(), append_block=128)
+        assert choice.ttl_s == pytest.approx(
+            float(predict(load_spec("qwen2.5-7b"), H200, points, M // 8, options).ttl_s[0])
+        )
+        assert dense_ttl_s(ranking.question, choice) == pytest.approx(predicted(choice, "qwen2.5-7b", M // 8))
+        assert choice.append_block == 128, "a block is a page, and one rank's run of tokens"
+    slow = replace(H200.scaled(link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
+    chunks = [
+        {
+            c.chunks
+            for c in ask(
+                "llama-3.1-8b", slow, length=M // 8, gpus=2, options=replace(BF16, sparse=Sparse(choice=choice))
+            ).choices
+        }
+        for choice in ("local", "global")
+    ]
+    assert max(chunks[0]) > 1 and chunks[1] == {1}, "one choice over all ranks is an exchange that chunks would cut"
+
+
+def test_where_dense_attention_is_faster() -> None:
+    """To the token; sooner where more sequences share the batch; nowhere where finding takes longer than all keys."""
+    question = ask(gpus=1, batch=1, options=replace(BF16, sparse=Sparse(from_tokens=99))).question
+    found = {batch: plan(replace(question, batch=batch, length=4096)).choices[0] for batch in (1, 8)}
+    from_tokens = {batch: pays_from(question, choice) for batch, choice in found.items()}
+    assert from_tokens[1] is not None and from_tokens[8] is not None and from_tokens[8] < from_tokens[1] / 4
+    assert pays_from(question, found[1], batch=8) == from_tokens[8]
+
+    def ahead(length: int) -> bool:
+        (choice,) = plan(replace(question, length=length, options=replace(BF16, sparse=Sparse()))).choices
+        return choice.ttl_s <= dense_ttl_s(replace(question, length=length), choice)
+
+    assert ahead(from_tokens[1]) and not ahead(from_tokens[1] - 1)
+    assert H200.finding_s is not None
+    dear = replace(question, hardware=replace(H200, finding_s=replace(H200.finding_s, value=1.0)))
+    assert pays_from(dear, found[1]) is None
+    assert "dense attention is faster below every length of the model's context at batch 1, " in compared(plan(dear))
+    assert compared(plan(question)).startswith("Block-sparse attention pays here: ")
+    at_32k = plan(replace(question, length=32768))
+    assert compared(at_32k).startswith("Dense attention is faster here: ")
+    assert f"With tp, dense attention is faster below {from_tokens[1]:,} tokens at batch 1, " in compared(at_32k)
+    assert f"{from_tokens[8]:,} tokens at batch 8." in compared(at_32k)
+
+
+def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    main(["model=qwen2.5-7b", "gpus=8", f"length={M}", "batch=8", "hardware=h200", "sparse=32", f"json={path}"])
+    out, found = capsys.readouterr().out, json.loads(path.read_text())
+    assert found["compared"] in out and "┃ dense " in out
+    for choice in found["choices"]:
+        assert (
+            f"attention=block_sparse attention.topk=32 attention.from_tokens={choice['pays_from']}" in choice["command"]
+        )
+        assert f"{1e3 * choice['dense_ttl_s']:.2f} ms" in out and choice["dense_ttl_s"] > choice["ttl_s"]
+    (quest,) = answer({"model": "qwen2.5-7b", "gpus": 1, "length": M, "attention": "quest"})[0].choices
+    assert quest.append_block == 16
+    ranking, _ = answer({"model": "qwen2.5-7b", "gpus": 1, "length": M, "attention": "quest", "sparse": 7})
+    assert ranking.question.options.sparse == Sparse(7, 1, 32, 16)
+    main(["model=qwen2.5-7b", "gpus=1", "length=4096", "hardware=h200"])
+    assert "sparse" not in capsys.readouterr().out
+
+
 # ---- the command
 
 
@@ -203,6 +273,7 @@ def test_what_cannot_be_planned() -> None:
         "model=qwen3-30b-a3b gpus=4 length=131072 ttl_ms=20",
         "model=deepseek-v2-lite gpus=4 length=131072 acceptance=0.8",
         "model=gpt-oss-20b gpus=6 length=8192 batch=2 backend=nccl",
+        "model=llama-3.1-8b gpus=4 length=131072 batch=8 sparse=16 acceptance=0.8",
     ],
 )
 def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
@@ -259,6 +330,16 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 length=1 hardware=nowhere.yaml", "hardware nowhere.yaml cannot be read"),
         ("model=demo gpus=8 length=1 hardware=gb200 backend=nccl", "nothing is known of NCCL's collectives on GB200"),
         ("model=demo gpus=8 length=1 backend=mpi", "backend=mpi must be one of auto, nccl"),
+        (
+            "model=deepseek-r1 gpus=8 length=1 sparse=32",
+            "block-sparse attention chooses by the keys of heads, and the ",
+        ),
+        ("model=demo gpus=8 length=1 sparse=129", "attention.topk=129 must be from 0 to 128"),
+        (
+            "model=demo gpus=8 length=1 sparse=8 attention=dense",
+            "attention=dense is unknown; known: block_sparse, quest",
+        ),
+        ("model=demo gpus=8 length=1 sparse=8 hardware=b200", "price of finding blocks is not known on NVIDIA B200"),
         ("model=demo gpus=8", "length missing"),
         ("model=demo gpus=8 gpus=4 length=1", "gpus is given twice"),
         ("model=demo gpus=two length=1", "gpus=two must be a whole number"),
@@ -291,6 +372,23 @@ def test_auto_takes_the_planner_s_first_choice() -> None:
     assert auto("bench=decode", "comm.backend=nccl", "bench.points=[1x131072]").startswith(
         "tp "
     )  # an exchange is 15 us
+
+
+def test_auto_counts_sparse_attention() -> None:
+    """Each rank reads a few blocks of so long a sequence: what TP keeps twice no longer decides."""
+    sparse = "attention=block_sparse", "bench=decode"
+    options = replace(BF16, sparse=Sparse(from_tokens=32768))
+    assert auto(*sparse, f"bench.points=[1x{M}]") == str(ask(batch=1, options=options).choices[0].layout)
+    assert auto(*sparse, f"bench.points=[1x{M}]").startswith("tp ") and auto(
+        "bench=decode", f"bench.points=[1x{M}]"
+    ).startswith("helix ")
+    assert auto(*sparse, f"attention.from_tokens={M + 1}", f"bench.points=[1x{M}]").startswith("helix ")
+    config = composed("model=qwen2.5-7b", "layout=auto", *sparse, f"bench.points=[1x{M}]")
+    assert ", block_sparse attention: " in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name)[1]
+    config.attention.from_tokens = M + 1
+    assert "block_sparse" not in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name)[1]
+    with pytest.raises(ValueError, match=r"block-sparse attention .* latents \(MLA\)"):
+        choose(composed("model=deepseek-v2-lite", *sparse), load_spec("deepseek-v2-lite"), (), 8, H200.name)
 
 
 def test_auto_counts_the_longest_prompt_and_the_slots() -> None:

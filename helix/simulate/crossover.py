@@ -1,0 +1,76 @@
+"""Block-sparse attention beside dense: from which length on a step with it takes no longer."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+
+from helix.simulate.plan import Choice, Question, Ranking
+from helix.simulate.points import Options, Points, Sparse, Speculation
+from helix.simulate.step import predict
+
+BATCHES = (1, 2, 4, 8)  # that are named beside the question's
+
+
+def crossover(gain: Callable[[int], float], most: int) -> int | None:
+    """The fewest tokens at which `gain` is not negative; it rises. None: it is negative at `most` tokens."""
+    if gain(most) < 0:
+        return None
+    return 1 + bisect_left(range(1, most), True, key=lambda length: gain(length) >= 0)
+
+
+def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: Sparse | None) -> float:
+    """Seconds of a token with a choice's layout, chunks and drafts, at another batch, length and attention."""
+    q, row = question, choice.layout
+    points = Points.of(row.mode, batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
+    drafts = Speculation(choice.gamma, q.acceptance) if choice.gamma and q.acceptance is not None else None
+    options: Options = replace(
+        q.options, append_block=choice.append_block, hopb=choice.chunks > 1, chunks=choice.chunks, speculation=drafts,
+        sparse=sparse,
+    )  # fmt: skip
+    return float(predict(q.spec, q.hardware, points, length, options).ttl_s[0])
+
+
+def dense_ttl_s(question: Question, choice: Choice) -> float:
+    """Seconds of a token with dense attention and all else as chosen."""
+    return ttl_s(question, choice, choice.batch, question.length, None)
+
+
+def pays_from(question: Question, choice: Choice, batch: int | None = None) -> int | None:
+    """Tokens from which on sparse attention takes no longer than dense; None: nowhere in the model's context.
+
+    Args:
+        batch: instead of the choice's.
+    """
+    sparse = question.options.sparse
+    assert sparse is not None
+    always = replace(sparse, from_tokens=0)
+
+    def gain(length: int) -> float:
+        of = (ttl_s(question, choice, batch or choice.batch, length, kind) for kind in (None, always))
+        return next(of) - next(of)
+
+    return crossover(gain, question.spec.max_positions)
+
+
+def compared(ranking: Ranking) -> str:
+    """Dense attention beside sparse in words: which is faster here, and below which length dense is."""
+    q, first = ranking.question, ranking.choices[0]
+    sparse = q.options.sparse
+    assert sparse is not None
+    times, name = min((dense_ttl_s(q, c), c.name) for c in ranking.choices if c.batch == first.batch)
+    ours = f"{_ms(first.ttl_s)} a token with {first.name} and {sparse.topk} chosen blocks of {sparse.block} tokens"
+    dense = f"{_ms(times)} with {name} and dense attention"
+    if times < first.ttl_s:
+        said = f"Dense attention is faster here: {ours}, {dense}."
+    else:
+        said = f"Block-sparse attention pays here: {ours}, {dense}, {times / first.ttl_s:.2f} times as long."
+    lengths = {batch: pays_from(q, first, batch) for batch in sorted({*BATCHES, first.batch})}
+    below = (f"{at:,} tokens" if at else "every length of the model's context" for at in lengths.values())
+    named = ", ".join(f"{at} at batch {batch}" for at, batch in zip(below, lengths, strict=True))
+    return f"{said} With {first.name}, dense attention is faster below {named}."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
