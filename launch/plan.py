@@ -5,6 +5,7 @@
   python -m launch.plan model=DIR gpus=4 length=131072 acceptance=0.7 gamma=4         with speculative decoding
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 sparse=32              block-sparse beside dense
   python -m launch.plan check                                 its first choices against recorded steps
+  python -m launch.plan bill                                  what recorded block-sparse steps pay, and where they pay
 
 Every layout of exactly so many GPUs is predicted and ranked, with its speed, memory, what else would fit, the reason
 why the first is first, whether splitting KV over GPUs pays at all, and the command that runs it. The runtime takes the
@@ -52,6 +53,7 @@ from launch.inputs.compose import ROOT, as_config
 from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware
 from launch.inputs.parts import make_spec
+from launch.records import sparse_bill
 from launch.records.planner_check import check_table, regrets, summary
 from launch.records.recorded_steps import read_cells
 
@@ -224,6 +226,17 @@ def check(files: Sequence[str]) -> None:
     print(summary(rows))
 
 
+def bill(files: Sequence[str]) -> None:
+    """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
+    found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
+    for head, *body in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
+        table = Table(*head)
+        for line in body:
+            table.add_row(*line)
+        Console(width=max(150, Console().width), highlight=False).print(table)
+    print(sparse_bill.summary(found))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers one question; a wrong value ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -232,6 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if arguments[0] == "check":
             check(arguments[1:])
+            return
+        if arguments[0] == "bill":
+            bill(arguments[1:])
             return
         given = parse(arguments, KEYS, NEEDED)
         if (path := given.get("json")) not in (None, "-"):

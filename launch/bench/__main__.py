@@ -33,6 +33,7 @@ BENCHMARKS = {
     "comm": comm.BENCHMARK,
     "step": steps.STEP,
     "baselines": steps.BASELINE,
+    "sparse-steps": steps.SPARSE,
     "speculate": speculate.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "hopb": hopb.BENCHMARK,
@@ -52,7 +53,7 @@ def keys(benchmark: Benchmark) -> list[str]:
 def taught(what: str | None) -> str:
     """The list of subjects, or what one of them measures and takes."""
     if what is None:
-        listed = "\n".join(f"  {name:<10} {benchmark.about}" for name, benchmark in BENCHMARKS.items())
+        listed = "\n".join(f"  {name:<12} {benchmark.about}" for name, benchmark in BENCHMARKS.items())
         return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs, to show that it does."
     benchmark = BENCHMARKS[what]
     taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))

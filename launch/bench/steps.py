@@ -1,4 +1,4 @@
-"""Times decode steps of whole models: `python -m launch.bench step | baselines`.
+"""Times decode steps of whole models: `python -m launch.bench step | baselines | sparse-steps`.
 
 Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
 over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
@@ -8,6 +8,7 @@ and all KV, each once, over all GPUs at the measured read ceiling, whatever the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.bench.runner import Benchmark, Given, Part, Row
-from launch.bench.workloads import BASELINES, WORKLOADS, K, Workload, fitting_spec, floor_s, layouts
+from launch.bench.workloads import BASELINES, WORKLOADS, K, M, Workload, fitting_spec, floor_s, layouts
+from launch.inputs.auto_layout import budget
+from launch.inputs.compose import composed
 from launch.job import spawn
 
 STEPS = 32
@@ -23,6 +26,15 @@ TARGET = "bar"  # a row's key since the first records
 COLUMNS = f"model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us {TARGET} vllm_ms tokens_per_s_user"
 COLUMNS += " tokens_per_s_gpu"
 ON_CPU = Workload("demo", 1, K)
+SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")  # the first one, unless others are chosen
+SPARSE_ON_CPU = Workload("demo", 2, 8 * K)
+ROOMY = ("kv.memory_fraction=0.95",)  # of an H200, for 2 x 1M tokens of Qwen2.5-7B
+LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M)
+BATCHES = (1, 2, 4, 8)
+BUDGETS: tuple[tuple[str, ...], ...] = (
+    (),
+    *(("attention=block_sparse", f"attention.topk={topk}", "attention.from_tokens=0") for topk in (8, 32)),
+)
 
 
 def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[Row]:
@@ -38,7 +50,7 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
             [
                 f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
                 f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
-                "kv.page_size=64", *overrides, f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
+                *overrides, f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
             ],
         )  # fmt: skip
     except spawn.JobError as error:
@@ -86,5 +98,34 @@ def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchm
     return Benchmark(about, __doc__, (part,), models=models, emulated=True)
 
 
+def sparse_cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
+    """Each model's grid with the widest tpa that splits the KV and the deepest one, dense and with each budget."""
+    models = given.models or list(SPARSE_MODELS[:1]) if given.gpu else [SPARSE_ON_CPU.model]
+    for model in models:
+        spec, cut = fitting_spec(model, given.ranks)
+        works = [Workload(model, batch, length) for length in LENGTHS for batch in BATCHES]
+        grids = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1]
+        for layout in dict.fromkeys((grids[-1], grids[0])):
+            for attention in BUDGETS:
+                yield works if given.gpu else [SPARSE_ON_CPU], spec, layout, [*cut, *ROOMY, *attention]
+
+
+def measure_sparse(
+    given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
+) -> Iterator[Row]:
+    """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
+    read = budget(composed(overrides))
+    attention = "dense" if read is None else f"block_sparse, k={read.topk}"
+    for row in measure(given, works, spec, layout, overrides):
+        yield row | {"attention": attention, "sparse": None if read is None else asdict(read)}
+
+
 STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
 BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASELINES, baselines=True)
+SPARSE = Benchmark(
+    "decode steps with block-sparse attention beside dense, over all GPUs: what `launch.plan bill` fits",
+    __doc__,
+    (Part(sparse_cases, measure_sparse, "model batch length layout attention ttl_p50_us tokens_per_s_user"),),
+    models=SPARSE_MODELS,
+    emulated=True,
+)

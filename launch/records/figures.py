@@ -7,6 +7,7 @@ Results are appended, so a file may hold a point several times: the last line of
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from matplotlib.ticker import PercentFormatter
 
 from launch.inputs.arguments import helped, parse, unknown
 from launch.inputs.compose import ROOT
+from launch.records.recorded_steps import cell_of
 from launch.records.rows import WORKLOAD, Row, newest
+from launch.records.sparse_bill import Account, accounts
 from launch.records.style import (
     BLACK,
     BLUE,
@@ -342,6 +345,46 @@ def speculate(rows: list[Row]) -> Figure:
     return figure
 
 
+def sparse_map(rows: list[Row]) -> Figure:
+    """Time of a dense step over that of a block-sparse one, by batch and length; projected without overhead as well.
+
+    Source: gather-decode (papers/gather-decode.txt), figure 3.
+    """
+    machines: dict[str, list[Account]] = {}
+    for account in accounts(cell_of(row) for row in rows if "failed" not in row):
+        machines.setdefault(account.machine, []).append(account)
+    lengths = sorted({row["length"] for row in rows})
+    batches = sorted({row["batch"] for row in rows})
+    most = max(len(same) for same in machines.values())
+    figure, axes = panels(most + 1, len(machines), height=1.9, sharex=True, sharey=True)
+    for line, (machine, same) in zip(axes, machines.items(), strict=True):
+        for panel in line[len(same) : -1]:
+            panel.remove()
+        for panel, account in zip(line, same, strict=False):
+            _map(panel, account.measured, batches, lengths)
+            panel.set_title(f"{account.budget}, measured")
+        last = same[-1]
+        projected = {(b, n): last.predicted(b, n, last.without_overhead) for b in batches for n in lengths}
+        _map(line[-1], projected, batches, lengths)
+        line[-1].set_title(f"{last.budget}, projected\nwithout overhead")
+        line[0].set_ylabel(machine.replace(", ", "\n") + "\nsequences")
+    for panel in axes[-1]:
+        panel.set_xlabel("tokens in each sequence\n(higher numbers are better)")
+    legend(figure, [{"linestyle": "", "label": "numbers: time of a dense step / time of a block-sparse step"}])
+    return figure
+
+
+def _map(panel: Axes, ratios: dict[tuple[int, int], float], batches: list[int], lengths: list[int]) -> None:
+    values = [[math.log2(ratios[b, n]) if (b, n) in ratios else math.nan for n in lengths] for b in batches]
+    panel.imshow(values, cmap="PuOr", vmin=-3, vmax=3, aspect="auto", origin="lower")  # the same either side of 1
+    for (batch, length), ratio in ratios.items():
+        at, ink = (lengths.index(length), batches.index(batch)), "white" if abs(math.log2(ratio)) > 1.7 else BLACK
+        panel.text(*at, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="center", color=ink)
+    panel.set_xticks(range(len(lengths)), [short(length) for length in lengths])
+    panel.set_yticks(range(len(batches)), [str(batch) for batch in batches])
+    panel.grid(visible=False)
+
+
 class Drawing(NamedTuple):
     """A figure: how it is drawn, from which results, what names a point there, and which kind of line if of several."""
 
@@ -362,6 +405,8 @@ DRAWINGS = {
     "hopb": Drawing(hopb, "hopb", ("kind", "backend", "model", "batch", "length", "chunks"), "ttl"),
     "hopb-timeline": Drawing(timeline, "hopb", ("kind", "regime"), "timeline"),
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
+    "sparse-map": Drawing(sparse_map, "sparse-steps", (*WORKLOAD, "attention")),
+    "sparse-map.emulated-8": Drawing(sparse_map, "sparse-steps.emulated-8", (*WORKLOAD, "attention")),
     "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
 }
 

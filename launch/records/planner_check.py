@@ -31,9 +31,9 @@ def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardwar
     """
     works: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        works.setdefault((cell.device, cell.ranks, *cell.workload), []).append(cell)
+        works.setdefault((cell.device, cell.ranks, *cell.workload, cell.sparse), []).append(cell)
     rows = []
-    for (device, ranks, model, batch, length), same in works.items():
+    for (device, ranks, model, batch, length, _), same in works.items():
         if len(same) < 2:
             continue
         hardware = describe(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from helix.models import DecoderSpec
 from helix.simulate.fit import Measured
 from helix.simulate.hardware import Hardware
-from helix.simulate.points import Options, Points
+from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import predict
 from launch.inputs.compose import ROOT, spec_of
 
@@ -32,6 +32,8 @@ class Cell:
     Attributes:
         layers: of the model, as many as were measured; None: all.
         layout: as helix/layout.py writes it.
+        sparse: what a block-sparse step read; None: everything.
+        emulated_by: how many GPUs emulated its ranks; None: each rank had its own.
     """
 
     model: str
@@ -42,6 +44,8 @@ class Cell:
     device: str
     commit: str
     ttl_us: float
+    sparse: Sparse | None = None
+    emulated_by: int | None = None
 
     @property
     def workload(self) -> tuple[str, int, int]:
@@ -49,7 +53,8 @@ class Cell:
 
     @property
     def is_dense(self) -> bool:
-        return self.spec.moe is None and self.spec.mla is None
+        """Whether neither experts, nor latents, nor blocks are chosen: what constants are fitted on."""
+        return self.sparse is None and self.spec.moe is None and self.spec.mla is None
 
     @property
     def ranks(self) -> int:
@@ -58,6 +63,11 @@ class Cell:
     @property
     def spec(self) -> DecoderSpec:
         return _spec(self.model, self.layers)
+
+    @property
+    def options(self) -> Options:
+        """What its step is predicted with."""
+        return replace(RECORDED, sparse=self.sparse)
 
     @property
     def points(self) -> Points:
@@ -89,19 +99,43 @@ def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
             if row.get("ttl_p50_us") is None or "superseded" in row:  # it did not fit, or kernels are others now
                 continue
             try:
-                key = (row["device"], row["model"], row["layout"], row["batch"], row["length"])
-                found[key] = Cell(
-                    row["model"], row.get("layers"), row["layout"], row["batch"], row["length"], row["device"],
-                    row["commit"] or "-", row["ttl_p50_us"],
-                )  # fmt: skip
+                cell = cell_of(row)
+                found[cell.device, cell.layout, *cell.workload, cell.sparse] = cell
             except KeyError as error:
                 raise ValueError(f"{path}, line {number}: no recorded step, it lacks {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
     return list(found.values())
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """A recorded row as a cell.
+
+    Raises:
+        KeyError: it lacks something.
+        ValueError: its steps should have chosen what they read, and the device has counted that they read everything.
+    """
+    return Cell(
+        row["model"], row.get("layers"), row["layout"], row["batch"], row["length"], row["device"],
+        row["commit"] or "-", row["ttl_p50_us"], _sparse(row), row.get("emulated_by"),
+    )  # fmt: skip
+
+
+def _sparse(row: dict[str, Any]) -> Sparse | None:
+    if row.get("sparse") is None:
+        return None
+    sparse, read = Sparse(**row["sparse"]), max(row["blocks_read_per_rank"])
+    kvp = int(re.findall(r"kvp=(\d+)", row["layout"])[0])
+    held = row["length"] / sparse.block / kvp
+    if read > held - 1 and sparse.blocks(np.array(kvp)) < held - 1:
+        counted = f"blocks_read_per_rank={read:g} of some {held:g}"
+        raise ValueError(f"no block-sparse step, everything was read: {counted}; record it again")
+    return sparse
 
 
 def compare(cell: Cell, hardware: Hardware) -> dict[str, Any]:
     """A cell with its prediction; `error`: predicted / measured - 1."""
-    step = predict(cell.spec, hardware, cell.points, cell.length, RECORDED)
+    step = predict(cell.spec, hardware, cell.points, cell.length, cell.options)
     predicted = 1e6 * float(step.ttl_s[0])
     return {
         "model": cell.model, "layout": cell.layout, "batch": cell.batch, "length": cell.length, "commit": cell.commit,

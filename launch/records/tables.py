@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from launch.bench.speculate import PARTS, REST
 from launch.inputs.arguments import helped
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
-from launch.records import kernel_tables, step_tables
+from launch.records import kernel_tables, sparse_bill, step_tables
 from launch.records.planner_check import check_table, regrets, summary
 from launch.records.recorded_steps import read_cells
 from launch.records.rows import results, workload
+from launch.records.sparse_bill import Account, Table
 
 RESULTS = [f"docs/results/{name}.md" for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b")]
 PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", *RESULTS]
@@ -141,6 +142,15 @@ def planner(*names: str) -> list[str]:
     return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {line}" for line in summary(rows).splitlines())]
 
 
+def bill(table: Callable[[Sequence[Account]], Table]) -> list[str]:
+    """A table of what block-sparse steps pay; nothing where none are recorded."""
+    found = sparse_bill.recorded()
+    if not found:
+        return []
+    head, *body = table(found)
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "headline": step_tables.headline,
     "best-steps": step_tables.best_steps,
@@ -174,6 +184,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "chunks": chunks,
     "hopb": hopb,
     "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),
+    "sparse-bill": partial(bill, sparse_bill.bill_table),
+    "sparse-crossover": partial(bill, sparse_bill.crossover_table),
     "planner": partial(planner, "step", "baselines"),
     "planner.emulated-8": partial(planner, "step.emulated-8", "baselines.emulated-8"),
 }
