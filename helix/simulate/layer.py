@@ -181,7 +181,8 @@ class Layer:
         if price is None:
             raise ValueError(f"the price of finding blocks is not known on {self.hardware.name}: add finding_s")
         kvp = self.points.kvp
-        bounds = self.sequences * 2 * self.kv * self.spec.head_dim * (self.length / sparse.block) / kvp
+        scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # nothing is chosen: nothing is judged
+        bounds = self.sequences * 2 * self.kv * self.spec.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
         paid = Phase("", free + price.value, free, free, free, free + 1, level)
         found = [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0).plus(paid)]

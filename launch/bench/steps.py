@@ -99,15 +99,13 @@ def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchm
 
 
 def sparse_cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
-    """Each model's grid with the widest tpa that splits the KV and the deepest one, dense and with each budget."""
-    models = given.models or list(SPARSE_MODELS[:1]) if given.gpu else [SPARSE_ON_CPU.model]
-    for model in models:
+    """Each model in the grid with the widest tpa that splits the KV: a job of dense attention, and of each budget."""
+    for model in (given.models or SPARSE_MODELS[:1]) if given.gpu else [SPARSE_ON_CPU.model]:
         spec, cut = fitting_spec(model, given.ranks)
         works = [Workload(model, batch, length) for length in LENGTHS for batch in BATCHES]
-        grids = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1]
-        for layout in dict.fromkeys((grids[-1], grids[0])):
-            for attention in BUDGETS:
-                yield works if given.gpu else [SPARSE_ON_CPU], spec, layout, [*cut, *ROOMY, *attention]
+        grid = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1][-1]
+        for attention in BUDGETS:
+            yield works if given.gpu else [SPARSE_ON_CPU], spec, grid, [*cut, *ROOMY, *attention]
 
 
 def measure_sparse(
@@ -116,8 +114,9 @@ def measure_sparse(
     """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
     read = budget(composed(overrides))
     attention = "dense" if read is None else f"block_sparse, k={read.topk}"
-    for row in measure(given, works, spec, layout, overrides):
-        yield row | {"attention": attention, "sparse": None if read is None else asdict(read)}
+    for row in time_job(works, layout, overrides):
+        about = {"layers": spec.layers, "attention": attention}
+        yield row | about | {"sparse": None if read is None else asdict(read)}
 
 
 STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
@@ -125,7 +124,13 @@ BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASEL
 SPARSE = Benchmark(
     "decode steps with block-sparse attention beside dense, over all GPUs: what `launch.plan bill` fits",
     __doc__,
-    (Part(sparse_cases, measure_sparse, "model batch length layout attention ttl_p50_us tokens_per_s_user"),),
+    (
+        Part(
+            sparse_cases,
+            measure_sparse,
+            "model batch length layout attention ttl_p50_us tokens_per_s_user",
+        ),
+    ),
     models=SPARSE_MODELS,
     emulated=True,
 )

@@ -355,9 +355,9 @@ def sparse_map(rows: list[Row]) -> Figure:
         machines.setdefault(account.machine, []).append(account)
     lengths = sorted({row["length"] for row in rows})
     batches = sorted({row["batch"] for row in rows})
-    most = max(len(same) for same in machines.values())
-    figure, axes = panels(most + 1, len(machines), height=1.9, sharex=True, sharey=True)
-    for line, (machine, same) in zip(axes, machines.items(), strict=True):
+    most = max((len(same) for same in machines.values()), default=1)
+    figure, axes = panels(most + 1, max(len(machines), 1), height=1.9, sharex=True, sharey=True)
+    for line, (machine, same) in zip(axes, machines.items(), strict=False):
         for panel in line[len(same) : -1]:
             panel.remove()
         for panel, account in zip(line, same, strict=False):

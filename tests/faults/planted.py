@@ -33,6 +33,7 @@ LOADING = ("tests/unit/test_loading.py",)
 TEXT = ("tests/unit/test_text.py",)
 PROMPTS = ("tests/unit/test_prompts.py",)
 COST = ("tests/unit/test_simulate_cost.py",)
+BILL = ("tests/unit/test_sparse_bill.py",)
 EXPERT_LAYERS = tuple(
     f"tests/unit/test_expert_layers.py::{name}"
     for name in (
@@ -551,6 +552,27 @@ FAULTS = [
     Fault(
         "KV is not divided", "helix/simulate/layer.py",
         "min(window or self.length, self.length) / self.points.kvp", "min(window or self.length, self.length)", COST,
+    ),
+    Fault(
+        "a rank's share of chosen blocks, not rounded up", "helix/simulate/points.py",
+        "-(-self.topk // kvp) -", "self.topk // kvp -", COST,
+    ),
+    Fault(
+        "drafts read one choice of blocks", "helix/simulate/layer.py",
+        "if self._chooses(window) is None else self.rows", "if self._chooses(window) is None else self.sequences", COST,
+    ),
+    Fault(
+        "what attention takes anyway counts as finding", "helix/simulate/constants.py",
+        "row[\"bytes\"] / rate - fixed for row", "row[\"bytes\"] / rate for row",
+        ("tests/unit/test_calibrate.py::test_constants_of_planted_rows",),
+    ),
+    Fault(
+        "what is held out is fitted on", "launch/records/sparse_bill.py",
+        "bill = fit(*kept)", "bill = fit(dense, chosen)", BILL,
+    ),
+    Fault(
+        "a block-sparse row may read everything", "launch/records/recorded_steps.py",
+        "if read > held - 1 and", "if read > held + 1 and", BILL,
     ),
     Fault(
         "the token behind the drafts", "helix/simulate/cost.py",

@@ -257,6 +257,7 @@ def test_each_draft_reads_blocks_of_its_own_and_one_choice_is_an_exchange_more()
     drafted = phases(sparse=Sparse(32), speculation=Speculation(4, 0.5))
     assert drafted["attention"].bytes[0] == 5 * plain["attention"].bytes[0]
     assert drafted["find blocks"].bytes[0] == plain["find blocks"].bytes[0], "their scores come from one read"
+    assert phases(sparse=Sparse(0))["find blocks"].bytes[0] == 0, "a window alone judges none"
     together = phases(sparse=Sparse(32, choice="global"))
     assert "offer blocks" not in plain and together["attention"].bytes[0] == plain["attention"].bytes[0]
     # Scores and numbers of 32 blocks of 4 heads go to three other ranks.
