@@ -179,7 +179,10 @@ class Layer:
             return []
         price = self.hardware.finding_s
         if price is None:
-            raise ValueError(f"the price of finding blocks is not known on {self.hardware.name}: add finding_s")
+            raise ValueError(
+                f"the price of finding blocks is not known on {self.hardware.name}: add finding_s to its description, "
+                "or take dense attention"
+            )
         kvp = self.points.kvp
         scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # nothing is chosen: nothing is judged
         bounds = self.sequences * 2 * self.kv * self.spec.head_dim * scored

@@ -3,6 +3,13 @@
 Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
 over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
 and all KV, each once, over all GPUs at the measured read ceiling, whatever the layout.
+
+`sparse-steps` times 1 to 8 sequences of 8K to 1M tokens with dense attention, then with 8 and with 32 chosen blocks of
+128, from the first token on: a job each, in one layout. A row's `sparse` says what queries read, and is null where they
+read everything. On one GPU, and on eight ranks that it emulates:
+
+  python -m launch.bench sparse-steps
+  python -m launch.bench sparse-steps ranks=8
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "model=demo gpus=8 length=1 sparse=8 attention=dense",
             "attention=dense is unknown; known: block_sparse, quest",
         ),
-        ("model=demo gpus=8 length=1 sparse=8 hardware=b200", "price of finding blocks is not known on NVIDIA B200"),
+        ("model=demo gpus=8 length=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
         ("model=demo gpus=8", "length missing"),
         ("model=demo gpus=8 gpus=4 length=1", "gpus is given twice"),
         ("model=demo gpus=two length=1", "gpus=two must be a whole number"),

@@ -199,8 +199,8 @@ def test_what_is_not_modelled_is_refused() -> None:
     sparse = replace(BF16, sparse=Sparse())
     with pytest.raises(ValueError, match=r"block-sparse attention chooses by the keys of heads.*latents \(MLA\)"):
         predict(load_spec("deepseek-r1"), load_hardware("h200"), Points.of("tp"), M, sparse)
-    with pytest.raises(ValueError, match="price of finding blocks is not known on NVIDIA B200"):
-        predict(load_spec("llama-3.1-8b"), load_hardware("b200"), Points.of("tp"), M, sparse)
+    with pytest.raises(ValueError, match="price of finding blocks is not known on GB200 NVL72: add finding_s to its"):
+        predict(load_spec("llama-3.1-8b"), load_hardware("gb200"), Points.of("tp"), M, sparse)
     with pytest.raises(ValueError, match="mode='cp' is unknown; choose one of tp, dp, medha, helix"):
         Points.of("cp")
     with pytest.raises(ValueError, match="unknown modes cp"):
