@@ -34,7 +34,7 @@ COLUMNS = f"model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us {T
 COLUMNS += " tokens_per_s_gpu"
 ON_CPU = Workload("demo", 1, K)
 SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")  # the first one, unless others are chosen
-SPARSE_ON_CPU = Workload("demo", 2, 8 * K)
+SPARSE_ON_CPU = [Workload("demo", batch, 8 * K) for batch in (1, 2)]
 ROOMY = ("kv.memory_fraction=0.95",)  # of an H200, for 2 x 1M tokens of Qwen2.5-7B
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M)
 BATCHES = (1, 2, 4, 8)
@@ -107,12 +107,12 @@ def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchm
 
 def sparse_cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
     """Each model in the grid with the widest tpa that splits the KV: a job of dense attention, and of each budget."""
-    for model in (given.models or SPARSE_MODELS[:1]) if given.gpu else [SPARSE_ON_CPU.model]:
+    for model in (given.models or SPARSE_MODELS[:1]) if given.gpu else [SPARSE_ON_CPU[0].model]:
         spec, cut = fitting_spec(model, given.ranks)
         works = [Workload(model, batch, length) for length in LENGTHS for batch in BATCHES]
         grid = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1][-1]
         for attention in BUDGETS:
-            yield works if given.gpu else [SPARSE_ON_CPU], spec, grid, [*cut, *ROOMY, *attention]
+            yield works if given.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
 
 
 def measure_sparse(

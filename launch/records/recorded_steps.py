@@ -80,7 +80,8 @@ class Cell:
 
 @cache
 def _spec(model: str, layers: int | None) -> DecoderSpec:
-    return spec_of(model, *([] if layers is None else [f"model.config.num_hidden_layers={layers}"]))
+    whole = spec_of(model)
+    return whole if layers in (None, whole.layers) else spec_of(model, f"model.config.num_hidden_layers={layers}")
 
 
 def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:

@@ -137,7 +137,8 @@ def fit(dense: Sequence[Cell], chosen: Sequence[Cell]) -> Bill:
     overhead_s, bytes_per_s = constants.line(_bytes(dense), [cell.ttl_us / 1e6 for cell in dense])
     took = np.array([cell.ttl_us / 1e6 for cell in chosen])
     over = took - overhead_s - np.array(_bytes(chosen)) / bytes_per_s
-    return Bill(bytes_per_s, overhead_s, float((over / took**2).sum() / (1 / took**2).sum()))
+    price = float((over / took**2).sum() / (1 / took**2).sum())
+    return Bill(bytes_per_s, overhead_s, max(price, constants.LEAST_S))
 
 
 def account(dense: list[Cell], chosen: list[Cell]) -> Account:
@@ -207,7 +208,7 @@ def crossover_table(found: Sequence[Account]) -> Table:
 def summary(found: Sequence[Account]) -> str:
     """The price of a layer, as `finding_s` has it, whether targets are met, and what a faster runtime would gain."""
     if not found:
-        return f"no block-sparse steps are recorded: `{RECORDS}` times them"
+        return f"nothing to fit: it takes block-sparse steps, and two dense ones of the same layout (`{RECORDS}`)"
     said = []
     for a in found:
         layers = a.dense[0].spec.windows.count(None)

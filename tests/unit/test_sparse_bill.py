@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from helix.simulate.constants import LEAST_S
 from helix.simulate.crossover import crossover
 from helix.simulate.points import Sparse
 from launch.bench import steps
@@ -107,6 +108,8 @@ def test_what_is_held_out_is_not_fitted_on() -> None:
     assert len(a.errors) == sum(of["sparse"] in (None, asdict(Sparse(32))) for of in rows if of["ttl_p50_us"] and (
         of["batch"] == 4 or of["length"] == 1024 * K
     ))  # fmt: skip
+    cheap = accounts(map(cell_of, planted(replace(PLANTED, finding_s=-1e-4))))[1]
+    assert cheap.bill.finding_s == LEAST_S, "noise makes no price below nothing"
     few = [of for of in rows if of["length"] in LENGTHS[:2] and of["batch"] <= 2]
     (_, a) = accounts(map(cell_of, few))
     assert "held out" not in summary([a]) and bill_table([a])[1][-1] == "-", "nothing would be left to fit on"
@@ -247,9 +250,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "projected without overhead" in said and "4.40 TB/s" in said
     monkeypatch.setattr(sparse_bill, "RESULTS", tmp_path / "none")
     main(["bill"])
-    assert capsys.readouterr().out.startswith(
-        "no block-sparse steps are recorded: `python -m launch.bench sparse-steps`"
-    )
+    assert "nothing to fit: it takes block-sparse steps" in capsys.readouterr().out
+
+
+def test_a_model_with_weights_is_read_as_well() -> None:
+    """The demo has a checkpoint, whose layers no key sets."""
+    rows = [row(ONE, 1, length, None, 1.0) | {"model": "demo", "layers": 8} for length in (K, 2 * K)]
+    assert [cell_of(of).spec.layers for of in rows] == [8, 8]
+    assert cell_of(rows[0] | {"model": "qwen2.5-7b", "layers": 3}).spec.layers == 3
 
 
 def test_accounts_need_both_kinds() -> None:
