@@ -88,21 +88,26 @@ class BlockSparseAttention(AttentionPolicy):
     ) -> PartialAttention:
         if step.cu_q is not None or window is not None:
             return self.dense.attend(q, cache, step, window, scale, sinks, reserved_sms)
-        assert cache.bounds is not None, "the cache was made without bounds"
-        first, last, pages, hi, lo = self._ranges(step)
+        *_, hi, lo = self._ranges(step)
         sms = max(1, sm_count(q.device) - reserved_sms)
+        table = self.choose(q, cache, step, sms)
+        keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], scale, sinks)
+        return decode_parts(q[:, None], keys, sms=sms, early=True)
+
+    def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
+        """The page table [N, Hkv, width] of what each query reads of each KV head, in one layer."""
+        assert cache.bounds is not None, "the cache was made without bounds"
+        first, last, pages, *_ = self._ranges(step)
         topk, offered = self.budget.topk, None
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], topk, 2
             offered = torch.empty(shape, dtype=torch.int32, device=q.device)
-        ranges = first, last, pages
         table = select_blocks(
-            q, cache.bounds, step.block_tables, *ranges, topk, self.width, self.score, self.counted,
+            q, cache.bounds, step.block_tables, first, last, pages, topk, self.width, self.score, self.counted,
             candidates=offered, sms=sms,
         )  # fmt: skip
         if self.comm is not None and offered is not None:
             ranks = len(self.comm.kvp_group)
             everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
             keep_best(everyone, first, step.starts, table, self.comm.kvp_rank, self.counted)
-        keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], scale, sinks)
-        return decode_parts(q[:, None], keys, sms=sms, early=True)
+        return table
