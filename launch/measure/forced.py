@@ -1,30 +1,40 @@
-"""The same text through the same model under several attention policies, each step given the true tokens before it.
+"""Texts through a model under several attention policies, each going on from the end of one dense prefill.
 
-One dense prefill serves all policies: each goes on from its end, and what another has appended is overwritten.
+A policy is given the true tokens behind a prompt, so that steps are judged one by one, or those that it prefers itself.
+What another policy has appended is overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from comm.base import Communicator
+from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, KVCache, Placement, pages_for_tokens
+from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
-from helix.models import Decoder, spec_from_config
+from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
+from launch.measure.variants import RoundedBounds, SharedChoice
 
-CHUNK = 1024  # prompt tokens of one prefill step
+CHUNK = 1024  # prompt tokens of a sequence in one prefill step
+TOGETHER = 16  # sequences of one prefill step
+CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may take
+DEADLINE_S = 6 * 3600.0
+NEVER = 1e30  # scores of pages without bounds are below all others, and finite
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,10 @@ class Policy:
 
     Attributes:
         choice: local or global, over the ranks of a kvp group.
+        frozen: pages that become full behind the prefill are never chosen; by bounds alone.
+        stored: int8 or fp8, how bounds are kept; None: in the cache's dtype.
+        layers: so many neighbouring layers share one choice.
+        attends: a policy made by the caller, for one rank, in place of the budget.
     """
 
     name: str
@@ -40,12 +54,95 @@ class Policy:
     page: int = 128
     score: str = "bounds"
     choice: str = "local"
+    frozen: bool = False
+    stored: str | None = None
+    layers: int = 1
+    attends: AttentionPolicy | None = None
 
     @property
     def keys(self) -> int | None:
         """Keys that a query of a long sequence reads, at most; None for all."""
         b = self.budget
         return None if b is None else (b.sink_blocks + b.local_blocks + b.topk) * self.page
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy made of all prompts.
+
+    Attributes:
+        logits: [n, steps, V] fp32 on the CPU, behind the last prompt token and each token after it but the last.
+        blocks_read: blocks that a query has read of each KV head, on average, over all ranks of a kvp group, as counted
+            on the device; None where all keys were read.
+    """
+
+    policy: Policy
+    logits: Tensor
+    blocks_read: float | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A checkpoint on ranks that are threads of this process.
+
+    Attributes:
+        device: cuda or cpu.
+    """
+
+    path: Path
+    layout: HelixLayout
+    dtype: torch.dtype
+    device: str
+
+    def spec(self) -> DecoderSpec:
+        return spec_from_config(read_config(self.path))
+
+    def run(
+        self, prompts: Sequence[Tensor], steps: int, policies: Sequence[Policy], given: Tensor | None = None
+    ) -> dict[str, Outcome]:
+        """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
+
+        Args:
+            prompts: ids [length] int64 each; the last token is that of the first step.
+            given: true tokens [n, >= steps - 1] behind the prompts; None: each policy goes on with its likeliest.
+
+        Raises:
+            RuntimeError: a policy that should leave blocks out has read them all.
+        """
+        at_once = self._at_once(max(map(len, prompts)) + steps)
+        batches = range(0, len(prompts), at_once)
+        found: dict[str, list[tuple[Tensor, float | None]]] = {policy.name: [] for policy in policies}
+
+        def rank(world: LoopbackWorld, index: int) -> None:
+            comm = world.communicator(index, self.layout.kvp_group(index))
+            model = load(self.path, self.layout, comm, self.dtype)
+            for begin in batches:
+                rows = slice(begin, begin + at_once)
+                tokens = None if given is None else given[rows]
+                for policy, logits, read in _outcomes(model, self.layout, comm, prompts[rows], steps, policies, tokens):
+                    if index == 0:
+                        found[policy.name].append((logits, read))
+                        progress.advance(task)
+
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # what an earlier run has left counts as free
+        with Progress(console=Console(file=sys.stderr)) as progress:
+            task = progress.add_task(f"{len(prompts)} x {len(prompts[0])}", total=len(policies) * len(batches))
+            run_ranks(self.layout.world_size, rank, DEADLINE_S, self.device)
+        outcomes = {}
+        for policy in policies:
+            parts = found[policy.name]
+            reads = [read * len(logits) for logits, read in parts if read is not None]
+            outcome = Outcome(policy, torch.cat([p[0] for p in parts]), sum(reads) / len(prompts) if reads else None)
+            _check(outcome, sum(-(-len(prompt) // policy.page) for prompt in prompts) / len(prompts))
+            outcomes[policy.name] = outcome
+        return outcomes
+
+    def _at_once(self, length: int) -> int:
+        """Prompts whose cache fits."""
+        spec = self.spec()
+        of_a_token = token_bytes(spec.layers, spec.entries(self.layout, 0), self.dtype) * self.layout.tpa
+        return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
 
 
 def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
@@ -56,70 +153,93 @@ def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype
     return model
 
 
+def _check(outcome: Outcome, blocks: float) -> None:
+    policy, read = outcome.policy, outcome.blocks_read
+    if policy.budget is not None and (read is None or read >= blocks):
+        raise RuntimeError(
+            f"{policy.name} read {read} of the {blocks:.1f} blocks of a text, and nothing was left out: it is not what "
+            "its name says"
+        )
+
+
 @torch.inference_mode()
-def forced_logits(
+def _outcomes(
     model: Decoder,
     layout: HelixLayout,
     comm: Communicator,
-    texts: Tensor,
+    prompts: Sequence[Tensor],
     steps: int,
-    policies: list[Policy],
-    advance: Callable[[int], None] = lambda done: None,
+    policies: Sequence[Policy],
+    given: Tensor | None,
 ) -> Iterator[tuple[Policy, Tensor, float | None]]:
-    """Under each policy, the logits behind each of the last `steps` tokens of each text; a collective call.
-
-    Args:
-        texts: ids [n, length] int64, the same on every rank; all but the last `steps` tokens and one are prefilled.
-        advance: called with the steps that are done, of all policies.
-
-    Yields:
-        The policy, its logits [n, steps, V] fp32 on the CPU, and blocks that a query has read of each KV head, over all
-        ranks of a kvp group, as counted on the device; None where all keys were read. Policies of one page size come
-        one after the other, in their order.
-    """
-    n, length = texts.shape
-    prefix = length - steps - 1
-    done = 0
+    """Each policy with its logits and the blocks it has read; those of one page size come one after the other."""
+    room = max(map(len, prompts)) + steps
     for page, group in groupby(sorted(policies, key=lambda policy: policy.page), key=lambda policy: policy.page):
-        runner = _prefilled(model, layout, comm, texts[:, :prefix], length, page)
-        state, cache, placement = runner.state, runner.cache, runner.placement
-        tables, starts = state.block_tables[:n], state.starts[:n]
-        rows = torch.arange(n, device=comm.device)
+        runner = _prefilled(model, layout, comm, prompts, room, page)
         for policy in group:
-            attends = _attention(policy, placement, length, comm) or runner.dense
-            lengths = torch.full_like(rows, prefix)
-            if policy.budget is not None:
-                cache.score = policy.score
-                cache.fold(placement, tables, starts, torch.zeros_like(lengths), lengths, prefix)
-            logits = []
-            for i in range(steps):
-                state.activate(rows, texts[:, prefix + i].to(comm.device), lengths)
-                hidden = model.hidden(cache, state.decode_step(n), attends)
-                shards = comm.all_gather_object(model.logits(hidden).float().cpu())
-                logits.append(torch.cat(shards, 1))
-                cache.fold(placement, tables, starts, lengths, lengths + 1, 1)
-                lengths = lengths + 1
-                done += 1
-                advance(done)
+            attends = _attention(policy, runner.placement, room, comm) or runner.dense
+            logits = _steps(runner, policy, attends, prompts, steps, given)
             read = None
             if isinstance(attends, BlockSparseAttention):
                 of_ranks = comm.all_gather_object(attends.blocks_read() or 0.0)
                 read = sum(of_ranks[rank] for rank in layout.kvp_group(0))
-            yield policy, torch.stack(logits, 1), read
+            yield policy, logits, read
+        del runner  # before the next cache is made
+
+
+def _steps(
+    runner: ModelRunner,
+    policy: Policy,
+    attends: AttentionPolicy,
+    prompts: Sequence[Tensor],
+    steps: int,
+    given: Tensor | None,
+) -> Tensor:
+    """Logits [n, steps, V] of decode steps behind the prompts."""
+    state, cache, comm = runner.state, runner.cache, runner.comm
+    n, device = len(prompts), comm.device
+    rows = torch.arange(n, device=device)
+    lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    tokens = torch.stack([prompt[-1] for prompt in prompts])
+    places = runner.placement, state.block_tables[:n], state.starts[:n]
+    if policy.budget is not None:
+        assert cache.bounds is not None
+        if policy.frozen:
+            assert policy.score == "bounds"
+            most = min(NEVER, torch.finfo(cache.bounds.dtype).max)
+            cache.bounds[..., 0, :] = -most
+            cache.bounds[..., 1, :] = most
+        cache.score = policy.score
+        cache.fold(*places, torch.zeros_like(lengths), lengths, int(lengths.max()))
+    logits = []
+    for i in range(steps):
+        state.activate(rows, tokens.to(device), lengths)
+        hidden = runner.model.hidden(cache, state.decode_step(n), attends)
+        logits.append(torch.cat(comm.all_gather_object(runner.model.logits(hidden).float().cpu()), 1))
+        if not policy.frozen:
+            cache.fold(*places, lengths, lengths + 1, 1)
+        lengths = lengths + 1
+        if i + 1 < steps:
+            tokens = logits[-1].argmax(-1) if given is None else given[:, i]
+    return torch.stack(logits, 1)
 
 
 def _attention(policy: Policy, placement: Placement, length: int, comm: Communicator) -> AttentionPolicy | None:
     if policy.budget is None:
-        return None
-    over_all = comm if policy.choice == "global" else None
-    return BlockSparseAttention(policy.budget, policy.score, placement, length, comm.device, over_all)
+        return policy.attends
+    place = placement, length, comm.device, comm if policy.choice == "global" else None
+    if policy.stored is not None:
+        return RoundedBounds(policy.stored, policy.budget, policy.score, *place)
+    if policy.layers > 1:
+        return SharedChoice(policy.layers, policy.budget, policy.score, *place)
+    return BlockSparseAttention(policy.budget, policy.score, *place)
 
 
 def _prefilled(
-    model: Decoder, layout: HelixLayout, comm: Communicator, prompts: Tensor, length: int, page: int
+    model: Decoder, layout: HelixLayout, comm: Communicator, prompts: Sequence[Tensor], length: int, page: int
 ) -> ModelRunner:
-    """A runner whose cache holds `prompts` [n, prefix], a slot each, with room for `length` tokens of each."""
-    n, prefix = prompts.shape
+    """A runner whose cache holds the prompts but for their last tokens, with room for `length` tokens of each."""
+    n = len(prompts)
     placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
     pages = pages_for_tokens(layout, n * length, page, page, n)
     entries = model.spec.entries(layout, comm.rank)
@@ -127,7 +247,10 @@ def _prefilled(
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=length)
     for slot in range(n):
         runner.admit(Admission(slot, slot, (), slot % layout.kvp, length, length, SamplingParams()))
-        for begin in range(0, prefix, CHUNK):
-            chunk = prompts[slot, begin : begin + CHUNK]
-            model.hidden(cache, runner.state.prefill_step([(slot, begin, chunk)]), runner.dense)
+    for first in range(0, n, TOGETHER):
+        slots = range(first, min(first + TOGETHER, n))
+        for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):
+            chunks = [(slot, begin, prompts[slot][:-1][begin : begin + CHUNK]) for slot in slots]
+            if chunks := [chunk for chunk in chunks if len(chunk[2])]:
+                model.hidden(cache, runner.state.prefill_step(chunks), runner.dense)
     return runner

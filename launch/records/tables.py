@@ -15,7 +15,7 @@ from launch.bench.speculate import PARTS, REST
 from launch.inputs.arguments import helped
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
-from launch.records import kernel_tables, sparse_bill, step_tables
+from launch.records import fidelity_tables, kernel_tables, sparse_bill, step_tables
 from launch.records.planner_check import check_table, regrets, summary
 from launch.records.recorded_steps import read_cells
 from launch.records.rows import results, workload
@@ -112,26 +112,6 @@ def edits() -> list[str]:
     return rows if found else []
 
 
-def fidelity() -> list[str]:
-    """Policies of attention on the same text, beside dense attention."""
-    found = results("fidelity", "model", "length", "kvp", "choice", "policy")
-    rows = [
-        "| text | ranks | policy | keys | agrees (95%) | where dense is sure (95%) | perplexity | KL | TV |",
-        "|---" * 9 + "|",
-    ]
-    for r in found:
-        agrees, sure = (
-            f"{r[k]:.3f} ({r[f'{k}_range'][0]:.3f} to {r[f'{k}_range'][1]:.3f})" for k in ("agrees", "sure")
-        )
-        ranks = f"{r['kvp']}, {r['choice']}" if r["kvp"] > 1 else "1"
-        keys = "all" if r["keys"] is None else f"{r['keys']:,}"
-        rows.append(
-            f"| {r['windows']} x {r['length'] >> 10}K | {ranks} | {r['policy']} | {keys} | {agrees} | {sure} "
-            f"| {r['perplexity']:.3f} | {r['kl']:.4f} | {r['tv']:.4f} |"
-        )
-    return rows if found else []
-
-
 def planner(*names: str) -> list[str]:
     """The planner's first choice among recorded layouts, with the shipped description of an H200."""
     hardware = load_hardware("h200")
@@ -180,7 +160,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "speculate": speculate,
     "edits": edits,
     "verify": kernel_tables.verify,
-    "fidelity": fidelity,
+    **{f"fidelity-{name}": partial(fidelity_tables.table, name) for name in fidelity_tables.COLUMNS},
     "chunks": chunks,
     "hopb": hopb,
     "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),

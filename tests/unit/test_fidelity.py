@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from helix.attention.dense import DenseAttention
 from helix.kv_cache import BlockBudget
+from helix.layout import HelixLayout
+from helix.loading import load_tokenizer
+from kernels.attention.split_kv import PartialAttention
 from launch import fidelity
-from launch.fidelity import compare, measure, policies, wilson
-from launch.measure.forced import Policy
+from launch.fidelity import measure
+from launch.inputs import haystacks
+from launch.inputs.compose import ROOT
+from launch.inputs.haystacks import Haystack, texts
+from launch.measure import fidelity_tasks, forced
+from launch.measure.agreement import common_prefix, compare, mcnemar, paired, wilson
+from launch.measure.fidelity_tasks import policies
+from launch.measure.forced import Policy, Setting
+
+DEMO = ROOT / "assets/demo-model"
+BUDGETS = {topk: BlockBudget(1, 2, topk, 0) for topk in (0, 3, 40)}
+FEW = Policy("few", BUDGETS[3], 16)
 
 
 @given(st.integers(0, 500), st.integers(1, 500))
@@ -26,6 +42,21 @@ def test_the_range_of_a_share(hits: int, count: int) -> None:
     for end in (low, high):
         if 1e-9 < end < 1 - 1e-9:
             assert abs(seen - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / count), rel=1e-6)
+
+
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_the_exact_test_of_pairs(lost: int, won: int) -> None:
+    """Counted over all splits of so many fair coins: those at most as probable as the one that was seen."""
+    n = lost + won
+    seen = math.comb(n, lost)
+    wanted = sum(math.comb(n, i) for i in range(n + 1) if math.comb(n, i) <= seen) / 2**n
+    assert mcnemar(lost, won) == pytest.approx(wanted)
+
+
+def test_known_pairs() -> None:
+    assert mcnemar(24, 0) == 2 * 2**-24 and mcnemar(0, 0) == mcnemar(7, 7) == 1
+    found = paired([True, False, False, True], [True, True, False, False])
+    assert (found["hits"], found["lost"], found["won"], found["p"]) == (2, 1, 1, 1)
 
 
 def test_comparison() -> None:
@@ -45,46 +76,155 @@ def test_comparison() -> None:
     assert found["kl"] == pytest.approx((kl(p(2), p(3)) + kl(p(-1.5), p(1))) / 2)
     assert found["tv"] == pytest.approx((abs(p(2) - p(3)) + abs(p(-1.5) - p(1))) / 2)
     assert found["perplexity"] == pytest.approx(math.exp(-(math.log(p(3)) + math.log(1 - p(1))) / 2))
+    assert common_prefix(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 9, 3], [4, 5, 6]])) == [1, 3]
 
 
 @pytest.fixture(autouse=True)
 def few_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fidelity, "SOURCES", [fidelity.ROOT / "helix" / "layers"])
+    monkeypatch.setattr(haystacks, "SOURCES", [ROOT / "helix" / "layers"])
 
 
-def values(**more: Any) -> dict[str, Any]:
-    return {"model": "demo", "length": 400, "steps": 4, "windows": 2} | more
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(DEMO)
+
+
+def setting(kvp: int = 1) -> Setting:
+    return Setting(DEMO, HelixLayout.create("helix", kvp), torch.float32, "cpu")
+
+
+def known(monkeypatch: pytest.MonkeyPatch, *others: Policy) -> None:
+    monkeypatch.setattr(fidelity, "policies", lambda: [Policy("dense", page=16), *others])
+
+
+def rows(**more: Any) -> dict[str, dict[str, Any]]:
+    """What a task finds, by policy."""
+    values = {"model": "demo", "length": [260], "steps": 3, "count": 2} | more
+    if values.get("task") in ("needles", "facts"):
+        del values["steps"]
+    return {row["policy"]: row for cell in measure(values) for row in cell}
 
 
 def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget of everything changes nothing, one choice is the same on one rank and on two, and a window loses."""
-    budgets = {topk: BlockBudget(1, 2, topk, 0) for topk in (0, 3, 40)}
-    small = [
-        Policy("dense"), Policy("all", budgets[40], 16), Policy("few", budgets[3], 16),
-        Policy("window", budgets[0], 16), Policy("means", budgets[3], 16, "mean"),
-    ]  # fmt: skip
-    monkeypatch.setattr(fidelity, "policies", lambda: small)
-    dense, everything, few, window, means = measure(values())
-    assert everything["kl"] == pytest.approx(0, abs=1e-9) and everything["agrees"] == 1
-    assert 0 < few["kl"] < window["kl"] and few["kl"] != means["kl"]
-    assert dense["blocks_read"] is None and few["blocks_read"] == 6 and window["blocks_read"] == 3
-    assert dense["perplexity"] == pytest.approx(everything["perplexity"])
-    _, over_two = measure(values(policies=["few"], choice="global", kvp=2))
+    """One choice is the same on one rank and on two, and a window loses."""
+    known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16), Policy("means", BUDGETS[3], 16, "mean"))
+    found = rows()
+    few, window = found["few"], found["window"]
+    assert 0 < few["kl"] < window["kl"] and few["kl"] != found["means"]["kl"]
+    assert found["dense"]["blocks_read"] is None and few["blocks_read"] == 6 and window["blocks_read"] == 3
+    over_two = rows(policies=["few"], choice="global", kvp=2)["few"]
     assert over_two["blocks_read"] == 6 and over_two["kl"] == pytest.approx(few["kl"], abs=1e-4)
+
+
+def test_what_read_everything_is_dense_and_an_error(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = texts(tokenizer, 1, 200)
+    run = [ids[0, :-2]], 2, [Policy("dense", page=16), Policy("all", BUDGETS[40], 16)]
+    with pytest.raises(RuntimeError, match="and nothing was left out"):
+        setting().run(*run, given=ids[:, -2:])
+    monkeypatch.setattr(forced, "_check", lambda outcome, blocks: None)
+    found = setting().run(*run, given=ids[:, -2:])
+    assert torch.allclose(found["all"].logits, found["dense"].logits, atol=1e-4)
+
+
+def test_prompts_of_any_length_stand_for_themselves(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of prompts of several lengths gives what each of them gives alone, forced and free."""
+    ids = texts(tokenizer, 2, 200)
+    prompts = [ids[0, :180], ids[1, :101]]
+    monkeypatch.setattr(forced, "CHUNK", 64)
+    chosen = [Policy("dense", page=16), FEW]
+    for given_tokens in (ids[:, -3:], None):
+        both = setting().run(prompts, 3, chosen, given_tokens)
+        for i, prompt in enumerate(prompts):
+            alone = setting().run([prompt], 3, chosen, None if given_tokens is None else given_tokens[i : i + 1])
+            for name in both:
+                assert torch.allclose(both[name].logits[i], alone[name].logits[0], atol=1e-3), name
+    monkeypatch.setattr(Setting, "_at_once", lambda self, length: 1)
+    batches = setting().run(prompts, 3, chosen)
+    assert torch.allclose(batches["few"].logits, both["few"].logits, atol=1e-3)
+    assert batches["few"].blocks_read == pytest.approx(both["few"].blocks_read)
+
+
+@pytest.mark.parametrize("task, prompts, distant", [("needles", 4, 3), ("facts", 1, 3)])
+def test_a_window_never_retrieves(monkeypatch: pytest.MonkeyPatch, task: str, prompts: int, distant: int) -> None:
+    """Unless what it is to retrieve lies in it: the last line does, in either task."""
+    known(monkeypatch, FEW, Policy("window", BlockBudget(1, 5, 0, 0), 16))
+    found = rows(task=task, haystack=["loop"], count=prompts, length=[420])
+    dense, window, answers = found["dense"], found["window"], distant + 1
+    assert dense["hits"] == dense["count"] == dense["distant"] == answers
+    assert (window["distant_hits"], window["distant"]) == (0, distant)
+    assert (window["hits"], window["lost"], window["won"]) == (1, distant, 0)
+    assert window["p"] == mcnemar(distant, 0) and found["few"]["hits"] > 0
+    assert sum(count for _, count in window["by_depth"]) == answers
+
+
+def test_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16))
+    found = rows(task="free", steps=6)
+    assert found["dense"]["common"] == [6, 6] and found["dense"]["whole"] == 2
+    assert found["window"]["mean_common"] < 6
+
+
+def test_bounds_that_are_not_kept_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a page of new text has left the window, nothing differs; then it does."""
+    monkeypatch.setattr(fidelity_tasks, "KEPT_UP", ("few",))
+    monkeypatch.setattr(fidelity_tasks, "LATE", 40)
+    known(monkeypatch, FEW)
+    found = rows(task="generated", steps=56, length=[180], count=1)
+    kept, frozen = found["few"], found["few-frozen"]
+    assert frozen["frozen"] and not kept["frozen"] and kept["blocks_read"] == frozen["blocks_read"]
+    assert kept["late"]["steps"] == 16 and kept["late"]["kl"] != frozen["late"]["kl"]
+    ids = texts(load_tokenizer(DEMO), 1, 180)
+    both = setting().run(
+        [ids[0, :-56]], 8, [Policy("dense", page=16), FEW, replace(FEW, name="z", frozen=True)], ids[:, -72:]
+    )
+    assert torch.equal(both["few"].logits, both["z"].logits)
+
+
+class Wrong(DenseAttention):
+    """Attention that errs in every decode step."""
+
+    def attend(self, q: Tensor, *args: Any, **more: Any) -> PartialAttention:
+        found = super().attend(q, *args, **more)
+        return PartialAttention(-found.merge()[0], found.merge()[1]) if args[1].cu_q is None else found
+
+
+def test_a_policy_that_errs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, Policy("wrong", page=16, attends=Wrong()))
+    assert rows(task="needles")["wrong"]["hits"] == 0
+    text = rows()["wrong"]
+    assert text["agrees"] < 0.5 and text["kl"] > 1
+
+
+def test_hidden_lines(tokenizer: Any) -> None:
+    """Prompts are as long as whole lines allow, hold each line once, at its depth, and the answers follow."""
+    for kind in haystacks.KINDS:
+        found = Haystack(tokenizer, kind, 900).hide([0.1, 0.6, 0.9], 900, seed=4)
+        prompt, follows = tokenizer.decode(found.prompt), tokenizer.decode(found.follows)
+        assert 850 < len(found.prompt) + len(found.follows) <= 900
+        asks = [prompt.rsplit("\n", 1)[1], *follows.split("\n")[1:]]
+        for ask, answer, depth in zip(asks, found.answers, found.depths, strict=True):
+            line = "\n" + ask.partition(" is")[0] + " is" + tokenizer.decode(found.follows[answer]) + "."
+            assert prompt.count(line + "\n") == 1
+            assert len(tokenizer(prompt[: prompt.index(line)])["input_ids"]) / 850 == pytest.approx(depth, abs=0.08)
 
 
 @pytest.mark.parametrize(
     "more, words",
     [
         ({"policies": ["bounds"]}, "policies: bounds is unknown"),
-        ({"length": 40000}, "length=40000 must be"),
-        ({"length": 32768, "windows": 99}, "99 texts of 32768 tokens are more than"),
+        ({"length": [8192, 40000]}, "length=40000 must be"),
+        ({"length": [32768], "count": 99}, "99 texts of 32768 tokens are more than"),
+        ({"policies": ["bounds-32"], "length": [4000]}, "bounds-32 reads all of a text of length=4000"),
         ({"model": "/nowhere"}, "nowhere"),
+        ({"task": "recall", "kvp": 2}, "task=recall does not read kvp"),
+        ({"haystack": ["code"]}, "task=text does not read haystack"),
+        ({"task": "needles", "haystack": ["hay"]}, "haystack: hay is unknown"),
+        ({"task": "generated", "length": [8192], "steps": 500}, "steps=500 must be more than"),
     ],
 )
 def test_what_cannot_be_compared(more: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, OSError), match=words):
-        measure(values(**more))
+        rows(**more)
 
 
 def test_every_policy_has_a_name_of_its_own() -> None:

@@ -1,0 +1,78 @@
+"""What a policy's steps say beside those of dense attention, and how sure the counts are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+MARGIN = 1.0  # of dense attention's logits, from which on a step counts as sure
+Z = 1.96
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The range of a share that `hits` of `count` leave open, at 95%."""
+    if count == 0:
+        return 0.0, 1.0
+    share, z2 = hits / count, Z * Z / count
+    half = Z * math.sqrt(share * (1 - share) / count + z2 / count / 4) / (1 + z2)
+    middle = (share + z2 / 2) / (1 + z2)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """How probable so uneven a split of pairs that differ is, were both sides equally likely: exact, two-sided."""
+    pairs = lost + won
+    tail = sum(math.comb(pairs, i) for i in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2**pairs)
+
+
+def paired(right: Sequence[bool], dense: Sequence[bool]) -> dict[str, Any]:
+    """Answers that are right, beside dense attention's to the same questions.
+
+    `lost`: only dense attention's is right; `won`: only the policy's.
+    """
+    hits = sum(right)
+    lost = sum(theirs and not ours for ours, theirs in zip(right, dense, strict=True))
+    won = sum(ours and not theirs for ours, theirs in zip(right, dense, strict=True))
+    return {
+        "count": len(right),
+        "hits": hits,
+        "hits_range": wilson(hits, len(right)),
+        "lost": lost,
+        "won": won,
+        "p": mcnemar(lost, won),
+    }
+
+
+def compare(logits: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
+    """A policy's logits [n, steps, V] beside dense attention's, and the true next tokens [n, steps]."""
+    ours, theirs = (x.double().log_softmax(-1) for x in (logits, dense))
+    best = dense.topk(2, dim=-1)
+    agrees = logits.argmax(-1) == best.indices[..., 0]
+    margins = best.values[..., 0] - best.values[..., 1]
+    sure = margins > MARGIN
+    hits, sure_hits = int(agrees.sum()), int((agrees & sure).sum())
+    nll = -ours.gather(-1, targets[..., None])[..., 0]
+    kl = (theirs.exp() * (theirs - ours)).sum(-1)  # [n, steps]
+    return {
+        "steps": agrees.numel(),
+        "agrees": hits / agrees.numel(),
+        "agrees_range": wilson(hits, agrees.numel()),
+        "agrees_by_window": agrees.double().mean(1).tolist(),
+        "sure_steps": int(sure.sum()),
+        "sure": sure_hits / max(1, int(sure.sum())),
+        "sure_range": wilson(sure_hits, int(sure.sum())),
+        "margins_of_misses": [round(x, 3) for x in sorted(margins[~agrees].tolist(), reverse=True)],
+        "perplexity": float(nll.mean().exp()),
+        "kl": float(kl.mean()),
+        "kl_by_window": kl.mean(1).tolist(),
+        "tv": float((theirs.exp() - ours.exp()).abs().sum(-1).mean() / 2),
+    }
+
+
+def common_prefix(ids: Tensor, others: Tensor) -> list[int]:
+    """Tokens of each row [n, steps] before the first that differs from the other's."""
+    return [int(same) for same in (ids == others).long().cumprod(1).sum(1)]

@@ -1,0 +1,119 @@
+"""Tables of what block-sparse attention changes, for a terminal and for docs/sparse.md: the same columns in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from launch.measure.fidelity_tasks import BUDGETS
+from launch.records.rows import Row, results
+
+Columns = dict[str, Callable[[Row], str]]
+OF_KEYS = f"{', '.join(f'{keys:,}' for keys in BUDGETS)} chosen keys"
+# What names a row among all that were recorded.
+KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks")
+
+
+def _ranged(name: str) -> Callable[[Row], str]:
+    return lambda r: "{:.3f} ({:.3f} to {:.3f})".format(r[name], *r[f"{name}_range"])
+
+
+def _number(name: str, digits: int = 4) -> Callable[[Row], str]:
+    return lambda r: f"{r[name]:.{digits}f}"
+
+
+def _spread(r: Row) -> str:
+    """A mean with the lowest and the highest of the texts."""
+    if "kl_by_window" not in r:
+        return f"{r['kl']:.4f}"
+    return f"{r['kl']:.4f} ({min(r['kl_by_window']):.4f} to {max(r['kl_by_window']):.4f})"
+
+
+def _ranks(r: Row) -> str:
+    return f"{r['kvp']}, {r['choice']}" if r["kvp"] > 1 else "1"
+
+
+def _depths(r: Row) -> str:
+    """Hits of each tenth of the text, from its beginning."""
+    return " ".join(f"{hits}/{count}" if hits < count else "all" for hits, count in r["by_depth"] if count)
+
+
+def _balance(r: Row) -> str:
+    return " ".join(f"{most:.1f}/{share}" for most, share in zip(r["most"], r["share"], strict=True))
+
+
+def _by_budget(what: str, name: str) -> Columns:
+    """One column: a number for each budget of chosen keys."""
+    return {f"{what} {OF_KEYS}": lambda r: " ".join(f"{x:.3f}" for x in r[name])}
+
+
+TEXTS: Columns = {"text": lambda r: f"{r['windows']} x {r['length'] >> 10}K", "ranks": _ranks}
+POLICY: Columns = {
+    "policy": lambda r: r["policy"],
+    "keys": lambda r: "all" if r["keys"] is None else f"{r['keys']:,}",
+    "blocks read": lambda r: "all" if r["blocks_read"] is None else f"{r['blocks_read']:.1f}",
+}
+STEPS: Columns = {
+    "agrees (95%)": _ranged("agrees"),
+    "where dense is sure (95%)": _ranged("sure"),
+    "perplexity": _number("perplexity", 3),
+    "KL (by text)": _spread,
+    "TV": _number("tv"),
+}
+ANSWERS: Columns = {
+    "haystack": lambda r: f"{r['haystack']}, {r['length'] >> 10}K",
+    "ranks": _ranks,
+    **POLICY,
+    "found (95%)": lambda r: "{} of {} ({:.3f} to {:.3f})".format(r["hits"], r["count"], *r["hits_range"]),
+    "outside of sink and window (95%)": lambda r: "{} of {} ({:.3f} to {:.3f})".format(
+        r["distant_hits"], r["distant"], *r["distant_range"]
+    ),
+    "only dense, only this": lambda r: f"{r['lost']}, {r['won']}",
+    "p": lambda r: f"{r['p']:.2g}",
+}
+CHOSEN: Columns = {
+    "text": lambda r: f"{r['windows']} x {r['length'] >> 10}K",
+    "page": lambda r: str(r["page"]),
+    "read anyway": _number("fixed", 3),
+}
+
+
+COLUMNS: dict[str, Columns] = {
+    "text": TEXTS | POLICY | STEPS,
+    "generated": TEXTS
+    | POLICY
+    | STEPS
+    | {
+        "late: agrees (95%)": lambda r: _ranged("agrees")(r["late"]),
+        "late: KL (by text)": lambda r: _spread(r["late"]),
+    },
+    "free": TEXTS
+    | POLICY
+    | {
+        "tokens like dense, of": lambda r: f"{r['mean_common']:.1f} of {r['steps']}",
+        "by text": lambda r: " ".join(map(str, sorted(r["common"]))),
+    },
+    "needles": ANSWERS | {"by depth": _depths},
+    "facts": ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"},
+    "recall": CHOSEN
+    | {"score": lambda r: r["score"]}
+    | _by_budget("weight kept with", "kept")
+    | _by_budget("of the best blocks, found with", "recall"),
+    "ranks": CHOSEN
+    | {"ranks": lambda r: str(r["ranks"])}
+    | _by_budget("weight kept by local choice of", "local")
+    | _by_budget("by one choice of", "global")
+    | _by_budget("of the one choice, found locally with", "same")
+    | {"most blocks on a rank, and its share": _balance},
+}
+
+
+def table(name: str) -> list[str]:
+    """What was recorded of one kind, as lines of a page; none where nothing was."""
+    return lines(COLUMNS[name], [r for r in results("fidelity", *KEY) if r["kind"] == name])
+
+
+def lines(columns: Columns, rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return [*head, *(f"| {' | '.join(cell(r) for cell in columns.values())} |" for r in rows)]

@@ -1,0 +1,122 @@
+"""What choices keep, against choices made one block at a time; ways to choose for less, against what they promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.layout import HelixLayout
+from helix.loading import load_tokenizer
+from helix.step import Step
+from kernels.reference.block_bounds import SCORES, fold_blocks
+from kernels.reference.select_blocks import block_scores as scores_of_pages
+from launch.inputs import haystacks
+from launch.inputs.compose import ROOT
+from launch.measure.forced import Policy, Setting
+from launch.measure.recall import RecallMeter, best_of, block_scores, local_choice
+from launch.measure.variants import STORED, SharedChoice, rounded
+
+PAGE, HEADS, DIM = 4, 2, 8
+
+
+def bounds(rows: int = 50) -> Tensor:
+    found = torch.randn(rows, HEADS, 2, DIM, generator=torch.Generator().manual_seed(1)) * 10
+    return found.sort(-2, descending=True).values
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_8_bits_are_rounded_outwards(stored: str) -> None:
+    """No maximum falls and no minimum rises; every number is one of 8 bits; the largest stays itself."""
+    exact = bounds()
+    found = rounded(exact, stored)
+    most = exact.abs().amax((-2, -1), keepdim=True)
+    grown = (found - exact) / most
+    assert (grown[..., 0, :] >= -1e-6).all() and (grown[..., 1, :] <= 1e-6).all()  # less than a bit of fp32
+    if stored == "int8":
+        whole = found / most * 127
+        assert torch.allclose(whole, whole.round(), atol=1e-3) and (found != exact).any()
+    else:
+        scaled = found / most * 448
+        assert torch.allclose(scaled, scaled.to(torch.float8_e4m3fn).float(), rtol=1e-5)
+    assert 1e-3 < grown.abs().amax() < (1 / 127 if stored == "int8" else 32 / 448)  # of the coarsest step at most
+    assert torch.allclose(found.abs().amax((-2, -1), keepdim=True), most, rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", [*SCORES, *STORED])
+def test_scores_are_those_that_the_product_has(score: str) -> None:
+    gen = torch.Generator().manual_seed(2)
+    keys = torch.randn(1, 9, PAGE, HEADS, DIM, generator=gen)  # [n, C, page, Hkv, D]
+    q = torch.randn(1, HEADS, 3, DIM, generator=gen)
+    kind = "bounds" if score in STORED else score
+    pages = torch.empty(1, 9, HEADS, 2, DIM)
+    lengths = torch.tensor([0]), torch.tensor([0]), torch.tensor([9 * PAGE])
+    table = torch.arange(9, dtype=torch.int32)[None]
+    fold_blocks(keys, pages, table, *lengths, kind, kvp=1, kvp_rank=0, append_block=PAGE)
+    made = rounded(pages[0], score) if score in STORED else pages[0]
+    assert torch.allclose(block_scores(q, keys, score)[0], scores_of_pages(q[0].flatten(0, 1), made, kind), atol=1e-5)
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 8), st.integers(0, 3))
+def test_ranks_choose_for_themselves(count: int, k: int, ranks: int, first: int) -> None:
+    scores = torch.rand(2, count, generator=torch.Generator().manual_seed(count))
+    chosen = local_choice(scores, first, k, ranks)
+    for row, found in zip(scores.tolist(), chosen.tolist(), strict=True):
+        wanted = set()
+        for rank in range(ranks):
+            mine = [c for c in range(count) if (first + c) % ranks == rank]
+            wanted |= {*sorted(mine, key=lambda c: -row[c])[: -(-k // ranks)]}
+        assert {c for c, taken in enumerate(found) if taken} == wanted
+    assert torch.equal(best_of(scores, k), local_choice(scores, first, k, 1))
+
+
+def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best keep most, all keep everything, no rank loses by one choice, and the recall is a share."""
+    monkeypatch.setattr(haystacks, "SOURCES", [ROOT / "helix" / "layers"])
+    demo = ROOT / "assets/demo-model"
+    ids = haystacks.texts(load_tokenizer(demo), 2, 1000)
+    meter = RecallMeter((128, 16), (128, 4096), (1, 2))
+    setting = Setting(demo, HelixLayout.create("helix", 1), torch.float32, "cpu")
+    setting.run([*ids[:, :-2]], 2, [Policy("dense", attends=meter)], ids[:, -2:])
+    rows = meter.rows()
+    assert meter.measured == 2 * 8  # steps and layers
+    for page in (128, 16):
+        of_page = {r["score"]: r for r in rows if r["page"] == page and r["kind"] == "recall"}
+        best = of_page["best"]
+        assert 0 < best["fixed"] < best["kept"][0] < 1 and best["kept"][1] == pytest.approx(1, abs=1e-5)
+        for score, r in of_page.items():
+            assert best["fixed"] <= r["kept"][0] <= best["kept"][0] + 1e-6, score
+            assert 0 < r["recall"][0] <= 1 and r["recall"][1] == 1
+        assert of_page["bounds"]["kept"] != of_page["mean"]["kept"]
+        assert of_page["fours"]["recall"][0] < of_page["bounds"]["recall"][0]
+        one, two = (r for r in rows if r["page"] == page and r["kind"] == "ranks")
+        assert one["local"] == one["global"] == of_page["bounds"]["kept"] and one["same"] == [1, 1]
+        assert two["same"][0] < 1 or two["share"][0] == 1
+
+
+def test_one_choice_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers 0 and 2 of four choose, and a new step begins anew."""
+    made: list[Tensor] = []
+
+    def choose(self: object, *args: object) -> Tensor:
+        made.append(torch.tensor(len(made)))
+        return made[-1]
+
+    monkeypatch.setattr(BlockSparseAttention, "choose", choose)
+    monkeypatch.setattr(BlockSparseAttention, "prepare", lambda *args: None)
+    place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
+    policy = SharedChoice(2, BlockBudget(1, 1, 2, 0), "bounds", place, 64, torch.device("cpu"))
+    q, cache = torch.zeros(1), LayerCache(torch.zeros(1), torch.zeros(1))
+    for wanted in ([0, 0, 1], [2, 2, 3]):
+        policy.prepare(step := empty_step(), {None})
+        assert [int(policy.choose(q, cache, step, 1)) for _ in range(3)] == wanted
+
+
+def empty_step() -> Step:
+    nothing = torch.zeros(0)
+    place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
+    return Step(place, *[nothing] * 6, cu_q=None, max_q=1)
