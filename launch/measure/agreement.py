@@ -67,6 +67,7 @@ def compare(logits: Tensor, dense: Tensor, targets: Tensor) -> dict[str, Any]:
         "sure_range": wilson(sure_hits, int(sure.sum())),
         "margins_of_misses": [round(x, 3) for x in sorted(margins[~agrees].tolist(), reverse=True)],
         "perplexity": float(nll.mean().exp()),
+        "perplexity_by_window": nll.mean(1).exp().tolist(),
         "kl": float(kl.mean()),
         "kl_by_window": kl.mean(1).tolist(),
         "tv": float((theirs.exp() - ours.exp()).abs().sum(-1).mean() / 2),

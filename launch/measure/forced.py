@@ -32,6 +32,7 @@ from launch.measure.variants import RoundedBounds, SharedChoice
 
 CHUNK = 1024  # prompt tokens of a sequence in one prefill step
 TOGETHER = 16  # sequences of one prefill step
+AT_ONCE = 64  # prompts of one batch: more would not make a step faster
 CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may take
 DEADLINE_S = 6 * 3600.0
 NEVER = 1e30  # scores of pages without bounds are below all others, and finite
@@ -139,10 +140,10 @@ class Setting:
         return outcomes
 
     def _at_once(self, length: int) -> int:
-        """Prompts whose cache fits."""
+        """Prompts of one batch: their cache has to fit."""
         spec = self.spec()
         of_a_token = token_bytes(spec.layers, spec.entries(self.layout, 0), self.dtype) * self.layout.tpa
-        return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
+        return min(AT_ONCE, max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token))))
 
 
 def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
@@ -174,10 +175,11 @@ def _outcomes(
 ) -> Iterator[tuple[Policy, Tensor, float | None]]:
     """Each policy with its logits and the blocks it has read; those of one page size come one after the other."""
     room = max(map(len, prompts)) + steps
+    longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
     for page, group in groupby(sorted(policies, key=lambda policy: policy.page), key=lambda policy: policy.page):
-        runner = _prefilled(model, layout, comm, prompts, room, page)
+        runner = _prefilled(model, layout, comm, prompts, room, longest, page)
         for policy in group:
-            attends = _attention(policy, runner.placement, room, comm) or runner.dense
+            attends = _attention(policy, runner.placement, longest, comm) or runner.dense
             logits = _steps(runner, policy, attends, prompts, steps, given)
             read = None
             if isinstance(attends, BlockSparseAttention):
@@ -236,17 +238,23 @@ def _attention(policy: Policy, placement: Placement, length: int, comm: Communic
 
 
 def _prefilled(
-    model: Decoder, layout: HelixLayout, comm: Communicator, prompts: Sequence[Tensor], length: int, page: int
+    model: Decoder,
+    layout: HelixLayout,
+    comm: Communicator,
+    prompts: Sequence[Tensor],
+    room: int,
+    longest: int,
+    page: int,
 ) -> ModelRunner:
-    """A runner whose cache holds the prompts but for their last tokens, with room for `length` tokens of each."""
+    """A runner for `longest` tokens whose cache holds the prompts but for their last ones, with `room` for each."""
     n = len(prompts)
     placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
-    pages = pages_for_tokens(layout, n * length, page, page, n)
+    pages = pages_for_tokens(layout, n * room, page, page, n)
     entries = model.spec.entries(layout, comm.rank)
     cache = KVCache(model.spec.layers, pages, page, entries, model.weights.dtype, comm.device, "bounds")
-    runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=length)
+    runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=longest)
     for slot in range(n):
-        runner.admit(Admission(slot, slot, (), slot % layout.kvp, length, length, SamplingParams()))
+        runner.admit(Admission(slot, slot, (), slot % layout.kvp, room, room, SamplingParams()))
     for first in range(0, n, TOGETHER):
         slots = range(first, min(first + TOGETHER, n))
         for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):

@@ -105,8 +105,8 @@ class RecallMeter(DenseAttention):
         reserved_sms: int = 0,
     ) -> PartialAttention:
         length = int(step.positions[0]) + 1
-        # [n, S, Hkv, D]
-        keys = cache.keys[step.block_tables.long()].flatten(1, 2)[:, :length]
+        pages = step.block_tables[:, : -(-length // cache.keys.shape[1])].long()
+        keys = cache.keys[pages].flatten(1, 2)[:, :length]  # [n, S, Hkv, D]
         heads = q.float().unflatten(1, (keys.shape[2], -1))  # [n, Hkv, group, D]
         weights = torch.einsum("nhgd,nshd->nhgs", heads * scale, keys.float()).softmax(-1).mean(2)
         for page in self.pages:

@@ -33,8 +33,8 @@ def _ranks(r: Row) -> str:
 
 
 def _depths(r: Row) -> str:
-    """Hits of each tenth of the text, from its beginning."""
-    return " ".join(f"{hits}/{count}" if hits < count else "all" for hits, count in r["by_depth"] if count)
+    """Hits in each tenth of the text, from its beginning."""
+    return " ".join(str(hits) for hits, count in r["by_depth"] if count)
 
 
 def _balance(r: Row) -> str:
@@ -92,7 +92,7 @@ COLUMNS: dict[str, Columns] = {
         "tokens like dense, of": lambda r: f"{r['mean_common']:.1f} of {r['steps']}",
         "by text": lambda r: " ".join(map(str, sorted(r["common"]))),
     },
-    "needles": ANSWERS | {"by depth": _depths},
+    "needles": ANSWERS | {"in each tenth of the text": _depths},
     "facts": ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"},
     "recall": CHOSEN
     | {"score": lambda r: r["score"]}

@@ -20,6 +20,7 @@ from matplotlib.ticker import PercentFormatter
 
 from launch.inputs.arguments import helped, parse, unknown
 from launch.inputs.compose import ROOT
+from launch.records.fidelity_tables import KEY as FIDELITY
 from launch.records.recorded_steps import cell_of
 from launch.records.rows import WORKLOAD, Row, newest
 from launch.records.sparse_bill import Account, accounts
@@ -59,6 +60,8 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WORKLOADS: Style = {"linestyle": "", "label": "sequences x tokens:"}
 BACKENDS = {"symm_mem": "our exchange", "nccl": "NCCL's exchange"}
 RATES = ("tokens_per_s_user", "tokens_per_s_gpu")
+SCORED = {"bounds": "bounds", "mean": "mean", "mean_std": "mean and deviation"}
+HAYSTACKS = {"code": "code", "loop": "looped paragraph"}
 MOST_MODELS = 4  # in the figure of baselines: those measured at most points
 
 
@@ -385,6 +388,74 @@ def _map(panel: Axes, ratios: dict[tuple[int, int], float], batches: list[int], 
     panel.grid(visible=False)
 
 
+def needles(rows: list[Row]) -> Figure:
+    """Needles that are found outside of sink and window, over the keys that a step reads; a panel for each text."""
+    rows = [{**r, "share": r["distant_hits"] / r["distant"]} for r in rows if r["distant"] and r["kvp"] == 1]
+    lines = _scored(SCORED)
+    others: dict[str, Style] = {
+        "quest-64": {"label": "bounds, pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
+        "window": {"label": "window", "color": BLACK, "marker": "X", "linestyle": ""},
+    }
+    found = _groups(rows, "haystack", "length")
+    figure, axes = panels(len({key[1] for key in found}), len({key[0] for key in found}), sharex=True, sharey=True)
+    for panel, ((haystack, length), same) in zip(axes.flat, found.items(), strict=False):
+        for score, style in lines.items():
+            _line(panel, [r for r in same if r["policy"].rpartition("-")[0] == score], "keys", "share", style)
+        for name, style in others.items():
+            _line(panel, [r for r in same if r["policy"].startswith(name)], "keys", "share", style)
+        dense = [r["share"] for r in same if r["policy"] == "dense"]
+        panel.axhline(dense[0], **LEVEL)
+        sizes(panel)
+        panel.set(title=f"{HAYSTACKS[haystack]}, {short(length)} tokens", ylim=(-0.05, 1.05))
+        panel.set(xlabel="keys that a step reads", ylabel="needles found\n(higher is better)")
+        panel.yaxis.set_major_formatter(PercentFormatter(1))
+        panel.label_outer()
+    legend(figure, [*lines.values(), *others.values(), {**LEVEL, "label": "dense"}])
+    return figure
+
+
+def recall(rows: list[Row]) -> Figure:
+    """What choices find of the best blocks, and what of dense attention's weight is kept, over budget and length."""
+    rows = [
+        {**r, "budget": budget, "found": found, "kept": kept}
+        for r in rows
+        for budget, found, kept in zip(r["budgets"], r["recall"], r["kept"], strict=True)
+    ]
+    lines: dict[str, Style] = {
+        score: {"label": label, "color": colour, "marker": marker}
+        for (score, label), colour, marker in zip(
+            [*SCORED.items(), ("best", "the best")], COLOURS, MARKERS, strict=False
+        )
+    }
+    dashes: dict[int, Style] = {page: {"linestyle": dash} for page, dash in ((128, "-"), (16, "--"))}
+    found = _groups(rows, "length")
+    figure, axes = panels(len(found), 2, sharex=True, sharey="row")
+    for column, ((length,), same) in zip(axes.T, found.items(), strict=True):
+        for page, dash in dashes.items():
+            for score, style in lines.items():
+                of_line = [r for r in same if r["page"] == page and r["score"] == score]
+                if score != "best":
+                    _line(column[0], of_line, "budget", "found", {**style, **dash})
+                _line(column[1], of_line, "budget", "kept", {**style, **dash})
+        column[0].set(title=f"{short(length)} tokens", ylabel="best blocks found\n(higher is better)")
+        column[1].set(xlabel="keys that are chosen", ylabel="weight kept\n(higher is better)")
+        for panel in column:
+            sizes(panel)
+            panel.yaxis.set_major_formatter(PercentFormatter(1))
+            panel.label_outer()
+    pages = [{**dash, "label": f"pages of {page}"} for page, dash in dashes.items()]
+    legend(figure, [*lines.values(), *pages])
+    return figure
+
+
+def _scored(labels: dict[str, str]) -> dict[str, Style]:
+    """A style for each score by which blocks are chosen."""
+    return {
+        score: {"label": label, "color": colour, "marker": marker}
+        for (score, label), colour, marker in zip(labels.items(), COLOURS, MARKERS, strict=False)
+    }
+
+
 class Drawing(NamedTuple):
     """A figure: how it is drawn, from which results, what names a point there, and which kind of line if of several."""
 
@@ -407,6 +478,8 @@ DRAWINGS = {
     "prefill": Drawing(prefill, "prefill", ("kind", "heads", "q_tokens", "length"), "kernel"),
     "sparse-map": Drawing(sparse_map, "sparse-steps", (*WORKLOAD, "attention")),
     "sparse-map.emulated-8": Drawing(sparse_map, "sparse-steps.emulated-8", (*WORKLOAD, "attention")),
+    "fidelity-needles": Drawing(needles, "fidelity", FIDELITY, "needles"),
+    "fidelity-recall": Drawing(recall, "fidelity", FIDELITY, "recall"),
     "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
 }
 

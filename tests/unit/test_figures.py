@@ -166,6 +166,40 @@ def test_gains_are_drawn_as_expected_and_as_they_came() -> None:
     plt.close(figure)
 
 
+def test_needles_are_shares_of_those_outside_of_the_window() -> None:
+    rows = [
+        {"kvp": 1, "haystack": haystack, "length": length, "policy": policy, "keys": keys, "distant": distant,
+         "distant_hits": hits}
+        for haystack in ("code", "loop") for length in (8 * K, 32 * K)
+        for policy, keys, distant, hits in (
+            ("dense", None, 20, 20), ("bounds-8", 1664, 16, 12), ("bounds-32", 4736, 16, 16), ("mean-8", 1664, 16, 4),
+            ("mean_std-8", 1664, 16, 8), ("window-640", 640, 16, 0), ("quest-64", 1552, 16, 15),
+            ("int8-32", 4736, 16, 1),
+        )
+    ]  # fmt: skip
+    figure = records_figures.needles([*rows, {**rows[1], "kvp": 8, "distant_hits": 0}])
+    titles = [f"{name}, {n}K tokens" for name in ("code", "looped paragraph") for n in (8, 32)]
+    assert [panel.get_title() for panel in figure.axes] == titles
+    for panel in figure.axes:
+        drawn = [[*zip(*line.get_data(), strict=True)] for line in panel.get_lines()]
+        assert drawn[:3] == [[(1664, 0.75), (4736, 1.0)], [(1664, 0.25)], [(1664, 0.5)]]
+        assert drawn[3:5] == [[(1552, 0.9375)], [(640, 0.0)]] and len(drawn) == 6
+    plt.close(figure)
+
+
+def test_recall_over_budgets() -> None:
+    rows = [
+        {"length": 8 * K, "page": page, "score": score, "budgets": [512, 4096], "recall": [0.5, 0.75],
+         "kept": [0.9, 1.0]}
+        for page in (128, 16) for score in ("bounds", "mean", "best", "pairs")
+    ]  # fmt: skip
+    found, kept = records_figures.recall(rows).axes
+    assert [[*line.get_ydata()] for line in found.get_lines() if len(line.get_xdata())] == [[0.5, 0.75]] * 4
+    assert [[*line.get_ydata()] for line in kept.get_lines() if len(line.get_xdata())] == [[0.9, 1.0]] * 6
+    assert {line.get_linestyle() for line in kept.get_lines()} == {"-", "--"}
+    plt.close("all")
+
+
 def test_missing_results_are_skipped_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "hopb.jsonl", [row for row in ROWS["hopb"] if row["kind"] == "ttl"])
     main([f"results={tmp_path}", f"figures={tmp_path / 'figures'}"])
