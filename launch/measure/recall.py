@@ -44,15 +44,11 @@ def block_scores(q: Tensor, keys: Tensor, score: str) -> Tensor:
     return found.amax(2)
 
 
-def local_choice(scores: Tensor, first: int, k: int, ranks: int) -> Tensor:
-    """What each rank's own best ceil(k / ranks) blocks are together: bool like `scores` [..., C].
-
-    Args:
-        first: the number of the first candidate; block b is on rank b % ranks.
-    """
+def local_choice(scores: Tensor, k: int, ranks: int) -> Tensor:
+    """All ranks' own best ceil(k / ranks) blocks, where blocks go round: bool like `scores` [..., C]."""
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     for rank in range(ranks):
-        mine = slice((rank - first) % ranks, None, ranks)
+        mine = slice(rank, None, ranks)
         of_rank = scores[..., mine]
         best = of_rank.topk(min(-(-k // ranks), of_rank.shape[-1]), sorted=False).indices
         chosen[..., mine] = torch.zeros_like(of_rank, dtype=torch.bool).scatter_(-1, best, True)
@@ -141,10 +137,10 @@ class RecallMeter(DenseAttention):
                 self._add(("kept", page, score, budget), kept(chosen))
                 self._add(("recall", page, score, budget), _share(chosen & best, best))
             for ranks in self.ranks:
-                local = local_choice(scores["bounds"], 1, k, ranks)
+                local = local_choice(scores["bounds"], k, ranks)
                 self._add(("local", page, ranks, budget), kept(local))
                 self._add(("same", page, ranks, budget), _share(local & whole["bounds"], whole["bounds"]))
-                of_rank = [whole["bounds"][..., (rank - 1) % ranks :: ranks].sum(-1) for rank in range(ranks)]
+                of_rank = [whole["bounds"][..., rank::ranks].sum(-1) for rank in range(ranks)]
                 self._add(("most", page, ranks, budget), torch.stack(of_rank).amax(0).float().mean())
 
     def _add(self, key: tuple[Any, ...], value: Tensor) -> None:

@@ -61,17 +61,50 @@ def test_scores_are_those_that_the_product_has(score: str) -> None:
     assert torch.allclose(block_scores(q, keys, score)[0], scores_of_pages(q[0].flatten(0, 1), made, kind), atol=1e-5)
 
 
-@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 8), st.integers(0, 3))
-def test_ranks_choose_for_themselves(count: int, k: int, ranks: int, first: int) -> None:
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 8))
+def test_ranks_choose_for_themselves(count: int, k: int, ranks: int) -> None:
     scores = torch.rand(2, count, generator=torch.Generator().manual_seed(count))
-    chosen = local_choice(scores, first, k, ranks)
+    chosen = local_choice(scores, k, ranks)
     for row, found in zip(scores.tolist(), chosen.tolist(), strict=True):
         wanted = set()
         for rank in range(ranks):
-            mine = [c for c in range(count) if (first + c) % ranks == rank]
+            mine = [c for c in range(count) if c % ranks == rank]
             wanted |= {*sorted(mine, key=lambda c: -row[c])[: -(-k // ranks)]}
         assert {c for c, taken in enumerate(found) if taken} == wanted
-    assert torch.equal(best_of(scores, k), local_choice(scores, first, k, 1))
+    assert torch.equal(best_of(scores, k), local_choice(scores, k, 1))
+
+
+@pytest.mark.parametrize("page", [128, 16])
+def test_what_a_query_would_read(page: int) -> None:
+    """One query of two heads, block by block: the sink, the last 512 tokens' blocks, and the best two between."""
+    gen = torch.Generator().manual_seed(4)
+    length, scale = 1100, 0.3
+    q, k = torch.randn(1, 2, DIM, generator=gen), torch.randn(9 * 128, 1, DIM, generator=gen)
+    table = torch.arange(9, dtype=torch.int32)[None]
+    here = torch.tensor([length - 1]), torch.tensor([0]), torch.tensor([True])
+    place = Placement(HelixLayout.create("helix", 1), 0, 128, 128)
+    step = Step(place, torch.tensor([0]), *here, table, torch.tensor([-1]), cu_q=None, max_q=1)
+    meter = RecallMeter((page,), (2 * page,), (1,))
+    meter.prepare(step, {None})
+    cache = LayerCache(k.view(9, 128, 1, DIM), k.view(9, 128, 1, DIM))
+    meter.attend(q, cache, step, None, scale)
+
+    weights = (q[0] @ k[:length, 0].T * scale).softmax(-1).mean(0)
+    last = (length - 1) // page
+    mass = {b: float(weights[b * page : (b + 1) * page].sum()) for b in range(last + 1)}
+    between = range(1, last - 512 // page + 1)
+    bound = {}
+    for b in between:
+        of_block = k[b * page : (b + 1) * page, 0]
+        bound[b] = float(torch.maximum(q[0] * of_block.amax(0), q[0] * of_block.amin(0)).sum(-1).max())
+    chosen, best = ({*sorted(between, key=lambda b: -judged[b])[:2]} for judged in (bound, mass))
+    anyway = sum(mass[b] for b in mass if b not in between)
+    assert meter.mean("fixed", page) == pytest.approx(anyway, abs=1e-5)
+    assert meter.mean("kept", page, "bounds", 2 * page) == pytest.approx(
+        anyway + sum(mass[b] for b in chosen), abs=1e-5
+    )
+    assert meter.mean("best", page, 2 * page) == pytest.approx(anyway + sum(mass[b] for b in best), abs=1e-5)
+    assert meter.mean("recall", page, "bounds", 2 * page) == len(chosen & best) / 2
 
 
 def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
