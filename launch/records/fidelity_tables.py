@@ -46,6 +46,8 @@ def _by_budget(what: str, name: str) -> Columns:
     return {f"{what} {OF_KEYS}": lambda r: " ".join(f"{x:.3f}" for x in r[name])}
 
 
+CHEAPER = ("int8", "fp8", "pairs", "fours")  # policies that the product does not have
+OUTSIDE = "outside of sink and window (95%)"
 TEXTS: Columns = {"text": lambda r: f"{r['windows']} x {r['length'] >> 10}K", "ranks": _ranks}
 POLICY: Columns = {
     "policy": lambda r: r["policy"],
@@ -64,9 +66,7 @@ ANSWERS: Columns = {
     "ranks": _ranks,
     **POLICY,
     "found (95%)": lambda r: "{} of {} ({:.3f} to {:.3f})".format(r["hits"], r["count"], *r["hits_range"]),
-    "outside of sink and window (95%)": lambda r: "{} of {} ({:.3f} to {:.3f})".format(
-        r["distant_hits"], r["distant"], *r["distant_range"]
-    ),
+    OUTSIDE: lambda r: "{} of {} ({:.3f} to {:.3f})".format(r["distant_hits"], r["distant"], *r["distant_range"]),
     "only dense, only this": lambda r: f"{r['lost']}, {r['won']}",
     "p": lambda r: f"{r['p']:.2g}",
 }
@@ -110,6 +110,24 @@ COLUMNS: dict[str, Columns] = {
 def table(name: str) -> list[str]:
     """What was recorded of one kind, as lines of a page; none where nothing was."""
     return lines(COLUMNS[name], [r for r in results("fidelity", *KEY) if r["kind"] == name])
+
+
+def policies() -> list[str]:
+    """What the product offers and what it is compared with, on one rank: needles in code beside true text.
+
+    Source:
+        Gather-decode (papers/gather-decode.txt), table 4.
+    """
+    recorded = [r for r in results("fidelity", *KEY) if r["kvp"] == 1]
+    texts = [r for r in recorded if r["kind"] == "text" and r["policy"].split("-")[0] not in CHEAPER]
+    hits = {(r["length"], r["policy"]): r for r in recorded if r["kind"] == "needles" and r["haystack"] == "code"}
+
+    def found(r: Row) -> str:
+        needles = hits.get((r["length"], r["policy"]))
+        return "-" if needles is None else ANSWERS[OUTSIDE](needles)
+
+    columns = {"text": TEXTS["text"], "policy": POLICY["policy"], "keys": POLICY["keys"]}
+    return lines(columns | {"needles found": found} | STEPS, texts)
 
 
 def lines(columns: Columns, rows: Sequence[Row]) -> list[str]:

@@ -421,12 +421,7 @@ def recall(rows: list[Row]) -> Figure:
         for r in rows
         for budget, found, kept in zip(r["budgets"], r["recall"], r["kept"], strict=True)
     ]
-    lines: dict[str, Style] = {
-        score: {"label": label, "color": colour, "marker": marker}
-        for (score, label), colour, marker in zip(
-            [*SCORED.items(), ("best", "the best")], COLOURS, MARKERS, strict=False
-        )
-    }
+    lines = _scored({**SCORED, "best": "the best"})
     dashes: dict[int, Style] = {page: {"linestyle": dash} for page, dash in ((128, "-"), (16, "--"))}
     found = _groups(rows, "length")
     figure, axes = panels(len(found), 2, sharex=True, sharey="row")

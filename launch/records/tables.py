@@ -21,7 +21,10 @@ from launch.records.recorded_steps import read_cells
 from launch.records.rows import results, workload
 from launch.records.sparse_bill import Account, Table
 
-RESULTS = [f"docs/results/{name}.md" for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b")]
+RESULTS = [
+    f"docs/results/{name}.md"
+    for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b", "fidelity")
+]
 PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", *RESULTS]
 
 
@@ -160,6 +163,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "speculate": speculate,
     "edits": edits,
     "verify": kernel_tables.verify,
+    "fidelity-policies": fidelity_tables.policies,
     **{f"fidelity-{name}": partial(fidelity_tables.table, name) for name in fidelity_tables.COLUMNS},
     "chunks": chunks,
     "hopb": hopb,
