@@ -135,6 +135,7 @@ class RecallMeter(DenseAttention):
             whole = {score: best_of(found, k) for score, found in scores.items()}
             for score, chosen in whole.items():
                 self._add(("kept", page, score, budget), kept(chosen))
+                self._add(("layer", page, score, budget, self._layer), kept(chosen))
                 self._add(("recall", page, score, budget), _share(chosen & best, best))
             for ranks in self.ranks:
                 local = local_choice(scores["bounds"], k, ranks)
@@ -158,7 +159,11 @@ class RecallMeter(DenseAttention):
             best = self._over_budgets("best", page)
             found.append({"kind": "recall", "score": "best", **shared, "kept": best, "recall": [1.0] * len(best)})
             for score in SCORES:
-                of_score = {what: self._over_budgets(what, page, score) for what in ("kept", "recall")}
+                of_score: dict[str, Any] = {w: self._over_budgets(w, page, score) for w in ("kept", "recall")}
+                of_score["kept_by_layer"] = [
+                    [self.mean("layer", page, score, budget, layer) * self._layer for layer in range(self._layer)]
+                    for budget in self.budgets
+                ]
                 found.append({"kind": "recall", "score": score, **shared, **of_score})
             for ranks in self.ranks:
                 of_ranks = {what: self._over_budgets(what, page, ranks) for what in ("local", "same", "most")}

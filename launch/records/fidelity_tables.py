@@ -37,6 +37,10 @@ def _depths(r: Row) -> str:
     return " ".join(str(hits) for hits, count in r["by_depth"] if count)
 
 
+def _layers(r: Row) -> str:
+    return " ".join(f"{kept:.3f}" for kept in r["kept_by_layer"][-1]) if "kept_by_layer" in r else "-"
+
+
 def _balance(r: Row) -> str:
     return " ".join(f"{most:.1f}/{share}" for most, share in zip(r["most"], r["share"], strict=True))
 
@@ -46,7 +50,8 @@ def _by_budget(what: str, name: str) -> Columns:
     return {f"{what} {OF_KEYS}": lambda r: " ".join(f"{x:.3f}" for x in r[name])}
 
 
-CHEAPER = ("int8", "fp8", "pairs", "fours")  # policies that the product does not have
+MATCHED = ["dense", "window-640", "window-4736", "quest-64"]
+MATCHED += [f"{score}-{k}" for score in ("bounds", "mean", "mean_std") for k in (8, 32)]
 OUTSIDE = "outside of sink and window (95%)"
 TEXTS: Columns = {"text": lambda r: f"{r['windows']} x {r['length'] >> 10}K", "ranks": _ranks}
 POLICY: Columns = {
@@ -97,7 +102,8 @@ COLUMNS: dict[str, Columns] = {
     "recall": CHOSEN
     | {"score": lambda r: r["score"]}
     | _by_budget("weight kept with", "kept")
-    | _by_budget("of the best blocks, found with", "recall"),
+    | _by_budget("of the best blocks, found with", "recall")
+    | {f"weight kept in each layer with {BUDGETS[-1]:,}": _layers},
     "ranks": CHOSEN
     | {"ranks": lambda r: str(r["ranks"])}
     | _by_budget("weight kept by local choice of", "local")
@@ -113,13 +119,15 @@ def table(name: str) -> list[str]:
 
 
 def policies() -> list[str]:
-    """What the product offers and what it is compared with, on one rank: needles in code beside true text.
+    """What the product offers at two budgets, on one rank: needles in code beside the shortest and the longest texts.
 
     Source:
         Gather-decode (papers/gather-decode.txt), table 4.
     """
     recorded = [r for r in results("fidelity", *KEY) if r["kvp"] == 1]
-    texts = [r for r in recorded if r["kind"] == "text" and r["policy"].split("-")[0] not in CHEAPER]
+    texts = [r for r in recorded if r["kind"] == "text" and r["policy"] in MATCHED]
+    lengths = sorted({r["length"] for r in texts})
+    texts = [r for r in texts if r["length"] in (lengths[0], lengths[-1])]
     hits = {(r["length"], r["policy"]): r for r in recorded if r["kind"] == "needles" and r["haystack"] == "code"}
 
     def found(r: Row) -> str:

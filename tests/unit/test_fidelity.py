@@ -107,11 +107,17 @@ def rows(**more: Any) -> dict[str, dict[str, Any]]:
 
 def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """One choice is the same on one rank and on two, and a window loses."""
-    known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16), Policy("means", BUDGETS[3], 16, "mean"))
+    cheaper = replace(FEW, name="int8", stored="int8"), replace(FEW, name="pairs", layers=2)
+    known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16), Policy("means", BUDGETS[3], 16, "mean"), *cheaper)
     found = rows()
     few, window = found["few"], found["window"]
     assert 0 < few["kl"] < window["kl"] and few["kl"] != found["means"]["kl"]
     assert found["dense"]["blocks_read"] is None and few["blocks_read"] == 6 and window["blocks_read"] == 3
+    assert {found[policy.name]["blocks_read"] for policy in cheaper} == {6}
+    assert (
+        len({found[name]["kl"] for name in ("few", "int8", "pairs")}) == 3
+        and abs(found["int8"]["kl"] / few["kl"] - 1) < 0.2
+    )
     over_two = rows(policies=["few"], choice="global", kvp=2)["few"]
     assert over_two["blocks_read"] == 6 and over_two["kl"] == pytest.approx(few["kl"], abs=1e-4)
 

@@ -124,6 +124,8 @@ def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
         for score, r in of_page.items():
             assert best["fixed"] <= r["kept"][0] <= best["kept"][0] + 1e-6, score
             assert 0 < r["recall"][0] <= 1 and r["recall"][1] == 1
+            if score != "best":
+                assert [sum(layers) / 8 for layers in r["kept_by_layer"]] == pytest.approx(r["kept"])
         assert of_page["bounds"]["kept"] != of_page["mean"]["kept"]
         assert of_page["fours"]["recall"][0] < of_page["bounds"]["recall"][0]
         one, two = (r for r in rows if r["page"] == page and r["kind"] == "ranks")
