@@ -76,6 +76,8 @@ def test_comparison() -> None:
     assert found["kl"] == pytest.approx((kl(p(2), p(3)) + kl(p(-1.5), p(1))) / 2)
     assert found["tv"] == pytest.approx((abs(p(2) - p(3)) + abs(p(-1.5) - p(1))) / 2)
     assert found["perplexity"] == pytest.approx(math.exp(-(math.log(p(3)) + math.log(1 - p(1))) / 2))
+    equals = torch.randn(40, 50, 64, generator=torch.Generator().manual_seed(1)).round()
+    assert compare(equals, equals, torch.zeros(40, 50, dtype=torch.int64))["agrees"] == 1
     assert common_prefix(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 9, 3], [4, 5, 6]])) == [1, 3]
 
 
