@@ -531,6 +531,26 @@ FAULTS = [
         "self.state.lengths[:rows].clone()", "self.state.lengths[:rows]",
         ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),
+    # ---- sparse drafting
+    Fault(
+        "an equal key too many", "kernels/sparse/select_tokens.py",
+        "skipped = equals - left", "skipped = equals - left - 1",
+        ("tests/kernels/test_select_tokens.py::test_of_equals_the_latest",),
+    ),
+    Fault(
+        "counts of the call before", "kernels/sparse/select_tokens.py",
+        "tl.store(row_counts + _LOW + v, v * 0)", "tl.store(row_counts + _SECOND + d, d * 0)",
+        ("tests/kernels/test_select_tokens.py::test_a_call_leaves_nothing_to_the_next",),
+    ),
+    Fault(
+        "a NaN that pushes out a sink", "kernels/reference/select_tokens.py",
+        "NO_NUMBER = 0xFFFE", "NO_NUMBER = 0xFFFF",
+        ("tests/kernels/test_select_tokens.py::test_no_number_is_the_highest_score_but_pushes_out_no_sink",),
+    ),
+    Fault(
+        "a counter that overflows", "kernels/sparse/select_tokens.py", "MOST_TILES = 31", "MOST_TILES = 62",
+        ("tests/kernels/test_select_tokens.py::test_one_counter_holds_all_keys",),
+    ),
     # ---- predictions
     Fault(
         "an all-reduce goes once round", "helix/simulate/cost.py",

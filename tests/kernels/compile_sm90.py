@@ -60,6 +60,8 @@ from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
 from kernels.sparse.select_blocks import LANES, TILE, _select_blocks_kernel
+from kernels.sparse.select_tokens import TILE as TOKENS
+from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
@@ -100,7 +102,12 @@ SPECIAL = {
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
     **dict.fromkeys(("table", "tables", "report", "offered"), ("*i32", True)),
     **dict.fromkeys(("before", "after", "counted"), ("*i64", True)),
-    **dict.fromkeys(("topk", "width"), ("i32", False)),
+    **dict.fromkeys(("topk", "width", "columns", "tail"), ("i32", False)),
+    **dict.fromkeys(("score_tables", "block_tables", "known", "sink_keys", "window_keys"), ("*i32", True)),
+    **dict.fromkeys(("row_counts", "part_counts"), ("*i32", True)),
+    "key_scores": ("*fp16", True),
+    "fresh": ("*i1", True),
+    "layer_stride": ("i64", True),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
@@ -231,6 +238,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "gather", dtype, _all_gather_kernel, world | gather, {"num_warps": 4}
     yield from verify_cases()
     yield from sparse_cases()
+    yield from token_cases()
 
 
 def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
@@ -256,6 +264,14 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
+
+
+def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
+    """Four launches, of one plane and of several, alone and with the best of the keys before."""
+    tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK": 1, "BLOCK_PARTS": 64, "PDL": True}
+    for stage, planes, reach in [(stage, 1, 0) for stage in range(4)] + [(0, 2, 0), (1, 1, 8), (3, 1, 16)]:
+        one = {"STAGE": stage, "PLANES": planes, "SUMMED": planes, "WEIGHTED": planes > 1, "REACH": reach}
+        yield "select-tokens", torch.bfloat16, _select_tokens_kernel, tile | one, {"num_warps": 4}
 
 
 def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:

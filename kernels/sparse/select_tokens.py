@@ -1,0 +1,342 @@
+"""Which tokens drafts attend: for each sequence, layer and KV head the best k keys, by scores that verification left.
+
+Four launches of one kernel read the scores of all rows (layer, sequence, KV head), each row cut into equal parts, one
+for each program. Scores are numbers of 16 bits. The first two launches count keys by their highest four bits, then by
+the next four among keys whose first four are those of the k-th largest; the third counts the rest by their low byte.
+So the k-th largest is known, and how many keys of each part reach it: the fourth launch writes every part's keys at
+their places. A row's scores are read from HBM once and then, where all rows fit, from the L2.
+
+Counting by four bits takes no atomics and no votes (`tl.histogram` takes eight of them a key for 256 bins): a number
+of 64 bits has room for sixteen counters of eight keys.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.reference.select_tokens import FORCED, MOST_REACH, NO_NUMBER
+from kernels.reference.select_tokens import select_tokens as reference
+
+TILE = 1024  # keys that a program takes at once
+PROGRAMS = 8  # on an SM, at least
+LEAST_PARTS = 8  # of a row: lengths of sequences differ
+MOST_TILES = 31  # of a part: a counter of 8 bits, which each adds up to 8 to
+STAGES = 4
+
+_FORCED, _NO_NUMBER = tl.constexpr(FORCED), tl.constexpr(NO_NUMBER)
+_EVEN = tl.constexpr(0x0F0F0F0F0F0F0F0F)  # every other counter
+# Where a row's counts of the three digits begin, and what the last launch needs of the first two.
+_SECOND, _LOW, _FOUND, _ROW = tl.constexpr(16), tl.constexpr(32), tl.constexpr(288), tl.constexpr(320)
+# Where a part's counts begin: of the three digits, and of keys that reach each low byte or go beyond.
+_REACHED, _PART = tl.constexpr(288), tl.constexpr(576)
+
+
+@triton.jit
+def _ordered(x):
+    """fp16 as a number of 16 bits of the same order, in int32; NaN is the highest score."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(x == x, (bits ^ ((bits >> 31) | 0x8000)) & 0xFFFF, _NO_NUMBER)
+
+
+@triton.jit
+def _scores(
+    at, weights, mask, plane_stride, head_stride, PLANES: tl.constexpr, HEADS: tl.constexpr, WEIGHTED: tl.constexpr
+):  # fmt: skip
+    """Ordered scores of the keys whose first plane and head lie at pointers `at`."""
+    if PLANES * HEADS == 1 and not WEIGHTED:
+        return _ordered(tl.load(at, mask=mask, other=0.0))
+    else:
+        total = tl.zeros(at.shape, tl.float32)
+        for plane in tl.static_range(PLANES):
+            counts = mask
+            if WEIGHTED:
+                weight = tl.load(weights + plane)
+                # What 0 would multiply may be no number. (The interpreter takes a scalar comparison for a float.)
+                counts = mask & ((weight != 0).to(tl.int32) > 0)
+            for head in tl.static_range(HEADS):
+                x = tl.load(at + plane * plane_stride + head * head_stride, mask=counts, other=0.0).to(tl.float32)
+                total += x * weight if WEIGHTED else x
+        return _ordered(total.to(tl.float16))
+
+
+@triton.jit
+def _read_tile(
+    scores, weights, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride, head_stride,
+    PLANES: tl.constexpr, HEADS: tl.constexpr, WEIGHTED: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Local keys from `begin` on, and what each scores; what lies behind n scores anything."""
+    SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys of one page
+    s = tl.arange(0, SPAN)
+    piece = begin + tl.arange(0, TILE // SPAN) * SPAN
+    # Whole pages: loads of 16 bytes. Behind n there is memory, which may hold anything.
+    live = (piece < n) & (fresh == 0)
+    page = tl.load(pages + piece // PAGE, mask=live, other=0).to(tl.int64) * page_stride
+    offset = (piece % PAGE)[:, None] + s[None, :]
+    mask = live[:, None] & (s >= 0)[None, :]
+    x = _scores(scores + page[:, None] + offset, weights, mask, plane_stride, head_stride, PLANES, HEADS, WEIGHTED)
+    x = tl.reshape(x, [TILE])
+    j = begin + tl.arange(0, TILE)
+    if REACH > 0:
+        # The REACH + 1 keys until j: the beginning of j's group of REACH keys, and the end of the one before (y).
+        live = (piece >= REACH) & (piece - REACH < n) & (fresh == 0)
+        before = tl.load(pages + (piece - REACH) // PAGE, mask=live, other=0).to(tl.int64) * page_stride
+        same = offset >= REACH
+        start = tl.where(same, page[:, None], before[:, None])
+        start += tl.where(same, offset - REACH, ((piece + PAGE - REACH % PAGE) % PAGE)[:, None] + s[None, :])
+        mask = (mask | live[:, None]) & (piece[:, None] + s[None, :] >= REACH)
+        y = _scores(scores + start, weights, mask, plane_stride, head_stride, PLANES, HEADS, WEIGHTED)
+        y = tl.where(j >= REACH, tl.reshape(y, [TILE]), 0)
+        i = tl.arange(0, REACH)
+        x = tl.reshape(x, [TILE // REACH, REACH])
+        y = tl.reshape(y, [TILE // REACH, REACH])
+        best = y
+        for at in tl.static_range(REACH):  # columns that a thread holds: no scan, no transposition
+            of_x = tl.max(tl.where((i == at)[None, :], x, 0), 1)
+            of_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
+            best = tl.maximum(best, tl.where((i >= at)[None, :], of_x[:, None], of_y[:, None]))
+        x = tl.reshape(best, [TILE])
+    if BLOCK > 1:
+        best = tl.max(tl.reshape(tl.where(j < n, x, 0), [TILE // BLOCK, BLOCK]), 1)
+        x = tl.reshape(tl.broadcast_to(best[:, None], [TILE // BLOCK, BLOCK]), [TILE])
+    x = tl.where(fresh > 0, 1, x)
+    return j, tl.where((j < sinks) | (j >= n - windows), _FORCED, x)
+
+
+@triton.jit
+def _slots(blocks, begin, n, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Cache slots of the local keys from `begin` on: [TILE]."""
+    SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE
+    piece = begin + tl.arange(0, TILE // SPAN) * SPAN
+    slot = tl.load(blocks + piece // PAGE, mask=piece < n, other=0) * PAGE + piece % PAGE
+    return tl.reshape(slot[:, None] + tl.arange(0, SPAN)[None, :], [TILE])
+
+
+@triton.jit
+def _find(counts, k):
+    """The largest digit that k keys reach, how many of the k have it, and how many keys do."""
+    digit = tl.arange(0, counts.shape[0])
+    reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    found = tl.max(tl.where(reach >= k, digit, 0), 0)
+    return found, k - tl.sum(tl.where(digit > found, counts, 0), 0), tl.sum(tl.where(digit == found, counts, 0), 0)
+
+
+@triton.jit
+def _eights(digit, counted, TILE: tl.constexpr):
+    """How often each of sixteen digits occurs in eight keys, in four bits each: [TILE // 8] int64."""
+    one = tl.where(counted, tl.full([TILE], 1, tl.int64) << (4 * digit).to(tl.int64), 0)
+    return tl.sum(tl.reshape(one, [TILE // 8, 8]), 1)
+
+
+@triton.jit
+def _counts_of(even, odd):
+    """How often each of sixteen digits occurs, by counters of eight bits."""
+    digit = tl.arange(0, 16)
+    both = tl.where((digit % 2 == 0)[None, :], even[:, None], odd[:, None])
+    return tl.sum(((both >> (digit // 2 * 8).to(tl.int64)[None, :]) & 0xFF).to(tl.int32), 0)
+
+
+@triton.jit
+def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the slots of keys n to n + tail - 1; 0 where no page is."""
+    for begin in range(0, tail, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        column = (n + i) // PAGE
+        page = tl.load(blocks + column, mask=(i < tail) & (column < columns), other=0)
+        tl.store(table + i, tl.where(column < columns, page * PAGE + (n + i) % PAGE, 0), mask=i < tail)
+
+
+@triton.jit
+def _select_tokens_kernel(
+    key_scores, weights, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
+    row_counts, part_counts, layer_stride, plane_stride, page_stride, head_stride, score_tables_b, block_tables_b,
+    B, columns, width, tail,
+    STAGE: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr, WEIGHTED: tl.constexpr,
+    PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    b = row // HEADS % B
+    if STAGE == 0:
+        wait_for_predecessor(PDL)
+    n, k = tl.load(known + b), tl.load(counts + b)
+    sinks, windows, is_fresh = tl.load(sink_keys + b), tl.load(window_keys + b), tl.load(fresh + b).to(tl.int32)
+    run = tl.cdiv(tl.cdiv(n, TILE), tl.num_programs(0)) * TILE
+    begin = part * run
+    end = tl.minimum(begin + run, n)
+    if STAGE > 0:  # What stands above is older than the first launch.
+        wait_for_predecessor(PDL)
+    if (begin >= end) & (part > 0):
+        return
+    key_scores += row // HEADS // B * layer_stride + row % HEADS * head_stride
+    pages = score_tables + b * score_tables_b
+    blocks = block_tables + b * block_tables_b
+    table += row * width
+    row_counts += row * _ROW
+    part_counts += (row * tl.num_programs(0) + part) * _PART
+    if WEIGHTED:
+        weights += b * PLANES
+    d = tl.arange(0, 16)
+    v = tl.arange(0, 256)
+
+    # What earlier launches have found.
+    if STAGE == 0:
+        if part == 0:  # counts of the last call, which nobody reads any more
+            tl.store(row_counts + _SECOND + d, d * 0)
+            tl.store(row_counts + _LOW + v, v * 0)
+    if (STAGE == 1) | (STAGE == 2):
+        first, left, _ = _find(tl.load(row_counts + d), k)
+    if STAGE <= 1:
+        even = tl.zeros([TILE // 8], tl.int64)
+        odd = tl.zeros([TILE // 8], tl.int64)
+    elif STAGE == 2:
+        second, left, _ = _find(tl.load(row_counts + _SECOND + d), left)
+        high = first * 16 + second
+        if part == 0:
+            tl.store(row_counts + _FOUND, high)
+            tl.store(row_counts + _FOUND + 1, left)
+        tl.store(part_counts + _LOW + v, v * 0)
+        tl.debug_barrier()
+    else:
+        if part == 0:
+            tl.store(row_counts + d, d * 0)  # for the next call
+            _write_tail(blocks, table + k, n, columns, tail, PAGE, 64)
+        low, left, equals = _find(tl.load(row_counts + _LOW + v), tl.load(row_counts + _FOUND + 1))
+        threshold = tl.load(row_counts + _FOUND) * 256 + low
+        skipped = equals - left  # of equals the earlier
+        q = tl.arange(0, BLOCK_PARTS)
+        reached = part_counts + (q - part) * _PART + _REACHED + low
+        above = tl.sum(tl.load(reached + 1, mask=q < part, other=0), 0)  # in the parts before
+        equal = tl.sum(tl.load(reached, mask=q < part, other=0), 0) - above
+
+    for at in range(begin, end, TILE):
+        j, x = _read_tile(
+            key_scores, weights, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, head_stride,
+            PLANES, SUMMED, WEIGHTED, PAGE, REACH, BLOCK, TILE,
+        )  # fmt: skip
+        if STAGE == 0:
+            eights = _eights(x >> 12, j < n, TILE)
+        elif STAGE == 1:
+            eights = _eights((x >> 8) & 15, (j < n) & (x >> 12 == first), TILE)
+        elif STAGE == 2:  # few of the keys, as a rule, and no other program adds here
+            ours = (j < n) & (x >> 8 == high)
+            tl.atomic_add(part_counts + _LOW + (x & 0xFF), tl.full([TILE], 1, tl.int32), mask=ours, sem="relaxed")
+        else:
+            is_above, is_equal = (j < n) & (x > threshold), (j < n) & (x == threshold)
+            # Both counted by one scan: those above in the low bits, equals in the high ones.
+            ones = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+            until = tl.cumsum(ones, 0)
+            equals_until = equal + (until >> 16)
+            place = above + (until & 0xFFFF) + tl.maximum(equals_until - skipped, 0) - 1
+            slot = _slots(blocks, at, n, PAGE, TILE)
+            tl.store(table + place, slot, mask=is_above | (is_equal & (equals_until > skipped)))
+            every = tl.sum(ones, 0)
+            above += every & 0xFFFF
+            equal += every >> 16
+        if STAGE <= 1:
+            even += eights & _EVEN
+            odd += (eights >> 4) & _EVEN
+    start_successor(PDL)
+
+    # What this launch has found.
+    if STAGE <= 1:
+        found = _counts_of(even, odd)
+        tl.store(part_counts + STAGE * _SECOND + d, found)
+        tl.atomic_add(row_counts + STAGE * _SECOND + d, found, mask=found > 0, sem="relaxed")
+    elif STAGE == 2:
+        tl.debug_barrier()
+        found = tl.load(part_counts + _LOW + v, cache_modifier=".cg")
+        beyond = tl.sum(tl.where(d > first, tl.load(part_counts + d), 0), 0)
+        beyond += tl.sum(tl.where(d > second, tl.load(part_counts + _SECOND + d), 0), 0)
+        tl.store(part_counts + _REACHED + v, beyond + tl.sum(found, 0) - tl.cumsum(found, 0) + found)
+        tl.store(part_counts + _REACHED + 256, beyond)
+        tl.atomic_add(row_counts + _LOW + v, found, mask=found > 0, sem="relaxed")
+
+
+@cache
+def _workspace(device: torch.device, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts of each row, of which the first 16 are 0 between calls, and of each of its parts."""
+    row_counts = torch.zeros(rows, _ROW.value, dtype=torch.int32, device=device)
+    return row_counts, torch.empty(rows, parts, _PART.value, dtype=torch.int32, device=device)
+
+
+def select_tokens(
+    scores: torch.Tensor,
+    weights: torch.Tensor | None,
+    score_tables: torch.Tensor,
+    block_tables: torch.Tensor,
+    known: torch.Tensor,
+    counts: torch.Tensor,
+    sinks: torch.Tensor,
+    windows: torch.Tensor,
+    fresh: torch.Tensor,
+    table: torch.Tensor,
+    tail: int,
+    *,
+    reach: int = 0,
+    block: int = 1,
+) -> None:
+    """Writes tables of the cache slots of each sequence's best keys, for all layers and KV heads.
+
+    Exactly `counts` of the first `known` local keys are chosen: the first `sinks`, the last `windows`, then those with
+    the highest scores, of equals the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and -0 is
+    below 0. Slots ascend by local position. Behind them stand the slots of the next `tail` keys, which steps to come
+    append: 0 beyond the block table. No size depends on device data. Deterministic. Calls on one device with as many
+    rows share a workspace: they must not run at the same time.
+
+    Args:
+        scores: [L, planes, pages, Hkv, page_size] fp16, last dim contiguous. Local key j of sequence b lies in page
+            `score_tables[b, j // page_size]`, slot `j % page_size`. What stands for no known key may be anything.
+        weights: [B, planes] fp32, contiguous: a key scores as the sum of its planes times these, in fp32; a plane of
+            weight 0 may hold anything. None: planes count alike.
+        score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores, and of the KV cache, which have as
+            many keys. A key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
+        known: [B] int32, contiguous, as all that follow.
+        counts: [B] int32, at most `known`.
+        sinks, windows: [B] int32, together at most `counts`.
+        fresh: [B] bool: scores count as equal, so that the latest keys are chosen; they are not read.
+        table: [L, B, Hkv, width] int32, contiguous, written: `counts + tail` entries of each row, which is at most the
+            width; the others stay. [L, B, 1, width]: a key scores as its KV heads together, summed in fp32.
+        tail: keys behind the known ones.
+        reach: a key scores as the best of itself and this many before it; 0 or a power of two up to 16.
+        block: a key scores as the best known of its aligned block of this many; a power of two up to 16.
+
+    Source:
+        Vegas (papers/vegas.txt), section 3.2; radix select.
+    """
+    layers, planes, _, kv_heads, page_size = scores.shape
+    B, columns = score_tables.shape
+    heads, width = table.shape[2:]
+    assert scores.dtype == torch.float16 and scores.stride(4) == 1 and heads in (1, kv_heads)
+    assert block_tables.shape == score_tables.shape and block_tables.stride(1) == score_tables.stride(1) == 1
+    assert table.is_contiguous() and table.shape[:2] == (layers, B) and fresh.dtype == torch.bool
+    per_sequence = (known, counts, sinks, windows)
+    assert all(t.is_contiguous() and t.dtype == torch.int32 and t.shape == (B,) for t in per_sequence)
+    assert all(0 <= x <= MOST_REACH and x & (x - 1) == 0 for x in (reach, block)) and 1 in (block, reach + 1)
+    if not dispatch.on_gpu(scores):
+        reference(
+            scores, weights, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach, block=block
+        )
+        return
+    assert page_size & (page_size - 1) == 0 and (page_size == 1 or page_size >= MOST_REACH)
+    assert weights is None or weights.is_contiguous()
+    rows = layers * B * heads
+    tiles = triton.cdiv(columns * page_size, TILE)
+    parts = max(LEAST_PARTS, triton.cdiv(PROGRAMS * sm_count(scores.device), rows))
+    parts = max(min(parts, tiles), triton.cdiv(tiles, MOST_TILES))
+    row_counts, part_counts = _workspace(scores.device, rows, parts)
+    for stage in range(STAGES):
+        _select_tokens_kernel[parts, rows](
+            scores, weights, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
+            *scores.stride()[:4], score_tables.stride(0), block_tables.stride(0), B, columns, width, tail,
+            STAGE=stage, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads, WEIGHTED=weights is not None,
+            PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE, BLOCK_PARTS=triton.next_power_of_2(parts),
+            num_warps=4, **overlapped(scores),
+        )  # fmt: skip

@@ -1,0 +1,291 @@
+"""select_tokens: kernel and reference against a choice made one key at a time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels.reference.select_tokens import select_tokens as reference
+from kernels.sparse.select_tokens import select_tokens
+
+OPS = pytest.mark.parametrize("op", [select_tokens, reference], ids=["kernel", "reference"])
+NAN = float("nan")
+# Each sequence: known, counts, sinks, windows, fresh.
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": dict(sequences=[(150, 21, 4, 8, 0), (77, 30, 0, 0, 0), (1, 1, 0, 0, 0)], layers=2),
+    "few": dict(sequences=[(120, 21, 4, 8, 0), (37, 9, 0, 0, 0)], kv_heads=1),
+    "edges": dict(sequences=[(0, 0, 0, 0, 0), (100, 0, 0, 0, 0), (129, 129, 1, 2, 0), (64, 63, 0, 1, 0)]),
+    "all-forced": dict(sequences=[(120, 50, 20, 30, 0), (16, 16, 16, 0, 0), (48, 9, 0, 9, 0)]),
+    "fresh": dict(sequences=[(120, 50, 3, 10, 1), (90, 20, 0, 0, 1), (90, 20, 5, 0, 0), (0, 0, 0, 0, 1)], kv_heads=1),
+    "pages-of-one": dict(sequences=[(150, 31, 2, 3, 0), (65, 7, 0, 0, 0)], page=1),
+    "pages-of-128": dict(sequences=[(200, 40, 4, 4, 0), (128, 17, 0, 0, 0)], page=128),
+    "planes": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], planes=3),
+    "weights": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], weights=[[0.25, 0.75, 0.0], [0.0, 0.1, 1.3]]),
+    "one-weight": dict(sequences=[(90, 20, 1, 1, 0)], weights=[[-0.5]]),
+    "reach": dict(sequences=[(120, 30, 2, 2, 0), (33, 8, 0, 0, 0), (60, 9, 0, 3, 1)], reach=8),
+    "reach-one": dict(sequences=[(70, 30, 0, 0, 0)], reach=1, kv_heads=1),
+    "reach-16-pages-of-one": dict(sequences=[(70, 30, 2, 2, 0), (9, 8, 0, 0, 0)], reach=16, page=1),
+    "reach-pages-of-128": dict(sequences=[(150, 30, 2, 2, 0), (33, 8, 0, 0, 0)], reach=4, page=128),
+    "blocks": dict(sequences=[(201, 33, 2, 2, 0), (31, 12, 0, 0, 0), (60, 9, 0, 3, 1)], block=16),
+    "pairs": dict(sequences=[(201, 33, 2, 2, 0)], block=2, page=1),
+    "shared": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], kv_heads=3, heads=1),
+    "shared-weights-reach": dict(sequences=[(140, 20, 1, 1, 0)], heads=1, weights=[[0.5, 2.0]], reach=2),
+}  # fmt: skip
+
+
+def case(shape: str, device: torch.device, values: torch.Tensor | None = None) -> dict[str, Any]:
+    """Random scores, of which many are equal; what stands for no known key is NaN, and tables end in wild pages."""
+    s = dict(page=16, kv_heads=2, planes=1, layers=1, weights=None, reach=0, block=1, tail=5) | SHAPES[shape]
+    gen = torch.Generator().manual_seed(5)
+    page, kv_heads, B = s["page"], s["kv_heads"], len(s["sequences"])
+    planes = len(s["weights"][0]) if s["weights"] else s["planes"]
+    columns = max(-(-n // page) for n, *_ in s["sequences"]) + 1
+    known, counts, sinks, windows, fresh = (
+        torch.tensor(x, dtype=torch.int32) for x in zip(*s["sequences"], strict=True)
+    )
+    block_tables, score_tables = (torch.randperm(B * columns, generator=gen).view(B, columns).int() for _ in range(2))
+    # A stride between layers that no shape explains.
+    scores = torch.full((s["layers"], planes + 1, B * columns, kv_heads, page), torch.nan).half()[:, :planes]
+    for b in range(B):
+        n = int(known[b])
+        if fresh[b]:
+            continue
+        own = (4 * torch.randn(s["layers"], planes, kv_heads, n, generator=gen)).half()
+        own[..., ::3] = own[..., ::3].round()
+        own = own if values is None else values[:n].half().expand_as(own)
+        if s["weights"]:
+            own[:, torch.tensor(s["weights"][b]) == 0] = torch.nan
+        j = torch.arange(n)
+        scores[:, :, score_tables[b, j // page].long(), :, j % page] = own.permute(3, 0, 1, 2)
+        score_tables[b, -(-n // page) :] = 1 << 30
+    table = torch.full((s["layers"], B, s.get("heads", kv_heads), int(counts.max()) + s["tail"] + 2), -7)
+    given = dict(
+        scores=scores, weights=None if s["weights"] is None else torch.tensor(s["weights"]), score_tables=score_tables,
+        block_tables=block_tables, known=known, counts=counts, sinks=sinks, windows=windows, fresh=fresh.bool(),
+        table=table.int(),
+    )  # fmt: skip
+    given = {name: x if x is None else x.to(device) for name, x in given.items()}
+    return given | dict(tail=s["tail"], reach=s["reach"], block=s["block"])
+
+
+def order(c: dict[str, Any], layer: int, b: int, head: int) -> list[tuple[float, ...]]:
+    """What each known key of a row is compared by: NaN, score, sign; the highest for keys never left out."""
+    page, heads = c["scores"].shape[4], c["table"].shape[2]
+    n, sinks, windows = (int(c[name][b]) for name in ("known", "sinks", "windows"))
+    found = []
+    for j in range(n):
+        if c["fresh"][b]:
+            found.append((0.0, 0.0, 0.0))
+            continue
+        row = c["scores"][layer, :, int(c["score_tables"][b, j // page]), :, j % page].cpu().numpy()  # [planes, Hkv]
+        total = np.float32(0)
+        for plane in range(len(row)):
+            for x in row[plane] if heads == 1 else row[plane, head : head + 1]:
+                weight = np.float32(1) if c["weights"] is None else c["weights"][b, plane].cpu().numpy()
+                if weight:
+                    total += np.float32(x) * weight
+        alone = c["weights"] is None and len(row) == 1 and heads == row.shape[1]  # or 0 + -0 is 0
+        score = float(row[0, head] if alone else np.float16(total))
+        found.append((1.0, 0.0, 0.0) if math.isnan(score) else (0.0, score, math.copysign(1, score)))
+    if c["reach"]:
+        found = [max(found[max(0, j - c["reach"]) : j + 1]) for j in range(n)]
+    found = [max(found[j - j % c["block"] : j - j % c["block"] + c["block"]]) for j in range(n)]
+    return [(2.0, 0.0, 0.0) if j < sinks or j >= n - windows else x for j, x in enumerate(found)]
+
+
+def check(c: dict[str, Any]) -> None:
+    page, table = c["scores"].shape[4], c["table"].cpu()
+    for layer, b, head in np.ndindex(*table.shape[:3]):
+        scores = order(c, layer, b, head)
+        n, k = len(scores), int(c["counts"][b])
+        chosen = sorted(sorted(range(n), key=lambda j: (scores[j], j), reverse=True)[:k])
+        blocks = c["block_tables"][b].tolist()
+        wanted = [
+            blocks[j // page] * page + j % page if j // page < len(blocks) else 0
+            for j in [*chosen, *range(n, n + c["tail"])]
+        ]
+        wanted += [-7] * (table.shape[3] - len(wanted))
+        assert table[layer, b, head].tolist() == wanted, (layer, b, head)
+
+
+def cut(patch: pytest.MonkeyPatch, tile: int, parts: int) -> None:
+    """Rows are cut into so many parts, or more if these would be long."""
+    for name, value in (("TILE", tile), ("LEAST_PARTS", parts), ("PROGRAMS", 0)):
+        patch.setattr(sys.modules[select_tokens.__module__], name, value)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Rows of several parts, parts of several tiles."""
+    if request.node.get_closest_marker("gpu") is None:
+        cut(monkeypatch, tile=32, parts=3)
+
+
+@OPS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_choices(shape: str, op: Any, device: torch.device) -> None:
+    c = case(shape, device)
+    op(**c)
+    check(c)
+
+
+@pytest.mark.parametrize("tile, parts", [(16, 9), (64, 1), (256, 2)])
+def test_tiles_and_parts(tile: int, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, tile, parts)
+    for shape in ("few", "reach-pages-of-128"):
+        c = case(shape, device)
+        select_tokens(**c)
+        check(c)
+
+
+@pytest.mark.parametrize("shape", ["few", "pages-of-one"])
+def test_a_call_leaves_nothing_to_the_next(shape: str, device: torch.device) -> None:
+    """Other scores, then other lengths, of the same number of rows."""
+    for values in (None, torch.arange(150) % 7):
+        c = case(shape, device, values)
+        select_tokens(**c)
+        check(c)
+        c["known"] -= c["known"] // 3
+        c["counts"] = torch.minimum(c["counts"], c["known"] // 2)
+        c["sinks"], c["windows"] = c["counts"] // 3, c["counts"] // 4
+        c["table"].fill_(-7)
+        select_tokens(**c)
+        check(c)
+
+
+@OPS
+def test_of_equals_the_latest(op: Any, device: torch.device) -> None:
+    c = case("few", device, torch.zeros(120))
+    op(**c)
+    check(c)
+    n, k, sinks = (int(c[name][0]) for name in ("known", "counts", "sinks"))
+    last = torch.arange(n - (k - sinks), n)
+    slots = c["block_tables"][0, last // 16].cpu() * 16 + last % 16
+    assert (c["table"][:, 0, :, sinks:k].cpu() == slots).all()
+
+
+@OPS
+def test_no_number_is_the_highest_score_but_pushes_out_no_sink(op: Any, device: torch.device) -> None:
+    values = torch.where(torch.arange(120) % 10 == 7, NAN, torch.inf)
+    c = case("few", device, values)
+    op(**c)
+    check(c)
+    c["sinks"][0], c["windows"][0], c["counts"][0] = 4, 8, 12 + 3
+    c["table"].fill_(-7)
+    op(**c)
+    check(c)
+
+
+@OPS
+def test_one_counter_holds_all_keys(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of as many tiles as may be, whose keys all have one digit, the highest."""
+    cut(monkeypatch, tile=16, parts=1)
+    n = 16 * 61  # of room for 62: two parts
+    monkeypatch.setitem(SHAPES, "long", dict(sequences=[(n, 100, 1, 1, 0)], layers=1, kv_heads=1))
+    c = case("long", device, torch.full((n,), torch.inf))
+    op(**c)
+    check(c)
+
+
+HALVES = st.one_of(
+    st.floats(width=16), st.sampled_from([0.0, -0.0, 1.0, 1.0, torch.inf, -torch.inf, torch.nan]), st.floats(1, 1.1)
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    values=st.lists(HALVES, min_size=1, max_size=120),
+    share=st.floats(0, 1),
+    forced=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    shape=st.sampled_from([(0, 1), (4, 1), (0, 4)]),
+)
+def test_any_scores(
+    device: torch.device, values: list[float], share: float, forced: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    """Numbers far apart and close together, equal ones, none at all."""
+    n = len(values)
+    k = round(share * n)
+    sinks = min(forced[0], k)
+    sequence = n, k, sinks, min(forced[1], k - sinks), 0
+    SHAPES["any"] = dict(sequences=[sequence], reach=shape[0], block=shape[1], layers=1, kv_heads=1)
+    try:
+        c = case("any", device, torch.tensor(values))
+        select_tokens(**c)
+        check(c)
+        c["table"].fill_(-7)
+        reference(**c)
+        check(c)
+    finally:
+        del SHAPES["any"]
+
+
+def long(layers: int, heads: int, lengths: list[int], k: float, page: int = 128, reserve: int = 0) -> dict[str, Any]:
+    """Random scores on the GPU, sequences of which each lies in pages of its own; `reserve` numbers between layers."""
+    gen = torch.Generator("cuda").manual_seed(1)
+    B, columns = len(lengths), max(lengths) // page + 2
+    one = B * columns * heads * page
+    storage = torch.empty(layers * (one + reserve), dtype=torch.float16, device="cuda")
+    strides = (one + reserve, one, heads * page, page, 1)
+    scores = storage.as_strided((layers, 1, B * columns, heads, page), strides)
+    scores.copy_((3 * torch.randn(scores.shape, device="cuda", generator=gen)).bfloat16())
+    score_tables, block_tables = (
+        torch.randperm(B * columns, device="cuda", generator=gen).view(B, columns).int() for _ in range(2)
+    )
+    known = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    counts = (known * k).int()
+    return dict(
+        scores=scores, weights=None, score_tables=score_tables, block_tables=block_tables, known=known, counts=counts,
+        sinks=(counts > 9).int() * 4, windows=(counts > 9).int() * 5, fresh=torch.zeros(B, dtype=bool, device="cuda"),
+        table=torch.full((layers, B, heads, int(counts.max()) + 16), -7, dtype=torch.int32, device="cuda"), tail=8,
+    )  # fmt: skip
+
+
+def same(c: dict[str, Any], **how: int) -> None:
+    """The kernel's table is the reference's, twice."""
+    found = []
+    for op in (reference, select_tokens, select_tokens):
+        c["table"].fill_(-7)
+        op(**c, **how)
+        found.append(c["table"].clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", [{}, {"reach": 8}, {"block": 16}], ids=["keys", "reach", "blocks"])
+def test_long(how: dict[str, int]) -> None:
+    same(long(8, 2, [131072, 131071, 40000, 3], 0.07), **how)
+    same(long(3, 2, [5000, 70001], 0.4, page=1), **how)
+
+
+@pytest.mark.gpu
+def test_a_million_keys_beyond_31_bits() -> None:
+    same(long(3, 1, [(1 << 20) + 77], 0.07, reserve=1 << 30))
+
+
+@pytest.mark.gpu
+def test_replayed_while_sequences_grow() -> None:
+    c = long(4, 2, [60000, 9000], 0.1)
+    lengths = c["known"].clone()
+    select_tokens(**c)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select_tokens(**c)
+    for share in (1, 100, 700, 1000):
+        c["known"].copy_(lengths * share // 1000)
+        c["counts"].copy_(c["known"] // 10)
+        c["sinks"].copy_((c["counts"] > 9) * 4)
+        c["windows"].copy_((c["counts"] > 9) * 5)
+        c["table"].fill_(-7)
+        graph.replay()
+        found = c["table"].clone()
+        c["table"].fill_(-7)
+        reference(**c)
+        assert torch.equal(found, c["table"]), share
