@@ -84,23 +84,31 @@ def _read_tile(
     x = tl.reshape(x, [TILE])
     j = begin + tl.arange(0, TILE)
     if REACH > 0:
-        # The REACH + 1 keys until j: the beginning of j's group of REACH keys, and the end of the one before (y).
-        live = (piece >= REACH) & (piece - REACH < n) & (fresh == 0)
-        before = tl.load(pages + (piece - REACH) // PAGE, mask=live, other=0).to(tl.int64) * page_stride
-        same = offset >= REACH
-        start = tl.where(same, page[:, None], before[:, None])
-        start += tl.where(same, offset - REACH, ((piece + PAGE - REACH % PAGE) % PAGE)[:, None] + s[None, :])
-        mask = (mask | live[:, None]) & (piece[:, None] + s[None, :] >= REACH)
-        y = _scores(scores + start, weights, mask, plane_stride, head_stride, PLANES, HEADS, WEIGHTED)
-        y = tl.where(j >= REACH, tl.reshape(y, [TILE]), 0)
-        i = tl.arange(0, REACH)
-        x = tl.reshape(x, [TILE // REACH, REACH])
-        y = tl.reshape(y, [TILE // REACH, REACH])
-        best = y
-        for at in tl.static_range(REACH):  # columns that a thread holds: no scan, no transposition
-            of_x = tl.max(tl.where((i == at)[None, :], x, 0), 1)
-            of_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
-            best = tl.maximum(best, tl.where((i >= at)[None, :], of_x[:, None], of_y[:, None]))
+        # The REACH + 1 keys until j: the beginning of j's group (x), the end of one that is REACH before (y), and all
+        # groups between. A group lies within a thread: no scan.
+        GROUP: tl.constexpr = REACH if REACH < 8 else 8
+        i = tl.arange(0, GROUP)
+        x = tl.reshape(x, [TILE // GROUP, GROUP])
+        best = x * 0
+        for back in tl.static_range(GROUP, REACH + 1, GROUP):
+            live = (piece >= back) & (piece - back < n) & (fresh == 0)
+            before = tl.load(pages + (piece - back) // PAGE, mask=live, other=0).to(tl.int64) * page_stride
+            same = offset >= back
+            start = tl.where(same, page[:, None], before[:, None])
+            start += tl.where(same, offset - back, ((piece + PAGE - back % PAGE) % PAGE)[:, None] + s[None, :])
+            inside = (mask | live[:, None]) & (piece[:, None] + s[None, :] >= back)
+            y = _scores(
+                scores + start, weights, inside, plane_stride, head_stride, PLANES, HEADS, WEIGHTED
+            )  # fmt: skip
+            y = tl.reshape(tl.where(j >= back, tl.reshape(y, [TILE]), 0), [TILE // GROUP, GROUP])
+            if back < REACH:
+                best = tl.maximum(best, tl.max(y, 1)[:, None])
+            else:
+                best = tl.maximum(best, y)
+                for at in tl.static_range(GROUP):
+                    of_x = tl.max(tl.where((i == at)[None, :], x, 0), 1)
+                    of_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
+                    best = tl.maximum(best, tl.where((i >= at)[None, :], of_x[:, None], of_y[:, None]))
         x = tl.reshape(best, [TILE])
     if BLOCK > 1:
         best = tl.max(tl.reshape(tl.where(j < n, x, 0), [TILE // BLOCK, BLOCK]), 1)
