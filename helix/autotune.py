@@ -28,6 +28,8 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
         tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
         pages = torch.arange(tables.numel(), dtype=torch.int32, device=runner.device) % runner.cache.pages
         tables.copy_(pages.view_as(tables))
+    if runner.drafter is not None:
+        runner.drafter.catch_up(state)
 
 
 def choose_chunks(runner: ModelRunner, rows: int) -> None:

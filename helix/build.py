@@ -8,19 +8,41 @@ from typing import Any
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.config import AttentionConfig, Config
+from helix.config import AttentionConfig, Config, SpeculationConfig
 from helix.engine import Engine
 from helix.errors import ConfigError
 from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, page_bytes, pages_for_tokens
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
-from helix.speculation import Drafter, DraftModel, ModelDrafter, NgramDrafter, SyntheticDrafter
+from helix.speculation import (
+    DraftBudget,
+    Drafter,
+    DraftModel,
+    ModelDrafter,
+    NgramDrafter,
+    SparseDrafter,
+    SyntheticDrafter,
+)
 from kernels.sparse.select_blocks import MOST_PAGES
 
 
+def draft_budget(config: SpeculationConfig) -> DraftBudget:
+    """Which keys the drafts of speculation.drafter=sparse read."""
+    shared = config.heads == "shared"
+    return DraftBudget(config.policy, config.sparsity, config.recent, config.reach, config.block, shared)
+
+
 def make_drafter(
-    config: Config, draft: DraftModel | None, vocab: int, max_batch: int, max_length: int, token_budget: int
+    config: Config,
+    draft: DraftModel | None,
+    model: Decoder,
+    comm: Communicator,
+    cache: KVCache,
+    placement: Placement,
+    max_batch: int,
+    max_length: int,
+    token_budget: int,
 ) -> Drafter | None:
     """The drafter that a config names, for an engine of these sizes; None for none."""
     speculation, kv = config.speculation, config.kv
@@ -28,13 +50,26 @@ def make_drafter(
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
         case "synthetic":
-            return SyntheticDrafter(speculation.gamma, speculation.acceptance, config.seed, vocab)
+            return SyntheticDrafter(speculation.gamma, speculation.acceptance, config.seed, model.spec.vocab)
+        case "sparse":
+            return SparseDrafter(
+                speculation.gamma,
+                model,
+                comm,
+                cache,
+                placement,
+                draft_budget(speculation),
+                noise=speculation.noise,
+                max_batch=max_batch,
+                max_length=max_length,
+                forced=speculation.forced,
+            )
         case "model":
             assert draft is not None, "loaded with the model that it drafts for"
             return ModelDrafter(
                 draft,
                 speculation.gamma,
-                vocab=vocab,
+                vocab=model.spec.vocab,
                 max_batch=max_batch,
                 max_length=max_length,
                 token_budget=token_budget,
@@ -90,8 +125,12 @@ def build_engine(
     entries = spec.entries(layout, comm.rank)
     dtype, device = model.weights.dtype, comm.device
     sparse = config.attention.policy == "block_sparse"
-    of_page = page_bytes(spec.layers, entries, dtype, kv.page_size, bounds=sparse)
+    quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
+    score = config.attention.score if sparse else "bounds" if quest else None
+    of_page = page_bytes(spec.layers, entries, dtype, kv.page_size, bounds=score is not None)
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
+    if config.speculation.drafter == "sparse":
+        of_page += draft_budget(config.speculation).page_bytes(spec, layout, comm.rank, drafts, dtype, kv.page_size)
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
     needed = pages_for_tokens(layout, wanted, kv.append_block, kv.page_size, max_batch)
 
@@ -122,9 +161,8 @@ def build_engine(
         )
     budget = tokens_of(pages)
     max_length = min(budget, spec.max_positions)
-    drafter = make_drafter(config, draft, spec.vocab, max_batch, max_length, budget)
-    score = config.attention.score if sparse else None
     cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device, score)
+    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length, budget)
     runner = ModelRunner(
         model,
         layout,

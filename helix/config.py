@@ -126,12 +126,24 @@ class DraftLayoutConfig:
 class SpeculationConfig:
     """Attributes:
     drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; model: what
-        a smaller model says; synthetic (benchmarks only): random tokens that are kept at a set rate.
+        a smaller model says; sparse: what the model itself says over few keys; synthetic (benchmarks only): random
+        tokens that are kept at a set rate.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
     longest: the most final tokens that ngram compares.
+    policy: which keys sparse reads: those that score best by all queries of the verification before (all), by the first
+        and the last of them (c2q), by those whose drafts held (accepted) or by the last of these (last); the latest
+        (window); pages that each draft judges best by their bounds (quest); all (full).
+    sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
+    recent: of that, the share that the latest keys have whatever their score.
+    reach: a key scores as the best of itself and so many before it: 0, 1, 2, 4, 8 or 16.
+    block: a key scores as the best of its block of so many: 1, 2, 4, 8 or 16.
+    heads: each: every KV head chooses keys of its own; shared: one choice for all of a rank's.
+    noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
+        drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
     acceptance: chance of each draft of synthetic, given that those before it were kept.
+    forced: the same for sparse, in benchmarks; unset: what the model says.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
     """
@@ -140,7 +152,15 @@ class SpeculationConfig:
     gamma: int = 4
     adaptive: bool = True
     longest: int = 3
+    policy: str = "all"
+    sparsity: float = 0.07
+    recent: float = 0.5
+    reach: int = 8
+    block: int = 1
+    heads: str = "each"
+    noise: str = "shared"
     acceptance: float = 0.8
+    forced: float | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: DraftLayoutConfig = field(default_factory=DraftLayoutConfig)
 
@@ -240,12 +260,17 @@ def check(config: Config) -> None:
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "model", "synthetic"),
+        "speculation.drafter": ("none", "ngram", "model", "sparse", "synthetic"),
+        "speculation.policy": ("all", "c2q", "accepted", "last", "window", "quest", "full"),
+        "speculation.block": (1, 2, 4, 8, 16),
+        "speculation.reach": (0, 1, 2, 4, 8, 16),
+        "speculation.heads": ("each", "shared"),
+        "speculation.noise": ("shared", "own"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
-            raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(allowed)}")
+            raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
     positive = (
         "kv.append_block decode.max_batch decode.prefill_chunk decode.run_steps decode.max_new_tokens bench.steps"
     )
@@ -273,14 +298,25 @@ def check(config: Config) -> None:
         )
     if config.bench.kind in ("decode", "hopb", "prefill"):
         bench_points(config.bench)
-    if not 0 <= config.speculation.acceptance <= 1:
-        raise ValueError(f"speculation.acceptance={config.speculation.acceptance!r} must be from 0 to 1")
+    speculation = config.speculation
+    for key, share in (("acceptance", speculation.acceptance), ("forced", speculation.forced)):
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"speculation.{key}={share!r} must be from 0 to 1")
+    if not 0 < speculation.sparsity <= 1:
+        raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
+    if not 0 <= speculation.recent <= 1:
+        raise ValueError(f"speculation.recent={speculation.recent!r} must be from 0 to 1")
+    if speculation.reach and speculation.block > 1:
+        raise ValueError(
+            f"speculation.reach={speculation.reach} and speculation.block={speculation.block} are two ways to the same "
+            "end: set reach=0 or block=1"
+        )
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
-    if config.speculation.drafter == "model" and config.bench.kind not in ("none", "decode"):
+    if speculation.drafter in ("model", "sparse") and config.bench.kind not in ("none", "decode"):
         raise ValueError(
-            f"bench.kind={config.bench.kind} has no draft model: set speculation=none (speculation.drafter=model goes "
-            "with bench.kind=none and decode)"
+            f"bench.kind={config.bench.kind} has no drafts of a model: set speculation=none "
+            f"(speculation.drafter={speculation.drafter} goes with bench.kind=none and decode)"
         )
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")

@@ -17,6 +17,7 @@ from kernels import dispatch
 from kernels.attention import placement
 from kernels.sparse.block_bounds import fold_blocks
 from kernels.sparse.block_ranges import block_ranges
+from kernels.sparse.draft_ranges import MILLION, draft_ranges
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,27 @@ class BlockBudget:
     local_blocks: int
     topk: int
     from_tokens: int
+
+
+@dataclass(frozen=True)
+class KeyBudget:
+    """How many keys of a sequence drafts read; shares are in millionths.
+
+    Attributes:
+        sink_tokens: first tokens of the sequence, always read.
+        least: keys of a rank that are read at least.
+        share: of a rank's keys.
+        latest: of those, the share that the sink and the latest keys have whatever is chosen.
+    """
+
+    sink_tokens: int
+    least: int
+    share: int
+    latest: int
+
+    def of(self, known: Tensor) -> Tensor:
+        """How many of so many local keys are read."""
+        return torch.minimum(((known * self.share + MILLION - 1) // MILLION).clamp(min=self.least), known)
 
 
 @dataclass(frozen=True)
@@ -117,6 +139,32 @@ class Placement:
         left_out = last - first - (last - first).clamp(max=budget.topk)
         return first.int(), last.int(), pages.int(), (length - left_out * page).int()
 
+    def draft_ranges(
+        self, positions: Tensor, starts: Tensor, live: Tensor, budget: KeyBudget
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Among which local keys drafts choose, those of tokens up to `positions`, and how many they read.
+
+        Args:
+            positions, starts: int64 [n].
+            live: bool [n]; the others have no keys.
+
+        Returns:
+            known, counts, sinks, recent: int32 [n]: the first `known` keys are chosen from, `counts` of them are read,
+            the first `sinks` and the last `recent` whatever they score.
+        """
+        if dispatch.on_gpu(positions):
+            return draft_ranges(positions, starts, live, **self.grid, **asdict(budget))
+
+        def local(tokens: Tensor) -> Tensor:
+            return self.layout.local_length(tokens, self.kvp_rank, self.append_block, starts)
+
+        length = torch.where(live, positions + 1, 0)
+        known = local(length)
+        counts = budget.of(known)
+        sinks = torch.minimum(local(length.clamp(max=budget.sink_tokens)), counts)
+        recent = (counts * budget.latest // MILLION - sinks).clamp(min=0)
+        return known.int(), counts.int(), sinks.int(), recent.int()
+
     @property
     def grid(self) -> dict[str, int]:
         """What kernels need to know of it."""
@@ -145,11 +193,13 @@ class LayerCache:
     """One layer's part of the cache on this rank.
 
     Attributes:
+        index: of the layer.
         keys: [pages, page_size, Hkv, D]; latents: [pages, page_size, R + P].
         values: like `keys`; latents: the first R of the numbers in `keys`.
         bounds: [pages, Hkv, 2, D], what stands for a page that is full of committed tokens; None where nobody chooses.
     """
 
+    index: int
     keys: Tensor
     values: Tensor
     bounds: Tensor | None = None
@@ -196,7 +246,7 @@ class KVCache:
         """One layer's part; `latent` is R of a cache of latents."""
         keys = self.tensors[0][index]
         values = self.tensors[1][index] if latent is None else keys[..., :latent]
-        return LayerCache(keys, values, None if self.bounds is None else self.bounds[index])
+        return LayerCache(index, keys, values, None if self.bounds is None else self.bounds[index])
 
     def fold(
         self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int

@@ -194,17 +194,23 @@ class ModelRunner:
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
         step = self.state.decode_step(rows, tokens, chunks)
-        hidden = self.model.hidden(self.cache, step, self.policy if sparse else self.dense)
+        policy = self.policy if sparse else self.dense
+        if drafts and self.drafter is not None:
+            policy = self.drafter.verification or policy
+        hidden = self.model.hidden(self.cache, step, policy)
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
         drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
-        if self.cache.bounds is None:
+        learner = self.drafter if drafts and self.drafter is not None and self.drafter.learns else None
+        if self.cache.bounds is None and learner is None:
             return self.state.commit(drawn, tokens)
         state, before = self.state, self.state.lengths[:rows].clone()
         taken = state.commit(drawn, tokens)
         ends = state.starts[:rows], before, state.lengths[:rows]
         self.cache.fold(self.placement, state.block_tables[:rows], *ends, step.max_q)
+        if learner is not None:
+            learner.verified(state, rows, drafts, before)
         return taken
 
     def _draw(

@@ -35,6 +35,7 @@ class Step:
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: the most tokens that one sequence has here.
         chunks: into how many runs of sequences attention and exchange are cut (HOP-B).
+        first: slot of the first sequence of a decode step, whose slots follow one another.
         shared: tensors [N] that all layers read, by what they are.
     """
 
@@ -48,6 +49,7 @@ class Step:
     cu_q: Tensor | None
     max_q: int
     chunks: int = 1
+    first: int = 0
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -121,8 +123,11 @@ class DecodeState:
     def within_limits(self, drafts: Tensor) -> Tensor:
         """Drafts [rows, n], with -1 in place of those beyond a row's `draft_limits` or its end."""
         rows, n = drafts.shape
-        left = torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
-        return torch.where(torch.arange(n, device=drafts.device) < left[:, None], drafts, -1)
+        return torch.where(torch.arange(n, device=drafts.device) < self.left(rows)[:, None], drafts, -1)
+
+    def left(self, rows: int) -> Tensor:
+        """Drafts [rows] int64 that a step may verify of each row: within its `draft_limits` and before its end."""
+        return torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
 
     def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1) -> Step:
         """The step that appends the last token of each of the first `rows` rows and predicts its next.

@@ -73,5 +73,6 @@ def rows_of(step: Step, rows: slice) -> Step:
         live=step.live[rows],
         block_tables=step.block_tables[rows.start // each : rows.stop // each],
         append_slots=step.append_slots[rows],
+        first=step.first + rows.start // each,
         shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in step.shared.items()},
     )

@@ -6,14 +6,17 @@ from helix.speculation.acceptance import accepted_tokens
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
+from helix.speculation.sparse import DraftBudget, SparseDrafter
 from helix.speculation.synthetic import SyntheticDrafter
 
 __all__ = [
     "Draft",
+    "DraftBudget",
     "DraftModel",
     "Drafter",
     "ModelDrafter",
     "NgramDrafter",
+    "SparseDrafter",
     "SyntheticDrafter",
     "accepted_tokens",
     "check_draft",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from helix.attention.base import AttentionPolicy
 from helix.scheduler import Admission
 from helix.step import DecodeState
 from kernels.tokens.accept import Distribution
@@ -39,7 +40,14 @@ class Draft:
 class Drafter(ABC):
     """Args:
     limit: the most tokens proposed for each sequence and step.
+
+    Attributes:
+    verification: what steps with drafts read in place of the target's own policy, which is dense; None: nothing else.
+    learns: `verified` is to be called.
     """
+
+    verification: AttentionPolicy | None = None
+    learns = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -58,6 +66,16 @@ class Drafter(ABC):
 
     def catch_up(self, state: DecodeState) -> None:
         """Steps without drafts have gone by, and one with drafts comes next; may wait for the device."""
+        return
+
+    def verified(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
+        """A step has verified `drafts` tokens of each of the first `rows` slots, and `state` has taken what held.
+
+        Part of a captured step, as `propose` is.
+
+        Args:
+            before: `state.lengths` [rows] before that.
+        """
         return
 
     def check(self, wait: bool = True) -> None:

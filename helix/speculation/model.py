@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from comm.base import Communicator
@@ -12,12 +11,10 @@ from helix.attention.dense import DenseAttention
 from helix.kv_cache import KVCache, Placement, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
-from helix.sampling import distribution, draw, sample
 from helix.scheduler import Admission
 from helix.speculation.base import Draft, Drafter
+from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState
-from kernels.reference.uniform import DRAFT
-from kernels.tokens.accept import Distribution
 
 CHUNK = 1024  # the most tokens in one pass that makes up for steps without drafts
 
@@ -124,44 +121,15 @@ class ModelDrafter(Drafter):
         own.lengths[:rows] = before
         own.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
         hidden = self.model.hidden(self.cache, own.decode_step(rows, last), self.policy).unflatten(0, (rows, 2))[:, 1]
-        tokens: list[Tensor] = []
-        sampled_from: list[Distribution] = []
+        drawing = DraftDrawing(self.model, self.comm, False, stochastic, filtered)
         for n in range(1, drafts + 1):
-            tokens.append(self._draw(hidden, state, lengths + n, stochastic, filtered, sampled_from))
+            tokens = drawing.draw(hidden, state, lengths + n)
             if n < drafts:
-                own.tokens[:rows] = tokens[-1]
+                own.tokens[:rows] = tokens
                 own.lengths[:rows] = lengths + n
                 hidden = self.model.hidden(self.cache, own.decode_step(rows), self.policy)
         own.lengths[:rows] = lengths + 1
-        proposed = torch.stack(tokens, 1)
-        proposed = torch.where(proposed.cummin(1).values < 0, -1, proposed)  # nothing behind a row that is broken
-        return Draft(proposed, _joined(sampled_from) if stochastic else None)
-
-    def _draw(
-        self,
-        hidden: Tensor,
-        state: DecodeState,
-        positions: Tensor,
-        stochastic: bool,
-        filtered: bool,
-        sampled_from: list[Distribution],
-    ) -> Tensor:
-        """Tokens [rows] for `positions` [rows], with each request's own temperature and filters."""
-        logits, first = self.model.logits(hidden), self.model.embedding.rows.start
-        sampling = state.sampling.rows(slice(0, len(positions)))
-        if not stochastic:
-            return sample(logits, first, positions, sampling, self.comm, stochastic=False, filtered=False)
-        q, best = distribution(logits[:, None], first, sampling, self.comm, filtered=filtered)
-        sampled_from.append(q)
-        return draw(q, best, first, positions[:, None], sampling.seed, DRAFT, self.comm)[:, 0]
-
-
-def _joined(parts: list[Distribution]) -> Distribution:
-    """Distributions of the same sequences at several positions, one after the other."""
-    logits, best, last_key = (
-        torch.cat([getattr(p, name) for p in parts], 1) for name in ("logits", "best", "last_key")
-    )
-    return Distribution(logits, best, last_key, parts[0].temperature, parts[0].min_p)
+        return drawing.draft()
 
 
 def check_draft(vocab: int, world_size: int, draft_vocab: int, layout: HelixLayout) -> None:

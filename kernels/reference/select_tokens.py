@@ -41,7 +41,7 @@ def select_tokens(
             pages = score_tables[b, : -(-n // page_size)].long()
             planes = scores[:, :, pages].transpose(2, 3).flatten(3)[..., :n]  # [L, planes, Hkv, n]
             x = ordered(_total(planes, None if weights is None else weights[b].tolist(), heads))
-        if reach:
+        if reach and n:
             x = torch.nn.functional.pad(x, (reach, 0)).unfold(-1, reach + 1, 1).amax(-1)
         if block > 1 and n:
             x = torch.nn.functional.pad(x, (0, -n % block)).unflatten(-1, (-1, block)).amax(-1)

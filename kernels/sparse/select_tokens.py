@@ -164,7 +164,7 @@ def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.c
 def _select_tokens_kernel(
     key_scores, weights, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
     row_counts, part_counts, layer_stride, plane_stride, page_stride, head_stride, score_tables_b, block_tables_b,
-    B, columns, width, tail,
+    table_layer, B, columns, width, tail,
     STAGE: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr, WEIGHTED: tl.constexpr,
     PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,7 +186,7 @@ def _select_tokens_kernel(
     key_scores += row // HEADS // B * layer_stride + row % HEADS * head_stride
     pages = score_tables + b * score_tables_b
     blocks = block_tables + b * block_tables_b
-    table += row * width
+    table += row // HEADS // B * table_layer + row % (HEADS * B) * width
     row_counts += row * _ROW
     part_counts += (row * tl.num_programs(0) + part) * _PART
     if WEIGHTED:
@@ -310,8 +310,8 @@ def select_tokens(
         counts: [B] int32, at most `known`.
         sinks, windows: [B] int32, together at most `counts`.
         fresh: [B] bool: scores count as equal, so that the latest keys are chosen; they are not read.
-        table: [L, B, Hkv, width] int32, contiguous, written: `counts + tail` entries of each row, which is at most the
-            width; the others stay. [L, B, 1, width]: a key scores as its KV heads together, summed in fp32.
+        table: [L, B, Hkv, width] int32, contiguous in a layer, written: `counts + tail` entries of each row, which is
+            at most the width; the others stay. [L, B, 1, width]: a key scores as its KV heads together, summed in fp32.
         tail: keys behind the known ones.
         reach: a key scores as the best of itself and this many before it; 0 or a power of two up to 16.
         block: a key scores as the best known of its aligned block of this many; a power of two up to 16.
@@ -324,7 +324,7 @@ def select_tokens(
     heads, width = table.shape[2:]
     assert scores.dtype == torch.float16 and scores.stride(4) == 1 and heads in (1, kv_heads)
     assert block_tables.shape == score_tables.shape and block_tables.stride(1) == score_tables.stride(1) == 1
-    assert table.is_contiguous() and table.shape[:2] == (layers, B) and fresh.dtype == torch.bool
+    assert table[0].is_contiguous() and table.shape[:2] == (layers, B) and fresh.dtype == torch.bool
     per_sequence = (known, counts, sinks, windows)
     assert all(t.is_contiguous() and t.dtype == torch.int32 and t.shape == (B,) for t in per_sequence)
     assert all(0 <= x <= MOST_REACH and x & (x - 1) == 0 for x in (reach, block)) and 1 in (block, reach + 1)
@@ -343,7 +343,8 @@ def select_tokens(
     for stage in range(STAGES):
         _select_tokens_kernel[parts, rows](
             scores, weights, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
-            *scores.stride()[:4], score_tables.stride(0), block_tables.stride(0), B, columns, width, tail,
+            *scores.stride()[:4], score_tables.stride(0), block_tables.stride(0),
+            table.stride(0), B, columns, width, tail,
             STAGE=stage, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads, WEIGHTED=weights is not None,
             PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE, BLOCK_PARTS=triton.next_power_of_2(parts),
             num_warps=4, **overlapped(scores),

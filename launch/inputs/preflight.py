@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from comm import emulated
+from helix.build import draft_budget
 from helix.config import Config, check
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
@@ -101,6 +102,39 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         )
 
 
+def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec, rank: int) -> None:
+    """Raises ValueError where a model cannot draft for itself over few of its keys."""
+    speculation = config.speculation
+    if speculation.forced is not None and config.bench.kind == "none" and config.model.load != "random":
+        raise ValueError(
+            f"speculation.forced={speculation.forced} keeps drafts whatever the model says, so that its output is not "
+            "the model's: time it with bench=decode or model.load=random, or leave it unset"
+        )
+    if speculation.drafter != "sparse":
+        return
+    what = "speculation.drafter=sparse"
+    if spec.mla is not None:
+        raise ValueError(f"{what} chooses keys of heads, and the model has latents (MLA): set speculation=ngram")
+    if None not in spec.windows:
+        raise ValueError(f"{what}: every layer of the model has a sliding window already: set speculation=ngram")
+    if config.attention.policy != "dense":
+        raise ValueError(
+            f"{what} is verified over all keys, and attention.policy={config.attention.policy} reads a part of them: "
+            "set attention=dense, or speculation=ngram"
+        )
+    page = config.kv.page_size
+    if page & (page - 1) or 1 < page < 16:
+        raise ValueError(f"{what} takes pages of 1 token or of a power of two from 16 on, not kv.page_size={page}")
+    try:
+        dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
+        draft_budget(speculation).planes(spec, layout, rank, 1 + speculation.gamma, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"speculation.policy={speculation.policy} with speculation.gamma={speculation.gamma}: {error}; set a lower "
+            "gamma, or speculation.policy=all"
+        ) from error
+
+
 def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) -> CheckedDraft:
     """Raises ValueError unless the draft model can propose to the target."""
     speculation = config.speculation
@@ -177,6 +211,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         layout, reason = choose(config, spec, prompts, world_size, device)
     check_layout(layout, spec)
     check_attention(config, layout, spec)
+    check_self_drafts(config, layout, spec, rank)
     if config.speculation.drafter == "synthetic" and config.bench.kind == "none" and config.model.load != "random":
         raise ValueError(
             "speculation.drafter=synthetic keeps drafts whatever the model says, so that "

@@ -160,6 +160,8 @@ def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
     slots = torch.arange(batch, device=runner.device)
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
+    if runner.drafter is not None and runner.drafter.learns:
+        runner.drafter.catch_up(runner.state)
 
 
 def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:

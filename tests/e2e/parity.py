@@ -22,7 +22,7 @@ from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
-from helix.speculation import Drafter, DraftModel, ModelDrafter
+from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -52,6 +52,15 @@ class Sparse:
     budget: BlockBudget
     score: str = "bounds"
     choice: str = "global"
+
+
+@dataclass(frozen=True)
+class SelfDrafts:
+    """How a model drafts for itself."""
+
+    limit: int
+    budget: DraftBudget
+    noise: str = "shared"
 
 
 def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
@@ -97,7 +106,7 @@ def build_engine(
     max_length: int = 512,
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
-    drafter: Drafter | None = None,
+    drafter: Drafter | SelfDrafts | None = None,
     adaptive: bool = True,
     sparse: Sparse | None = None,
 ) -> Engine:
@@ -108,9 +117,18 @@ def build_engine(
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages_for_tokens(layout, max_batch * max_length, append_block, page_size, max_batch)
     entries = spec.entries(layout, comm.rank)
-    cache = KVCache(spec.layers, pages, page_size, entries, dtype, device, sparse.score if sparse else None)
+    quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
+    score = sparse.score if sparse else "bounds" if quest else None
+    cache = KVCache(spec.layers, pages, page_size, entries, dtype, device, score)
     for tensor in [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]:
         tensor.fill_(torch.nan)
+    if isinstance(drafter, SelfDrafts):
+        drafter = SparseDrafter(
+            drafter.limit, model, comm, cache, placement, drafter.budget, noise=drafter.noise, max_batch=max_batch,
+            max_length=max_length,
+        )  # fmt: skip
+        if drafter.scores is not None:
+            drafter.scores.planes.fill_(torch.nan)
     policy: AttentionPolicy | None = None
     if sparse:
         over_all = comm if sparse.choice == "global" else None

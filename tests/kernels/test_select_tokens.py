@@ -29,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "planes": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], planes=3),
     "weights": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], weights=[[0.25, 0.75, 0.0], [0.0, 0.1, 1.3]]),
     "one-weight": dict(sequences=[(90, 20, 1, 1, 0)], weights=[[-0.5]]),
-    "reach": dict(sequences=[(120, 30, 2, 2, 0), (33, 8, 0, 0, 0), (60, 9, 0, 3, 1)], reach=8),
+    "reach": dict(sequences=[(120, 30, 2, 2, 0), (33, 8, 0, 0, 0), (60, 9, 0, 3, 1), (0, 0, 0, 0, 0)], reach=8),
     "reach-one": dict(sequences=[(70, 30, 0, 0, 0)], reach=1, kv_heads=1),
     "reach-16-pages-of-one": dict(sequences=[(70, 30, 2, 2, 0), (9, 8, 0, 0, 0)], reach=16, page=1),
     "reach-pages-of-128": dict(sequences=[(150, 30, 2, 2, 0), (33, 8, 0, 0, 0)], reach=4, page=128),

@@ -38,7 +38,7 @@ LEVELS = {
     ],
     "helix": [
         {"config", "errors", "files", "graphs", "layout"},
-        {"kv_cache", "sampling"},
+        {"kv_cache", "sampling", "score_pages"},
         {"request", "step"},
         {"attention", "scheduler", "text"},
         {"layers"},

@@ -284,3 +284,28 @@ def test_more_pages_than_a_rank_chooses_among() -> None:
     assert make_policy(config, Placement(layout, 0, 1, 1), most, comm) is not None
     with pytest.raises(ConfigError, match=r"524288 pages of a rank.* 1048577 tokens .*set kv\.page_size=2 or more"):
         make_policy(config, Placement(layout, 0, 1, 1), most + 1, comm)
+
+
+def test_a_model_can_draft_for_itself(model: Path, prompts: Path) -> None:
+    assert plan(model, prompts, "speculation=sparse").speculation.policy == "all"
+    plan(model, prompts, "speculation=sparse", "speculation.policy=c2q", "layout.mode=medha")
+
+
+@pytest.mark.parametrize(
+    "family, overrides, words",
+    [
+        ("deepseek-v3-yarn", [], ["speculation.drafter=sparse", "latents (MLA)"]),
+        ("mistral-windowed", [], ["speculation.drafter=sparse", "every layer", "sliding window"]),
+        ("qwen3", ["attention=block_sparse"], ["speculation.drafter=sparse", "attention.policy=block_sparse"]),
+        ("qwen3", ["kv.page_size=48"], ["speculation.drafter=sparse", "kv.page_size=48", "power of two"]),
+        (
+            "qwen3",
+            ["speculation.policy=last", "speculation.gamma=31"],
+            ["speculation.policy=last", "speculation.gamma=31", "too many rows"],
+        ),
+        ("qwen3", ["speculation.forced=0.9"], ["speculation.forced=0.9", "not the model's"]),
+    ],
+)
+def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], words: list[str], prompts: Path) -> None:
+    said = problem(checkpoint(family), prompts, "speculation=sparse", *overrides)
+    assert all(word in said for word in words), said

@@ -86,7 +86,7 @@ def test_what_a_query_would_read(page: int) -> None:
     step = Step(place, torch.tensor([0]), *here, table, torch.tensor([-1]), cu_q=None, max_q=1)
     meter = RecallMeter((page,), (2 * page,), (1,))
     meter.prepare(step, {None})
-    cache = LayerCache(k.view(9, 128, 1, DIM), k.view(9, 128, 1, DIM))
+    cache = LayerCache(0, k.view(9, 128, 1, DIM), k.view(9, 128, 1, DIM))
     meter.attend(q, cache, step, None, scale)
 
     weights = (q[0] @ k[:length, 0].T * scale).softmax(-1).mean(0)
@@ -145,7 +145,7 @@ def test_one_choice_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockSparseAttention, "prepare", lambda *args: None)
     place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
     policy = SharedChoice(2, BlockBudget(1, 1, 2, 0), "bounds", place, 64, torch.device("cpu"))
-    q, cache = torch.zeros(1), LayerCache(torch.zeros(1), torch.zeros(1))
+    q, cache = torch.zeros(1), LayerCache(0, torch.zeros(1), torch.zeros(1))
     for wanted in ([0, 0, 1], [2, 2, 3]):
         policy.prepare(step := empty_step(), {None})
         assert [int(policy.choose(q, cache, step, 1)) for _ in range(3)] == wanted

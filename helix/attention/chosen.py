@@ -1,0 +1,78 @@
+"""Attention over keys that were chosen beforehand, and all that came since: what drafts read of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from helix.attention.base import AttentionPolicy
+from helix.attention.dense import DenseAttention
+from helix.kv_cache import LayerCache
+from helix.step import Step
+from kernels.attention.flash_decode import decode_parts
+from kernels.attention.split_kv import PartialAttention
+from kernels.overlap import sm_count
+from kernels.paged_keys import PagedKeys
+
+
+class ChosenAttention(AttentionPolicy):
+    """Reads, of each sequence and KV head, the cache slots in a table: pages of one token.
+
+    Args:
+        layers: indices of the layers that read whole sequences; layers with a window stay as they are.
+        max_batch: slots.
+        heads: KV heads that choose: this rank's, or 1 for one choice of all of them.
+        width: columns of the tables.
+
+    Attributes:
+        tables: [layers, max_batch, heads, width] int32: the chosen slots in local order, then those of the keys behind
+            the ones among which was chosen.
+        known: [max_batch] int32, local keys among which was chosen.
+        counts: [max_batch] int32, how many were.
+    """
+
+    def __init__(self, layers: Sequence[int], max_batch: int, heads: int, width: int, device: torch.device) -> None:
+        self.dense = DenseAttention()
+        self.tables = torch.zeros(len(layers), max_batch, heads, width, dtype=torch.int32, device=device)
+        self.known = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._places = {index: place for place, index in enumerate(layers)}
+
+    def prepare(self, step: Step, windows: set[int | None]) -> None:
+        self.dense.prepare(step, windows - {None})
+        self._reads(step)
+
+    def _reads(self, step: Step) -> tuple[Tensor, ...]:
+        """Keys [lo, hi) of a row of the table: the chosen ones and those up to the query's own."""
+
+        def make() -> tuple[Tensor, ...]:
+            _, hi = step.bounds(None)
+            rows = slice(step.first, step.first + len(hi))
+            behind = hi - self.known[rows] + self.counts[rows]
+            # Where a sequence went on without drafts, its newest keys have no column; its next choice is due.
+            hi = torch.where(hi > 0, behind.clamp(0, self.tables.shape[3]), 0)
+            return torch.zeros_like(hi), hi
+
+        return step.once(ChosenAttention, make)
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: Step,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
+        reserved_sms: int = 0,
+    ) -> PartialAttention:
+        if window is not None:
+            return self.dense.attend(q, cache, step, window, scale, sinks, reserved_sms)
+        n, heads = len(step.block_tables), cache.keys.shape[2]
+        assert len(q) == n, "a draft step has one query a sequence"
+        lo, hi = (bound[:, None] for bound in self._reads(step))
+        table = self.tables[self._places[cache.index], step.first : step.first + n].expand(-1, heads, -1)
+        keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
+        sms = max(1, sm_count(q.device) - reserved_sms)
+        return decode_parts(q[:, None], PagedKeys(keys, values, table, lo, hi, scale, sinks), sms=sms, early=True)

@@ -1,0 +1,249 @@
+"""The model drafts for itself with few keys, and its own verification, which reads them all, says which come next.
+
+A draft step is a forward pass of the target, with its weights, its cache and its ranks, under an attention policy that
+reads the chosen keys and all that came since. Verification overwrites what drafts appended. It leaves what its queries
+made of every key, and from that the keys of the next drafts are chosen, in all layers at once (papers: Vegas, section
+3). Each rank chooses among its own keys.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.base import AttentionPolicy
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.chosen import ChosenAttention
+from helix.attention.collecting import CollectingAttention
+from helix.attention.dense import DenseAttention
+from helix.config import MOST_CHOSEN
+from helix.kv_cache import BlockBudget, KeyBudget, KVCache, Placement
+from helix.layout import HelixLayout
+from helix.models import Decoder, DecoderSpec
+from helix.scheduler import Admission
+from helix.score_pages import ScorePages, score_bytes
+from helix.speculation.base import Draft, Drafter
+from helix.speculation.drawing import DraftDrawing
+from helix.step import DecodeState
+from kernels.attention.flash_decode import score_planes
+from kernels.sparse.draft_ranges import MILLION
+from kernels.sparse.select_tokens import select_tokens
+from kernels.tokens.synthetic_drafts import synthetic_drafts
+
+SINK_TOKENS = 4  # first tokens of a sequence, always read
+LEAST_KEYS = 256  # of a sequence over all ranks, chosen at least
+# Which queries of verification count in a key's score: all; the first and the last; of all, those that held (accepted)
+# or the last of these (last). None: verification leaves no scores. Then drafts read the latest keys (window), the
+# blocks that each of them judges best by their bounds (quest), or every key (full).
+ROWS = {"all": "all", "c2q": "ends", "accepted": "each", "last": "each", "window": None, "quest": None, "full": None}
+
+
+@dataclass(frozen=True)
+class DraftBudget:
+    """Which keys drafts read.
+
+    Attributes:
+        policy: one of ROWS.
+        sparsity: share of a rank's keys of a sequence.
+        recent: of that, the share that the first and the latest keys have whatever their score.
+        reach: a key scores as the best of itself and so many before it.
+        block: a key scores as the best of its block of so many.
+        shared: one choice for all KV heads of a rank.
+    """
+
+    policy: str = "all"
+    sparsity: float = 0.07
+    recent: float = 0.5
+    reach: int = 0
+    block: int = 1
+    shared: bool = False
+
+    def keys(self, kvp: int) -> KeyBudget:
+        """What a rank of `kvp` reads of its keys."""
+        share, latest = round(self.sparsity * MILLION), round(self.recent * MILLION)
+        return KeyBudget(SINK_TOKENS, -(-LEAST_KEYS // kvp), share, latest)
+
+    def blocks(self, page_size: int, kvp: int, max_length: int, drafts: int) -> BlockBudget:
+        """The share in blocks of a sequence of `max_length` tokens, over all ranks, for policy=quest.
+
+        Raises:
+            ValueError: more than a query can choose.
+        """
+        total = max(-(-round(self.sparsity * max_length) // page_size), -(-LEAST_KEYS // page_size))
+        # Bounds of pages that hold drafts are not there yet: these pages are read anyway.
+        local = max(1 + -(-drafts // page_size), round(self.recent * total))
+        topk = max(0, total - local - 1)
+        if -(-topk // kvp) > MOST_CHOSEN:
+            raise ValueError(
+                f"{topk} blocks of kv.page_size={page_size} tokens over {kvp} ranks are more than the {MOST_CHOSEN} "
+                "that a query chooses on each: set a larger kv.page_size or a lower speculation.sparsity"
+            )
+        return BlockBudget(1, local, topk, 0)
+
+    def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: torch.dtype) -> int:
+        """Planes of scores that verifying so many queries of a sequence fills, of a layer on a rank.
+
+        Raises:
+            ValueError: the policy wants the scores of each query, and there are too many.
+        """
+        rows = ROWS[self.policy]
+        if rows is None:
+            return 0
+        group = len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)) // len(layout.kv_heads(rank, spec.kv_heads))
+        return score_planes(queries, group, spec.head_dim, dtype, rows)
+
+    def page_bytes(
+        self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: torch.dtype, page_size: int
+    ) -> int:
+        """Bytes of a page of scores on a rank, in all layers that have some."""
+        planes, heads = self.planes(spec, layout, rank, 1 + drafts, dtype), len(layout.kv_heads(rank, spec.kv_heads))
+        return score_bytes(len(full_layers(spec)), planes, heads, page_size)
+
+
+def full_layers(spec: DecoderSpec) -> list[int]:
+    """Layers that read whole sequences."""
+    return [index for index, window in enumerate(spec.windows) if window is None]
+
+
+class SparseDrafter(Drafter):
+    """Decodes with the target itself from where it is, over chosen keys.
+
+    Args:
+        limit: the most tokens proposed for each sequence and step.
+        model, comm, cache, placement: the target's, of this rank.
+        budget: which keys drafts read.
+        noise: shared: a draft is drawn as the target would draw, with the noise of that position, so that every token
+            is the one without drafts; own: from the drafts' own distribution, with noise of its own, to be kept by
+            rejection.
+        max_batch, max_length: the engine's.
+        forced: for benchmarks, the share of drafts that are kept whatever the model says; None: what the model says.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        model: Decoder,
+        comm: Communicator,
+        cache: KVCache,
+        placement: Placement,
+        budget: DraftBudget,
+        *,
+        noise: str,
+        max_batch: int,
+        max_length: int,
+        forced: float | None = None,
+    ) -> None:
+        super().__init__(limit)
+        layout, device, spec = placement.layout, cache.device, model.spec
+        self.model = model
+        self.comm = comm
+        self.cache = cache
+        self.placement = placement
+        self.budget = budget
+        self.noise = noise
+        self.forced = forced
+        self.tail = 2 * limit + 1  # keys behind the chosen ones: drafts that held, and those of this step
+        self.keys = budget.keys(layout.kvp)
+        self.chosen: ChosenAttention | None = None
+        self.scores: ScorePages | None = None
+        self.policy: AttentionPolicy
+        if budget.policy == "full":
+            self.policy = DenseAttention()
+        elif budget.policy == "quest":
+            blocks = budget.blocks(placement.page_size, layout.kvp, max_length, limit)
+            self.policy = BlockSparseAttention(blocks, "bounds", placement, max_length, device)
+        else:
+            most = max(placement.pages(max_length + limit, start) for start in range(layout.kvp))
+            layers, heads = full_layers(spec), cache.tensors[0].shape[3]
+            width = int(self.keys.of(torch.tensor(most * placement.page_size))) + self.tail
+            self.chosen = ChosenAttention(layers, max_batch, 1 if budget.shared else heads, width, device)
+            self.policy = self.chosen
+            # Where verification leaves no scores.
+            self._nothing = torch.empty(
+                len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
+            )
+            self._flags = torch.tensor([[False], [True]], device=device).expand(-1, max_batch).contiguous()
+        self.learns = self.chosen is not None
+        if rows := ROWS[budget.policy]:
+            planes, size = self._planes(1 + limit), placement.page_size
+            self.scores = ScorePages(layers, planes, cache.pages, heads, size, max_batch, most, rows, device)
+            self.verification = CollectingAttention(self.scores)
+
+    def _planes(self, queries: int) -> int:
+        layout, dtype = self.placement.layout, self.model.weights.dtype
+        return self.budget.planes(self.model.spec, layout, self.comm.rank, queries, dtype)
+
+    def admit(self, admission: Admission) -> None:
+        if self.scores is not None:
+            self.scores.admit(admission.slot, self.placement.pages(admission.reserved, admission.start))
+
+    def retire(self, slot: int) -> None:
+        if self.scores is not None:
+            self.scores.retire(slot)
+
+    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
+        for slot, begin, tokens in segments:
+            position = torch.full((1,), begin + len(tokens) - 1, device=self.cache.device)
+            self._choose(state, slice(slot, slot + 1), position, torch.ones_like(position, dtype=torch.bool), 0)
+
+    def catch_up(self, state: DecodeState) -> None:
+        self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)
+
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        own = copy(state)  # the same sequences, ahead of where they are
+        own.tokens, own.lengths, own.active = state.tokens.clone(), state.lengths.clone(), state.active.clone()
+        lengths, left = state.lengths[:rows], state.left(rows)
+        drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", stochastic, filtered)
+        for n in range(drafts):
+            own.active[:rows] = state.active[:rows] & (n < left)
+            own.lengths[:rows] = lengths + n
+            hidden = self.model.hidden(self.cache, own.decode_step(rows), self.policy)
+            own.tokens[:rows] = drawing.draw(hidden, state, lengths + n + 1)
+        if self.forced is None:
+            return drawing.draft()
+        tokens, outcome = synthetic_drafts(lengths, drafts, self.forced, 0, self.model.spec.vocab)
+        return Draft(tokens, outcome=outcome)
+
+    def verified(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
+        # The last token, at `before`, has gone through too; of the drafts behind it some may have been refused.
+        held = state.lengths[:rows] - before - 1
+        self._choose(state, slice(0, rows), before, state.active[:rows], 1 + drafts, held)
+
+    def _choose(
+        self,
+        state: DecodeState,
+        slots: slice,
+        positions: Tensor,
+        live: Tensor,
+        queries: int,
+        held: Tensor | None = None,
+    ) -> None:
+        """Chooses among the tokens up to `positions` [n] of the sequences in `slots`, for all layers.
+
+        Args:
+            live: sequences that there are [n] bool.
+            queries: of the verification that left scores; 0: none did, and the latest keys are chosen.
+            held: drafts that held [n] int64.
+        """
+        if self.chosen is None:
+            return
+        ranges = self.placement.draft_ranges(positions, state.starts[slots], live, self.keys)
+        self.chosen.known[slots], self.chosen.counts[slots] = ranges[:2]
+        tables = state.block_tables[slots]
+        scores, score_tables, weights = self._nothing, tables, None
+        fresh = not queries or self.scores is None
+        if not fresh and self.scores is not None:
+            planes = self._planes(queries)
+            scores, score_tables = self.scores.planes[:, :planes], self.scores.tables[slots]
+            if held is not None and self.scores.rows == "each":
+                query = torch.arange(planes, device=held.device)
+                counting = query <= held[:, None] if self.budget.policy == "accepted" else query == held[:, None]
+                weights = counting.float()
+        select_tokens(
+            scores, weights, score_tables, tables, *ranges, self._flags[int(fresh)][slots],
+            self.chosen.tables[:, slots], self.tail, reach=self.budget.reach, block=self.budget.block,
+        )  # fmt: skip

@@ -1,0 +1,298 @@
+"""A model that drafts for itself over few keys says what it says without drafts, and its drafts mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.attention.collecting import CollectingAttention
+from helix.engine import Engine
+from helix.kv_cache import LayerCache
+from helix.layout import HelixLayout
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.speculation import DraftBudget, SparseDrafter
+from helix.speculation.adaptive import DraftPolicy
+from helix.step import DecodeState, Step
+from kernels.attention.split_kv import PartialAttention
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate
+from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+from tests.e2e.test_speculation import whimsical
+from tests.pool import pool
+
+SLOW = pytest.mark.slow
+POLICIES = ["all", "c2q", "accepted", "last", "window", "quest", "full"]
+# Few enough keys that a wrong table shows in what is kept.
+FEW = DraftBudget(sparsity=0.1, recent=0.25, reach=2)
+
+Tokens = dict[int, tuple[int, ...]]
+
+
+@pytest.fixture(autouse=True)
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of hundreds of tokens are long enough to leave keys out."""
+    monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
+
+
+def same(family: str, layout: HelixLayout, drafts: SelfDrafts, block: int = 16, *, adaptive: bool = False) -> None:
+    """Every token and every logit of greedy decoding are transformers'."""
+    dense = family in ("qwen2", "qwen3", "llama-llama3", "mistral-windowed", "demo")
+    wanted = oracle(family, LENGTHS, NEW_TOKENS) if dense else oracle(family, MOE_LENGTHS, MOE_TOKENS)
+
+    def body(world: LoopbackWorld, rank: int) -> Result:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        return generate(
+            build_engine(checkpoint(family), layout, comm, block, drafter=drafts, adaptive=adaptive), wanted
+        )
+
+    check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_change_no_token(policy: str) -> None:
+    same("qwen2", HelixLayout.create("helix", 2), SelfDrafts(3, DraftBudget(policy, 0.1)))
+
+
+@pytest.mark.parametrize(
+    "mode, kvp, tpa, block",
+    [
+        ("helix", 3, 1, 1),
+        pytest.param("helix", 4, 2, 64, marks=SLOW),
+        pytest.param("tp", 1, 2, 16, marks=SLOW),
+        pytest.param("medha", 3, 1, 128, marks=SLOW),
+    ],
+)
+def test_layouts(mode: str, kvp: int, tpa: int, block: int) -> None:
+    same("qwen2", HelixLayout.create(mode, kvp, tpa), SelfDrafts(4, FEW), block)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", *(pytest.param(f, marks=SLOW) for f in ("llama-llama3", "qwen3-moe"))])
+def test_families(family: str) -> None:
+    """Windowed layers and learned sinks stay as they are."""
+    same(family, HelixLayout.create("helix", 2), SelfDrafts(3, FEW))
+
+
+def test_paces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without drafts between those with some, of all counts, and rows of which fewer are verified."""
+    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    same("qwen2", HelixLayout.create("helix", 2), SelfDrafts(4, FEW), adaptive=True)
+
+
+def test_chunks() -> None:
+    """Verification in turns of attention and exchange (HOP-B) finds the pages of scores of its sequences."""
+
+    def chunked(engine: Engine) -> None:
+        engine.runner.hopb = "2"
+        Watch(engine)
+
+    assert served(SelfDrafts(3, FEW), HelixLayout.create("helix", 2), chunked)[0] == plain()
+
+
+SAMPLED = [
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=9),
+    SamplingParams(temperature=0.7, top_k=20, seed=2),
+    SamplingParams(temperature=0.9, min_p=0.05, top_p=0.95, seed=4),
+]
+
+
+def requests() -> list[Request]:
+    prompts = [c.prompt for c in oracle("qwen2", LENGTHS, NEW_TOKENS) if len(c.prompt) > 1]
+    return [Request(i, prompts[i], 24, p) for i, p in enumerate(SAMPLED)]
+
+
+def served(
+    drafts: SelfDrafts | None, layout: HelixLayout, look: Callable[[Engine], None] = lambda engine: None
+) -> tuple[Tokens, list[float]]:
+    """Tokens of sampled requests on rank 0, and which share of the drafts was kept at each place behind kept ones."""
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
+        look(engine)
+        tokens = {int(o.id): o.output_ids for o in engine.generate(requests())}
+        return tokens, engine
+
+    tokens, engine = run_ranks(layout.world_size, body, timeout_s=120.0)[0]
+    seen = engine.timings.acceptance
+    return tokens, [kept / tried for kept, tried in zip(seen.kept, seen.tried, strict=True)]
+
+
+@cache
+def plain() -> Tokens:
+    return served(None, HelixLayout.create())[0]
+
+
+@pytest.mark.parametrize("policy", ["all", pytest.param("window", marks=SLOW)])
+@pytest.mark.parametrize("kvp", [1, 3])
+def test_shared_noise_changes_no_sampled_token(kvp: int, policy: str) -> None:
+    drafts = SelfDrafts(3, DraftBudget(policy, 0.1))
+    assert served(drafts, HelixLayout.create("helix", kvp))[0] == plain()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_drafts_that_read_every_key_all_hold(policy: str) -> None:
+    """Chosen keys, those that came since and the drafts before: none is missing, double or in another's place."""
+    drafts = SelfDrafts(3, DraftBudget(policy, sparsity=1.0))
+    tokens, kept = served(drafts, HelixLayout.create("helix", 2))
+    assert tokens == plain() and kept == [1.0] * 3
+
+
+def test_drafts_with_noise_of_their_own_all_hold_where_they_read_every_key() -> None:
+    """p = q: rejection keeps all but what differs by the order of sums."""
+    drafts = SelfDrafts(3, DraftBudget(sparsity=1.0), noise="own")
+    tokens, kept = served(drafts, HelixLayout.create("helix", 2))
+    assert tokens[0] == plain()[0] and tokens != plain() and kept == [1.0] * 3
+
+
+class Watch:
+    """Checks every choice of one rank's drafter against what the queries of verification made of the keys.
+
+    Scores are summed in float64, one key at a time, from the queries as attention got them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        drafter = engine.runner.drafter
+        assert isinstance(drafter, SparseDrafter) and isinstance(drafter.verification, CollectingAttention)
+        assert drafter.chosen is not None
+        self.drafter = drafter
+        self.checked = 0
+        self.queries: dict[tuple[int, int], Tensor] = {}  # by layer and slot, [T, Hq, D] of rows that are tokens
+        self.attend = drafter.verification.attend
+        drafter.verification.attend = self.note  # type: ignore[method-assign]
+        self.verified, self.choose = drafter.verified, drafter._choose
+        drafter.verified = self.after  # type: ignore[method-assign]
+        drafter._choose = self.look  # type: ignore[method-assign]
+
+    def note(self, q: Tensor, cache: LayerCache, step: Step, *args: object) -> PartialAttention:
+        if step.cu_q is None:
+            of_slots = q.unflatten(0, (-1, step.max_q)), step.live.view(-1, step.max_q)
+            for i, (rows, live) in enumerate(zip(*of_slots, strict=True)):
+                self.queries[cache.index, step.first + i] = rows[live].clone()
+        return self.attend(q, cache, step, *args)  # type: ignore[arg-type]
+
+    def after(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
+        self.verified(state, rows, drafts, before)
+        for slot in range(rows):
+            if state.active[slot]:
+                held = int(state.lengths[slot] - before[slot]) - 1
+                self.check(state, slot, int(before[slot]) + 1, held)
+
+    def look(
+        self, state: DecodeState, slots: slice, positions: Tensor, live: Tensor, queries: int, *args: object
+    ) -> None:
+        self.choose(state, slots, positions, live, queries, *args)  # type: ignore[arg-type]
+        if not queries:
+            for slot, last in zip(range(*slots.indices(len(state.active))), positions.tolist(), strict=True):
+                self.check(state, slot, last + 1 if live[slot - slots.start] else 0, None)
+
+    def check(self, state: DecodeState, slot: int, known: int, held: int | None) -> None:
+        """The choice among the first `known` tokens; `held` drafts held, or nothing was verified."""
+        d, budget = self.drafter, self.drafter.budget
+        p = d.placement
+        kvp, block = p.layout.kvp, p.append_block
+        mine = [t for t in range(known) if (t // block + int(state.starts[slot])) % kvp == p.kvp_rank]
+        n = len(mine)
+        k = min(n, max(-(-n * round(budget.sparsity * 1e6) // 1_000_000), 16 // kvp))
+        sinks = {i for i, t in enumerate(mine) if t < 4}
+        latest = range(n - max(0, int(k * budget.recent) - len(sinks)), n)
+        forced = set(sorted(sinks)[:k]) | set(latest)
+        places = [int(state.block_tables[slot, i // p.page_size]) * p.page_size + i % p.page_size for i in range(n)]
+        for layer, place in d.chosen._places.items():
+            keys = d.cache.tensors[0][layer].flatten(0, 1)[places].double()  # [n, Hkv, D]
+            for h in range(keys.shape[1]):
+                row = d.chosen.tables[place, slot, h].tolist()
+                chosen = [places.index(x) for x in row[:k]]
+                assert chosen == sorted(set(chosen)) and forced <= set(chosen), (known, slot, layer, h)
+                if held is None:
+                    assert set(chosen) == set(list(range(n))[n - (k - len(forced & sinks)) :]) | (forced & sinks)
+                    continue
+                q = self.queries[layer, slot].double()
+                counting = {
+                    "all": q,
+                    "c2q": q[[0, -1]] if len(q) > 1 else q,
+                    "accepted": q[: held + 1],
+                    "last": q[held : held + 1],
+                }
+                of_group = counting[budget.policy].unflatten(1, (keys.shape[1], -1))[:, h].flatten(0, 1).mean(0)
+                scores = (keys[:, h] @ of_group).tolist()
+                scores = [max(scores[max(0, i - budget.reach) : i + 1]) for i in range(n)]
+                free, left = set(chosen) - forced, set(range(n)) - set(chosen)
+                if free and left:  # fp16 keeps 2^-11 of scores below 16
+                    assert min(scores[i] for i in free) >= max(scores[i] for i in left) - 0.02, (known, slot, layer, h)
+                    self.checked += 1
+
+
+@pytest.mark.parametrize("policy", ["all", "c2q", "accepted", "last"])
+def test_tables(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of all counts, of which some are not verified, on both ranks."""
+    monkeypatch.setattr(DraftPolicy, "pace", whimsical())
+    layout, watches = HelixLayout.create("helix", 2), []
+    budget = DraftBudget(policy, 0.1, recent=0.25, reach=4)
+
+    def body(world: LoopbackWorld, rank: int) -> None:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SelfDrafts(3, budget), adaptive=True)
+        watches.append(Watch(engine))
+        for _ in engine.generate(requests()):
+            pass
+
+    run_ranks(2, body, timeout_s=120.0)
+    assert all(watch.checked > 100 for watch in watches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_loopback_ranks_on_one_gpu(policy: str) -> None:
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+    for kvp, tpa in ((1, 1), (3, 1), (4, 2)):
+        layout, drafts = HelixLayout.create("helix", kvp, tpa), SelfDrafts(3, replace(FEW, policy=policy))
+
+        def body(world: LoopbackWorld, rank: int, layout: HelixLayout = layout, drafts: SelfDrafts = drafts) -> Result:
+            comm = world.communicator(rank, layout.kvp_group(rank))
+            engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
+            return generate(engine, wanted)
+
+        check(run_ranks(layout.world_size, body, timeout_s=120.0, device="cuda"), wanted)
+
+
+def captured_rank(
+    rank: int, world_size: int, kind: type[TorchDistCommunicator], drafts: SelfDrafts
+) -> tuple[list[Tokens], list[float]]:
+    """Tokens of a run whose steps are captured as they come, and of two that replay them; shares that were kept."""
+    layout = HelixLayout.create("helix", world_size)
+    comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
+    engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
+    assert engine.runner.graphs is not None
+    found = [{int(o.id): o.output_ids for o in engine.generate(requests())} for _ in range(3)]
+    seen = engine.timings.acceptance
+    engine.close()
+    comm.close()
+    return found, [kept / max(1.0, tried) for kept, tried in zip(seen.kept, seen.tried, strict=True)]
+
+
+KINDS = [
+    pytest.param(TorchDistCommunicator, 1, marks=pytest.mark.gpu, id="nccl-1"),
+    *(pytest.param(kind, 2, marks=pytest.mark.gpu(2)) for kind in (TorchDistCommunicator, SymmMemCommunicator)),
+]
+
+
+@pytest.mark.parametrize("kind, world", KINDS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_captured(policy: str, kind: type[TorchDistCommunicator], world: int) -> None:
+    """One graph holds the drafts, their verification and the choice for the next; every key read, every draft holds."""
+    for sparsity in (0.1, 1.0):
+        task = captured_rank, kind, SelfDrafts(3, DraftBudget(policy, sparsity))
+        found, kept = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
+        assert found == [plain()] * 3
+        assert sparsity < 1 or kept == [1.0] * 3
