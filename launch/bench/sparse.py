@@ -1,13 +1,15 @@
-"""Times block-sparse attention beside dense attention, and the choice of keys: `python -m launch.bench sparse`.
+"""Times attention over chosen blocks and over chosen keys: `python -m launch.bench sparse`.
 
-Attention, choosing included: of each KV head, a query chooses `topk` of the blocks of 128 tokens between the first one
-and the last four. Each row is checked against torch's choice over the same bounds. It is then timed as CUDA-graph
+Block-sparse attention, choosing included: of each KV head, a query chooses `topk` of the blocks of 128 tokens between
+the first one and the last four. Each row is checked against torch's choice over the same bounds. It is then timed as CUDA-graph
 replays over other sequences of one pool of pages, and other queries, until four times the L2 has been read: one
 sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages and torch's over contiguous
 memory. `target_us` is the bytes of bounds and of the blocks that are read, at 4.4 TB/s, and 12 us.
 
-The choice of the best 7% of all keys, in all layers, for drafts: checked against torch's, then timed in the same way
-over other scores. `target_us` is three times the bytes of scores, at 4.4 TB/s, and 20 us.
+What drafts add (launch/bench/drafts.py): the scores that verification leaves beside attention, and what it takes
+longer for them; the choice of the best 7% of all keys, in all layers; and attention over these, which lie anywhere,
+alone or in runs. All are checked against torch, then timed in the same way. `target_us`: three times the bytes of scores at 4.4
+TB/s and 20 us for the choice, the chosen keys at 4.0 TB/s and 6 us for attention.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.attention.flash_decode import flash_decode
 from kernels.paged_keys import PagedKeys
 from kernels.reference.select_blocks import block_scores
-from kernels.reference.select_tokens import select_tokens as select_by_torch
 from kernels.sparse.block_bounds import fold_blocks
 from kernels.sparse.select_blocks import select_blocks
-from kernels.sparse.select_tokens import select_tokens
+from launch.bench import drafts
 from launch.bench.attention import TORCH
 from launch.bench.clock import DIM, ROTATED, K, seconds
 from launch.bench.runner import Benchmark, Given, Part, Row
@@ -36,9 +37,6 @@ SINK, LOCAL = 1, 4
 MOST_COPIES = 40
 SHAPES = [(q, kv, batch, n * K) for q, kv in ((28, 4), (8, 1), (32, 8)) for batch in (1, 8) for n in (4, 128, 1024)]
 CHOSEN = (8, 32)
-DRAFTED = [(28, 1, 1, 128 * K), (28, 4, 1, 128 * K), (28, 1, 1, 512 * K), (36, 2, 8, 64 * K)]
-KEPT = 0.07  # of all keys
-TAIL = 64
 
 
 @dataclass
@@ -176,41 +174,12 @@ def torchs(s: Setting, copies: int, device: torch.device) -> Row:
     return found
 
 
-def measure_tokens(given: Given, layers: int, heads: int, batch: int, length: int) -> list[Row]:
-    """A row for all layers, microseconds."""
-    device = given.device
-    read = layers * heads * batch * length * 2
-    copies = max(4, -(-ROTATED // read)) if given.gpu else 1
-    pages = length // PAGE
-    scores = [torch.randn(layers, 1, batch * pages, heads, PAGE, device=device).half() for _ in range(copies)]
-    score_tables, tables = (torch.randperm(batch * pages, device=device).int().view(batch, pages) for _ in range(2))
-    known = torch.full((batch,), length - TAIL, dtype=torch.int32, device=device)
-    counts = torch.full_like(known, int(KEPT * length))
-    sinks, windows = torch.full_like(known, 4), torch.full_like(known, 16)
-    fresh = torch.zeros_like(known, dtype=torch.bool)
-    table = torch.zeros(layers, batch, heads, int(KEPT * length) + TAIL, dtype=torch.int32, device=device)
-
-    def select(copy: int, to: torch.Tensor = table, op: Callable[..., None] = select_tokens) -> None:
-        op(scores[copy], None, score_tables, tables, known, counts, sinks, windows, fresh, to, TAIL)
-
-    wanted = torch.zeros_like(table)
-    select(0)
-    select(0, wanted, select_by_torch)
-    assert torch.equal(table, wanted), "the keys that are chosen are not torch's"
-    row: Row = {"kind": "tokens", "layers": layers, "kv_heads": heads, "batch": batch, "length": length}
-    row["read_bytes"] = read
-    row["us"] = 1e6 * seconds(select, copies, device)
-    row["target_us"] = 3 * read / 4.4e6 + 20
-    return [row]
-
-
 COLUMNS = "heads batch length topk select_us attend_us us target_us dense_us cudnn_us flash_us best_dense_over_ours"
-TOKENS = "layers kv_heads batch length us target_us"
 BENCHMARK = Benchmark(
-    "block-sparse attention beside dense attention, and the choice of keys for drafts, on one GPU",
+    "block-sparse attention beside dense attention, and the kernels of sparse drafts, on one GPU",
     __doc__ or "",
     (
         Part(lambda given: SHAPES if given.gpu else [(4, 2, 1, 2 * K)], measure, COLUMNS),
-        Part(lambda given: DRAFTED if given.gpu else [(2, 2, 1, 2 * K)], measure_tokens, TOKENS, "the choice of keys"),
+        *drafts.PARTS,
     ),
 )
