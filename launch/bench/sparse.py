@@ -1,15 +1,15 @@
 """Times attention over chosen blocks and over chosen keys: `python -m launch.bench sparse`.
 
 Block-sparse attention, choosing included: of each KV head, a query chooses `topk` of the blocks of 128 tokens between
-the first one and the last four. Each row is checked against torch's choice over the same bounds. It is then timed as CUDA-graph
-replays over other sequences of one pool of pages, and other queries, until four times the L2 has been read: one
-sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages and torch's over contiguous
-memory. `target_us` is the bytes of bounds and of the blocks that are read, at 4.4 TB/s, and 12 us.
+the first one and the last four. Each row is checked against torch's choice over the same bounds. It is then timed as
+CUDA-graph replays over other sequences of one pool of pages, and other queries, until four times the L2 has been
+read: one sequence's bounds and blocks would stay in it. Dense attention is ours over the same pages and torch's over
+contiguous memory. `target_us` is the bytes of bounds and of the blocks that are read, at 4.4 TB/s, and 12 us.
 
 What drafts add (launch/bench/drafts.py): the scores that verification leaves beside attention, and what it takes
 longer for them; the choice of the best 7% of all keys, in all layers; and attention over these, which lie anywhere,
-alone or in runs. All are checked against torch, then timed in the same way. `target_us`: three times the bytes of scores at 4.4
-TB/s and 20 us for the choice, the chosen keys at 4.0 TB/s and 6 us for attention.
+alone or in runs. All are checked against torch, then timed in the same way. `target_us`: three times the bytes of
+scores at 4.4 TB/s and 20 us for the choice, the chosen keys at 4.0 TB/s and 6 us for attention.
 """
 
 from __future__ import annotations
