@@ -20,7 +20,7 @@ from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.speculation import DraftBudget, SparseDrafter
+from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState, Step
 from kernels.attention.split_kv import PartialAttention
@@ -170,7 +170,8 @@ class Watch:
         self.queries: dict[tuple[int, int], Tensor] = {}  # by layer and slot, [T, Hq, D] of rows that are tokens
         self.attend = drafter.verification.attend
         drafter.verification.attend = self.note  # type: ignore[method-assign]
-        self.verified, self.choose = drafter.verified, drafter._choose
+        self.verified, self.choose, self.propose = drafter.verified, drafter._choose, drafter.propose
+        drafter.propose = self.before  # type: ignore[method-assign]
         drafter.verified = self.after  # type: ignore[method-assign]
         drafter._choose = self.look  # type: ignore[method-assign]
 
@@ -180,6 +181,19 @@ class Watch:
             for i, (rows, live) in enumerate(zip(*of_slots, strict=True)):
                 self.queries[cache.index, step.first + i] = rows[live].clone()
         return self.attend(q, cache, step, *args)  # type: ignore[arg-type]
+
+    def before(self, state: DecodeState, rows: int, *args: object) -> Draft:
+        """Every sequence has a choice of its own, made where it is now or a few drafts before."""
+        chosen, p = self.drafter.chosen, self.drafter.placement
+        assert chosen is not None
+        for slot in range(rows):
+            if state.active[slot]:
+                where = p.kvp_rank, p.append_block, int(state.starts[slot])
+                behind = p.layout.local_length(int(state.lengths[slot]), *where) - int(chosen.known[slot])
+                assert 0 <= behind <= self.drafter.limit, slot
+                pages = chosen.tables[:, slot, :, : int(chosen.counts[slot])] // p.page_size
+                assert set(pages.flatten().tolist()) <= set(state.block_tables[slot].tolist()), slot
+        return self.propose(state, rows, *args)  # type: ignore[arg-type]
 
     def after(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
         self.verified(state, rows, drafts, before)

@@ -551,6 +551,31 @@ FAULTS = [
         "a counter that overflows", "kernels/sparse/select_tokens.py", "MOST_TILES = 31", "MOST_TILES = 62",
         ("tests/kernels/test_select_tokens.py::test_one_counter_holds_all_keys",),
     ),
+    Fault(
+        "drafts may choose a key that was refused", "helix/speculation/sparse.py",
+        "self._choose(state, slice(0, rows), before, state", "self._choose(state, slice(0, rows), before + 1, state",
+        ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
+    ),
+    Fault(
+        "a new sequence drafts with its predecessor's keys", "helix/speculation/sparse.py",
+        "for slot, begin, tokens in segments:", "for slot, begin, tokens in segments[1:]:",
+        ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
+    ),
+    Fault(
+        "after steps without drafts, old keys", "helix/speculation/sparse.py",
+        "self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)", "return",
+        ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
+    ),
+    Fault(
+        "the bonus row is the last of the tile", "kernels/attention/flash_decode.py",
+        "(t == 0) | (t == live - 1)", "(t == 0) | (t == T - 1)",
+        ("tests/kernels/test_key_scores.py",),
+    ),
+    Fault(
+        "a draft too many is read", "helix/attention/chosen.py",
+        "behind = hi - self.known[rows] + self.counts[rows]", "behind = hi - self.known[rows] + self.counts[rows] + 1",
+        ("tests/e2e/test_sparse_drafts.py::test_drafts_that_read_every_key_all_hold",),
+    ),
     # ---- predictions
     Fault(
         "an all-reduce goes once round", "helix/simulate/cost.py",
