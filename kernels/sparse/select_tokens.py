@@ -31,10 +31,9 @@ STAGES = 4
 
 _FORCED, _NO_NUMBER = tl.constexpr(FORCED), tl.constexpr(NO_NUMBER)
 _EVEN = tl.constexpr(0x0F0F0F0F0F0F0F0F)  # every other counter
-# Where a row's counts of the three digits begin, and what the last launch needs of the first two.
-_SECOND, _LOW, _FOUND, _ROW = tl.constexpr(16), tl.constexpr(32), tl.constexpr(288), tl.constexpr(320)
-# Where a part's counts begin: of the three digits, and of keys that reach each low byte or go beyond.
-_REACHED, _PART = tl.constexpr(288), tl.constexpr(576)
+# Where counts of the second digit and of low bytes begin, of a row and of its parts; those of the first are at 0. Then
+# what the last launch needs of a row's first two. A part's counts of low bytes become counts of keys that reach each.
+_SECOND, _LOW, _FOUND, _SIZE = tl.constexpr(16), tl.constexpr(32), tl.constexpr(288), tl.constexpr(320)
 
 
 @triton.jit
@@ -71,7 +70,7 @@ def _read_tile(
     PLANES: tl.constexpr, HEADS: tl.constexpr, WEIGHTED: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Local keys from `begin` on, and what each scores; what lies behind n scores anything."""
+    """What the local keys from `begin` on score: [pages, keys of a page]; 0, less than any score, behind n."""
     SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys of one page
     s = tl.arange(0, SPAN)
     piece = begin + tl.arange(0, TILE // SPAN) * SPAN
@@ -81,8 +80,7 @@ def _read_tile(
     offset = (piece % PAGE)[:, None] + s[None, :]
     mask = live[:, None] & (s >= 0)[None, :]
     x = _scores(scores + page[:, None] + offset, weights, mask, plane_stride, head_stride, PLANES, HEADS, WEIGHTED)
-    x = tl.reshape(x, [TILE])
-    j = begin + tl.arange(0, TILE)
+    j = piece[:, None] + s[None, :]
     if REACH > 0:
         # The REACH + 1 keys until j: the beginning of j's group (x), the end of one that is REACH before (y), and all
         # groups between. A group lies within a thread: no scan.
@@ -96,11 +94,11 @@ def _read_tile(
             same = offset >= back
             start = tl.where(same, page[:, None], before[:, None])
             start += tl.where(same, offset - back, ((piece + PAGE - back % PAGE) % PAGE)[:, None] + s[None, :])
-            inside = (mask | live[:, None]) & (piece[:, None] + s[None, :] >= back)
+            inside = (mask | live[:, None]) & (j >= back)
             y = _scores(
                 scores + start, weights, inside, plane_stride, head_stride, PLANES, HEADS, WEIGHTED
             )  # fmt: skip
-            y = tl.reshape(tl.where(j >= back, tl.reshape(y, [TILE]), 0), [TILE // GROUP, GROUP])
+            y = tl.reshape(tl.where(j >= back, y, 0), [TILE // GROUP, GROUP])
             if back < REACH:
                 best = tl.maximum(best, tl.max(y, 1)[:, None])
             else:
@@ -109,12 +107,14 @@ def _read_tile(
                     of_x = tl.max(tl.where((i == at)[None, :], x, 0), 1)
                     of_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
                     best = tl.maximum(best, tl.where((i >= at)[None, :], of_x[:, None], of_y[:, None]))
-        x = tl.reshape(best, [TILE])
+        x = tl.reshape(best, [TILE // SPAN, SPAN])
     if BLOCK > 1:
         best = tl.max(tl.reshape(tl.where(j < n, x, 0), [TILE // BLOCK, BLOCK]), 1)
-        x = tl.reshape(tl.broadcast_to(best[:, None], [TILE // BLOCK, BLOCK]), [TILE])
-    x = tl.where(fresh > 0, 1, x)
-    return j, tl.where((j < sinks) | (j >= n - windows), _FORCED, x)
+        x = tl.reshape(tl.broadcast_to(best[:, None], [TILE // BLOCK, BLOCK]), [TILE // SPAN, SPAN])
+    if (begin < sinks) | (begin + TILE > n - windows) | (fresh > 0):  # hardly any tile
+        x = tl.where((j < sinks) | (j >= n - windows), _FORCED, tl.where(fresh > 0, 1, x))
+        x = tl.where(j < n, x, 0)
+    return x
 
 
 @triton.jit
@@ -136,10 +136,10 @@ def _find(counts, k):
 
 
 @triton.jit
-def _eights(digit, counted, TILE: tl.constexpr):
-    """How often each of sixteen digits occurs in eight keys, in four bits each: [TILE // 8] int64."""
-    one = tl.where(counted, tl.full([TILE], 1, tl.int64) << (4 * digit).to(tl.int64), 0)
-    return tl.sum(tl.reshape(one, [TILE // 8, 8]), 1)
+def _eights(x, counted, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """How often each of sixteen digits occurs where `counted`, in eight keys, in four bits each: [TILE // 8] int64."""
+    counter = (x >> (SHIFT - 2)) & 60  # four times the digit
+    return tl.sum(tl.reshape(counted.to(tl.int64) << counter.to(tl.int64), [TILE // 8, 8], can_reorder=True), 1)
 
 
 @triton.jit
@@ -171,6 +171,8 @@ def _select_tokens_kernel(
 ):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    if STAGE % 2 == 1:  # What was read last is still in the L2.
+        row = tl.num_programs(1) - 1 - row
     b = row // HEADS % B
     if STAGE == 0:
         wait_for_predecessor(PDL)
@@ -187,8 +189,8 @@ def _select_tokens_kernel(
     pages = score_tables + b * score_tables_b
     blocks = block_tables + b * block_tables_b
     table += row // HEADS // B * table_layer + row % (HEADS * B) * width
-    row_counts += row * _ROW
-    part_counts += (row * tl.num_programs(0) + part) * _PART
+    row_counts += row * _SIZE
+    part_counts += (row * tl.num_programs(0) + part) * _SIZE
     if WEIGHTED:
         weights += b * PLANES
     d = tl.arange(0, 16)
@@ -220,34 +222,42 @@ def _select_tokens_kernel(
         threshold = tl.load(row_counts + _FOUND) * 256 + low
         skipped = equals - left  # of equals the earlier
         q = tl.arange(0, BLOCK_PARTS)
-        reached = part_counts + (q - part) * _PART + _REACHED + low
-        above = tl.sum(tl.load(reached + 1, mask=q < part, other=0), 0)  # in the parts before
-        equal = tl.sum(tl.load(reached, mask=q < part, other=0), 0) - above
+        reached = part_counts + (q - part) * _SIZE + _LOW + low
+        beyond = tl.load(reached + 1, mask=q <= part, other=0)
+        equal = tl.load(reached, mask=q <= part, other=0) - beyond
+        with_own = tl.sum(equal, 0)
+        equal = tl.sum(tl.where(q < part, equal, 0), 0)
+        # In parts before this one are `equal` keys at the threshold, and `place` that are chosen.
+        place = tl.sum(tl.where(q < part, beyond, 0), 0) + tl.maximum(equal - skipped, 0)
+        bound = threshold - (equal >= skipped).to(tl.int32)  # keys above are chosen
+        is_cut = (equal < skipped) & (with_own > skipped)  # some of this part's equals are chosen, and some not
 
     for at in range(begin, end, TILE):
-        j, x = _read_tile(
+        x = _read_tile(
             key_scores, weights, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, head_stride,
             PLANES, SUMMED, WEIGHTED, PAGE, REACH, BLOCK, TILE,
         )  # fmt: skip
         if STAGE == 0:
-            eights = _eights(x >> 12, j < n, TILE)
+            eights = _eights(x, x == x, 12, TILE)
         elif STAGE == 1:
-            eights = _eights((x >> 8) & 15, (j < n) & (x >> 12 == first), TILE)
+            eights = _eights(x, x >> 12 == first, 8, TILE)
         elif STAGE == 2:  # few of the keys, as a rule, and no other program adds here
-            ours = (j < n) & (x >> 8 == high)
-            tl.atomic_add(part_counts + _LOW + (x & 0xFF), tl.full([TILE], 1, tl.int32), mask=ours, sem="relaxed")
+            x = tl.ravel(x, can_reorder=True)
+            tl.atomic_add(part_counts + _LOW + (x & 0xFF), x * 0 + 1, mask=x >> 8 == high, sem="relaxed")
         else:
-            is_above, is_equal = (j < n) & (x > threshold), (j < n) & (x == threshold)
-            # Both counted by one scan: those above in the low bits, equals in the high ones.
-            ones = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
-            until = tl.cumsum(ones, 0)
-            equals_until = equal + (until >> 16)
-            place = above + (until & 0xFFFF) + tl.maximum(equals_until - skipped, 0) - 1
+            x = tl.reshape(x, [TILE])
+            chosen = x > bound
+            if is_cut:
+                at_it = (x == threshold).to(tl.int32)
+                chosen |= (at_it > 0) & (equal + tl.cumsum(at_it, 0) > skipped)
+                equal += tl.sum(at_it, 0)
             slot = _slots(blocks, at, n, PAGE, TILE)
-            tl.store(table + place, slot, mask=is_above | (is_equal & (equals_until > skipped)))
-            every = tl.sum(ones, 0)
-            above += every & 0xFFFF
-            equal += every >> 16
+            # Counted within a thread, then over threads.
+            ones = tl.reshape(chosen.to(tl.int32), [TILE // 8, 8])
+            eights = tl.sum(ones, 1)
+            until = tl.reshape((tl.cumsum(eights, 0) - eights)[:, None] + tl.cumsum(ones, 1), [TILE])
+            tl.store(table + (place + until - 1), slot, mask=chosen)
+            place += tl.sum(eights, 0)
         if STAGE <= 1:
             even += eights & _EVEN
             odd += (eights >> 4) & _EVEN
@@ -260,19 +270,20 @@ def _select_tokens_kernel(
         tl.atomic_add(row_counts + STAGE * _SECOND + d, found, mask=found > 0, sem="relaxed")
     elif STAGE == 2:
         tl.debug_barrier()
-        found = tl.load(part_counts + _LOW + v, cache_modifier=".cg")
+        found = tl.load(part_counts + _LOW + v, cache_modifier=".cg")  # all, before any is overwritten
+        tl.debug_barrier()
         beyond = tl.sum(tl.where(d > first, tl.load(part_counts + d), 0), 0)
         beyond += tl.sum(tl.where(d > second, tl.load(part_counts + _SECOND + d), 0), 0)
-        tl.store(part_counts + _REACHED + v, beyond + tl.sum(found, 0) - tl.cumsum(found, 0) + found)
-        tl.store(part_counts + _REACHED + 256, beyond)
+        tl.store(part_counts + _LOW + v, beyond + tl.sum(found, 0) - tl.cumsum(found, 0) + found)
+        tl.store(part_counts + _LOW + 256, beyond)
         tl.atomic_add(row_counts + _LOW + v, found, mask=found > 0, sem="relaxed")
 
 
 @cache
 def _workspace(device: torch.device, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts of each row, of which the first 16 are 0 between calls, and of each of its parts."""
-    row_counts = torch.zeros(rows, _ROW.value, dtype=torch.int32, device=device)
-    return row_counts, torch.empty(rows, parts, _PART.value, dtype=torch.int32, device=device)
+    row_counts = torch.zeros(rows, _SIZE.value, dtype=torch.int32, device=device)
+    return row_counts, torch.empty(rows, parts, _SIZE.value, dtype=torch.int32, device=device)
 
 
 def select_tokens(
