@@ -7,7 +7,7 @@ host nor changes shape as sequences grow.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -62,6 +62,34 @@ class Step:
         """Local keys `[lo, hi)` of each query, int32 [N]; computed once for each window that the model has."""
         lo, hi = self.once(window, lambda: self.placement.bounds(self.positions, self.starts, self.live, window))
         return lo, hi
+
+
+@dataclass(frozen=True)
+class StepsAhead:
+    """Steps of one token each that follow one another, whose tokens are not known yet.
+
+    Attributes:
+        joint: of all steps, one after the other, for what does not depend on tokens: what a policy prepares for it, it
+            prepares for all of them.
+        rows: of a step. Those that a sequence may not verify any more are not `live`.
+    """
+
+    joint: Step
+    rows: int
+
+    def step(self, turn: int, tokens: Tensor) -> Step:
+        """One of the steps, of these tokens [rows] int64."""
+        rows = slice(turn * self.rows, (turn + 1) * self.rows)
+        joint = self.joint
+        return replace(
+            joint,
+            tokens=tokens,
+            positions=joint.positions[rows],
+            starts=joint.starts[rows],
+            live=joint.live[rows],
+            append_slots=joint.append_slots[rows],
+            shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in joint.shared.items()},
+        )
 
 
 class DecodeState:
@@ -158,6 +186,28 @@ class DecodeState:
             cu_q=None,
             max_q=len(tokens) // rows,
             chunks=chunks,
+        )
+
+    def steps_ahead(self, rows: int, count: int) -> StepsAhead:
+        """`count` steps of one token each of the first `rows` rows, from where these are; see `StepsAhead`."""
+        turn = torch.arange(count, device=self.lengths.device)[:, None]
+        owner = torch.arange(rows, device=self.lengths.device).repeat(count)
+        positions = (self.lengths[:rows] + turn).flatten()
+        live = (self.active[:rows] & (turn < self.left(rows))).flatten()
+        starts, tables = self.starts[:rows].repeat(count), self.block_tables[:rows]
+        return StepsAhead(
+            Step(
+                self.placement,
+                tokens=torch.empty_like(positions),
+                positions=positions,
+                starts=starts,
+                live=live,
+                block_tables=tables,
+                append_slots=self.placement.cache_slots(positions, starts, live, tables, owner),
+                cu_q=None,
+                max_q=1,
+            ),
+            rows,
         )
 
     def commit(self, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:

@@ -48,11 +48,12 @@ class ChosenAttention(AttentionPolicy):
         """Keys [lo, hi) of a row of the table: the chosen ones and those up to the query's own."""
 
         def make() -> tuple[Tensor, ...]:
-            _, hi = step.bounds(None)
-            rows = slice(step.first, step.first + len(hi))
+            n = len(step.block_tables)
+            rows = slice(step.first, step.first + n)
+            hi = step.bounds(None)[1].view(-1, n)  # of one step, or of several
             behind = hi - self.known[rows] + self.counts[rows]
             # Where a sequence went on without drafts, its newest keys have no column; its next choice is due.
-            hi = torch.where(hi > 0, behind.clamp(0, self.tables.shape[3]), 0)
+            hi = torch.where(hi > 0, behind.clamp(0, self.tables.shape[3]), 0).flatten()
             return torch.zeros_like(hi), hi
 
         return step.once(ChosenAttention, make)

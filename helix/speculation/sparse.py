@@ -8,7 +8,6 @@ made of every key, and from that the keys of the next drafts are chosen, in all 
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -194,15 +193,14 @@ class SparseDrafter(Drafter):
         self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)
 
     def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        own = copy(state)  # the same sequences, ahead of where they are
-        own.tokens, own.lengths, own.active = state.tokens.clone(), state.lengths.clone(), state.active.clone()
-        lengths, left = state.lengths[:rows], state.left(rows)
+        lengths, tokens = state.lengths[:rows], state.tokens[:rows]
+        ahead = state.steps_ahead(rows, drafts)
+        self.policy.prepare(ahead.joint, set(self.model.spec.windows))
         drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", stochastic, filtered)
         for n in range(drafts):
-            own.active[:rows] = state.active[:rows] & (n < left)
-            own.lengths[:rows] = lengths + n
-            hidden = self.model.hidden(self.cache, own.decode_step(rows), self.policy)
-            own.tokens[:rows] = drawing.draw(hidden, state, lengths + n + 1)
+            step = ahead.step(n, tokens)
+            hidden = self.model.hidden(self.cache, step, self.policy)
+            tokens = drawing.draw(hidden, state, step.positions + 1)
         if self.forced is None:
             return drawing.draft()
         tokens, outcome = synthetic_drafts(lengths, drafts, self.forced, 0, self.model.spec.vocab)
