@@ -47,6 +47,8 @@ class ModelRunner:
         drafts: the most tokens that a step verifies for each sequence.
         graphs: captured steps; None where steps cannot be captured.
         hopb_chunks: chunks of a step of so many rows, where `helix.autotune` has chosen.
+        mark: called where a phase of a step with drafts begins, with its name, and with None where the step ends; for
+            benchmarks.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ModelRunner:
         self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
         self.admitted: dict[int, Admission] = {}
         self.hopb_chunks: dict[int, int] = {}
+        self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs(self.step) if comm.capturable else None
         self._pages: dict[int, list[int]] = {}
         self._drafting = True  # whether the last steps had drafts
@@ -188,29 +191,36 @@ class ModelRunner:
 
     def step(self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int) -> Tensor:
         draft = None
+        self.mark("draft")
         if drafts:
             assert self.drafter is not None
             draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
+        self.mark("verify")
         step = self.state.decode_step(rows, tokens, chunks)
         policy = self.policy if sparse else self.dense
         if drafts and self.drafter is not None:
             policy = self.drafter.verification or policy
         hidden = self.model.hidden(self.cache, step, policy)
+        self.mark("accept")
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
         drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
         learner = self.drafter if drafts and self.drafter is not None and self.drafter.learns else None
         if self.cache.bounds is None and learner is None:
-            return self.state.commit(drawn, tokens)
+            taken = self.state.commit(drawn, tokens)
+            self.mark(None)
+            return taken
         state, before = self.state, self.state.lengths[:rows].clone()
         taken = state.commit(drawn, tokens)
         ends = state.starts[:rows], before, state.lengths[:rows]
         self.cache.fold(self.placement, state.block_tables[:rows], *ends, step.max_q)
         if learner is not None:
+            self.mark("choose")
             learner.verified(state, rows, drafts, before)
+        self.mark(None)
         return taken
 
     def _draw(

@@ -38,7 +38,7 @@ MEASURED = [
     "tokens_per_s_gpu", "speculation",
 ]  # fmt: skip
 PARTS = {
-    "draft": r"^_(replay|find|propose)_kernel",
+    "draft": r"^_(replay|find|propose|draft_ranges|select_tokens)_kernel",
     "attention": r"^_(kv_append|flash_decode|merge_parts|mla_\w+|angles|local_bounds|cache_slots)_kernel"
     r"|^_(select_blocks|keep_best|block_ranges|fold_blocks)_kernel",
     "exchange": r"^_((merge_)?exchange|lse_combine)_kernel|ncclDevKernel_SendRecv",

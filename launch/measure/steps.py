@@ -27,9 +27,12 @@ from helix.timings import Timings
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
 from launch.job.task import Done, Task
+from launch.measure.phases import STEPS as PHASED
+from launch.measure.phases import phase_us
 from launch.measure.points import at_each, engine_at, gammas
 
 WARM_UP = 4
+UNTIMED = WARM_UP + 1 + PHASED  # the one that is traced, and those whose phases are timed
 NAME = 100  # characters of a kernel's name that are kept
 LONGEST = 4  # kernels whose times on all ranks are kept
 
@@ -59,7 +62,7 @@ def _time_point(
 ) -> list[dict[str, Any]]:
     """What is measured at a point, for each count of drafts, always over the same cache."""
     config = plan.config
-    engine, reserved = engine_at(plan, comm, model, batch, length, WARM_UP + config.bench.steps + 1, draft=draft)
+    engine, reserved = engine_at(plan, comm, model, batch, length, UNTIMED + config.bench.steps, draft=draft)
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
     choose_chunks(engine.runner, batch)
     tokens = [0] * plan.layout.kvp
@@ -116,6 +119,8 @@ def _time_drafts(
     seconds = _times(step, steps, comm.device)
     read = blocks_read(runner, comm) if sparse else {}
     traced = read | _trace(partial(runner.decode, batch, gamma, sparse=sparse), runner.model.spec.layers, comm)
+    if gamma:
+        traced["phase_us"] = phase_us(runner, comm, batch, gamma)
     comm.check()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
     timings = Timings(acceptance=Acceptance(gamma))

@@ -15,6 +15,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.collecting import CollectingAttention
+from helix.autotune import fill
 from helix.engine import Engine
 from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
@@ -24,6 +25,7 @@ from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState, Step
 from kernels.attention.split_kv import PartialAttention
+from launch.measure.phases import phase_us
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
@@ -263,6 +265,21 @@ def test_tables(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_ranks(2, body, timeout_s=120.0)
     assert all(watch.checked > 100 for watch in watches)
+
+
+def test_phases_of_an_iteration() -> None:
+    layout = HelixLayout.create("helix", 2)
+
+    def body(world: LoopbackWorld, rank: int) -> dict[str, float]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        runner = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SelfDrafts(3, FEW), adaptive=False).runner
+        fill(runner, 2, 200)
+        with torch.inference_mode():
+            return phase_us(runner, comm, 2, 3)
+
+    first, second = run_ranks(2, body, timeout_s=120.0)
+    assert first == second and list(first) == ["draft", "verify", "accept", "choose"]
+    assert first["draft"] > first["verify"] > 0 and min(first.values()) > 0
 
 
 @pytest.mark.gpu

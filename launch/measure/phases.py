@@ -1,0 +1,68 @@
+"""What an iteration of drafts and verification consists of, by events inside its CUDA graph."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from comm.base import Communicator
+from helix.graphs import StepGraphs
+from helix.model_runner import ModelRunner
+
+TIMES = 9
+STEPS = TIMES + 2  # that it takes
+
+
+def phase_us(runner: ModelRunner, comm: Communicator, rows: int, drafts: int) -> dict[str, float]:
+    """Median microseconds of each phase of a step of the first `rows` slots, on the rank where it took longest.
+
+    A collective. The slots move on by these steps.
+    """
+    graphs = StepGraphs(runner.step) if runner.graphs is not None else None
+    marks: list[tuple[str | None, torch.cuda.Event | float]] = []
+
+    def mark(phase: str | None) -> None:
+        if graphs is None:
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+            marks.append((phase, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        marks.append((phase, event))
+
+    def step() -> None:
+        key = rows, drafts, False, False, False, runner.chunks(rows)
+        (graphs.run if graphs is not None else runner.step)(*key)
+
+    found: dict[str, list[float]] = defaultdict(list)
+    step()
+    runner.mark = mark
+    try:
+        for i in range(TIMES + 1):
+            if graphs is None or i == 0:  # the events of the graph that is captured here are those of every replay
+                marks.clear()
+            comm.barrier()
+            step()
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+            for (phase, begin), (_, end) in pairwise(marks):
+                if i and phase is not None:
+                    found[phase].append(_between(begin, end))
+    finally:
+        runner.mark = lambda phase: None
+        if graphs is not None:
+            graphs.close()
+    of_ranks = comm.all_gather_object({phase: median(us) for phase, us in found.items()})
+    return {phase: round(max(of_rank[phase] for of_rank in of_ranks), 1) for phase in found}
+
+
+def _between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Microseconds."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return 1e6 * (float(end) - float(begin))  # type: ignore[arg-type]
+    return 1e3 * begin.elapsed_time(end)
