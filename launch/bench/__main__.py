@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from launch.bench import attention, comm, hopb, linear, mla, moe, prefill, sparse, speculate, steps, verify
+from launch.bench import attention, comm, hopb, linear, mla, moe, prefill, self_drafts, sparse, speculate, steps, verify
 from launch.bench.runner import Benchmark, Given, record, run
 from launch.inputs import parts
 from launch.inputs.arguments import helped, parse, several, unknown
@@ -35,6 +35,7 @@ BENCHMARKS = {
     "baselines": steps.BASELINE,
     "sparse-steps": steps.SPARSE,
     "speculate": speculate.BENCHMARK,
+    "self-drafts": self_drafts.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "hopb": hopb.BENCHMARK,
 }
