@@ -331,12 +331,12 @@ BAD_COMMAND_LINES = [
     (
         ["speculation=oracle"],
         1,
-        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, synthetic",
+        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, sparse, synthetic",
     ),
     (
         ["speculation.drafter=oracle"],
         1,
-        "speculation.drafter='oracle' is unknown; choose one of none, ngram, model, synthetic",
+        "speculation.drafter='oracle' is unknown; choose one of none, ngram, model, sparse, synthetic",
     ),
     (["speculation.gamma=0"], 1, "speculation.gamma=0 must be from 1 to 31"),
     (["speculation.gamma=32"], 1, "speculation.gamma=32 must be from 1 to 31"),
@@ -375,7 +375,7 @@ BAD_COMMAND_LINES = [
     (
         ["speculation=model", "speculation.model.path=MODEL", "bench=comm"],
         1,
-        "bench.kind=comm has no draft model: set speculation=none (speculation.drafter=model goes w",
+        "bench.kind=comm has no drafts of a model: set speculation=none (speculation.drafter=model g",
     ),
     (["bench=all"], 1, "bench=all: bench has no option all; known: comm, decode, hopb, none, prefill"),
     (["bench.kind=all"], 1, "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, prefill"),

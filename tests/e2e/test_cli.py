@@ -25,6 +25,7 @@ from launch.bench.runner import Given
 from launch.bench.runner import run as run_benchmark
 from launch.demo import verdict
 from launch.inputs.files import claim
+from launch.measure.steps import UNTIMED
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job, torchrun
 from tests.e2e.parity import build_engine
@@ -303,7 +304,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         assert found["tokens_per_s_user"] == pytest.approx(each * 5 / found["decode_s"])
     assert points[0]["speculation"]["acceptance_by_place"] == [1.0] * 3 and points[1]["speculation"] is None
     layout = HelixLayout.create("helix", 2)
-    end = 400 + (4 + 5 + 1) * (1 + 3)  # of a sequence whose drafts are all kept
+    end = 400 + (UNTIMED + 5) * (1 + 3)  # of a sequence whose drafts are all kept
     held = [sum(layout.local_length(end, k, 16, s % 2) for s in range(3)) for k in range(2)]
     assert points[0]["kv_tokens_per_rank"] == held
 
@@ -376,7 +377,7 @@ def test_speculation_is_timed_without_a_gpu(as_users_have_it: None) -> None:
     assert drafted["gain_at_rate"] == pytest.approx((1 + 0.8 + 0.64) * plain["ttl_p50_us"] / drafted["ttl_p50_us"])
     assert [row["drafting"] for row in copies] == ["none", "4"]
     assert all(row["as_plain"] == row["prompts"] for row in copies), "fp32: drafts change no token"
-    assert copies[1]["tokens_per_step"] > 2 > copies[0]["tokens_per_step"] == 1
+    assert copies[1]["tokens_per_step"] > 1.2 > copies[0]["tokens_per_step"] == 1
 
 
 def test_the_example_of_the_python_interface(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from helix.sampling import SamplingParams
 from helix.scheduler import StepPlan
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.adaptive import DraftPolicy
+from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, build_drafter, build_engine, check, distributed_rank, generate
@@ -78,12 +79,18 @@ def test_gpus(kind: type[TorchDistCommunicator]) -> None:
     over_processes(pool(2, "nccl"), "cuda", kind)
 
 
-class Erring(ModelDrafter):
+class Erring(DraftDrawing):
     """Goes wrong at every 7th position, and goes on from there."""
 
-    def _draw(self, hidden: Tensor, state: DecodeState, positions: Tensor, *rest: object) -> Tensor:  # type: ignore[override]
-        tokens = super()._draw(hidden, state, positions, *rest)  # type: ignore[arg-type]
-        return torch.where(positions % 7 == 0, (tokens + 1) % 257, tokens)
+    def draw(self, hidden: Tensor, state: DecodeState, positions: Tensor) -> Tensor:
+        tokens = super().draw(hidden, state, positions)
+        self._tokens[-1] = torch.where(positions % 7 == 0, (tokens + 1) % 257, tokens)
+        return self._tokens[-1]
+
+
+@pytest.fixture
+def erring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("helix.speculation.model.DraftDrawing", Erring)
 
 
 def runs(gamma: int, paused: bool) -> Iterator[tuple[int, int]]:
@@ -111,7 +118,7 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
 
     def body(world: LoopbackWorld, rank: int) -> tuple[list[tuple[int, ...]], int]:
         ranks = world.communicator(rank, own.kvp_group(rank))
-        drafter = build_drafter(checkpoint(family), own, ranks, gamma, kind=Erring)
+        drafter = build_drafter(checkpoint(family), own, ranks, gamma)
         comm = world.communicator(rank, layout.kvp_group(rank))
         taken, steps = [], 0
         for each in (None, drafter):
@@ -132,6 +139,7 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
 
 @pytest.mark.parametrize("paused", [False, True])
 @pytest.mark.parametrize("family, gamma", [("qwen3", 4), ("mistral-windowed", 1), ("deepseek-v3-yarn", 2)])
+@pytest.mark.usefixtures("erring")
 def test_all_that_is_right_is_kept(family: str, gamma: int, paused: bool) -> None:
     """Also behind steps without drafts, which the draft model reads up on."""
     for length in (1, 45):
@@ -139,6 +147,7 @@ def test_all_that_is_right_is_kept(family: str, gamma: int, paused: bool) -> Non
 
 
 @pytest.mark.parametrize("lost", ["the last draft's", "the tokens' of steps without drafts"])
+@pytest.mark.usefixtures("erring")
 def test_stale_kv_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if lost == "the last draft's":
         decode_step = DecodeState.decode_step
