@@ -29,8 +29,8 @@ from kernels.sparse.select_blocks import MOST_PAGES
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
     """Which keys the drafts of speculation.drafter=sparse read."""
-    shared = config.heads == "shared"
-    return DraftBudget(config.policy, config.sparsity, config.recent, config.reach, config.block, shared)
+    shared, together = config.heads == "shared", config.choice == "global"
+    return DraftBudget(config.policy, config.sparsity, config.recent, config.reach, config.block, shared, together)
 
 
 def make_drafter(

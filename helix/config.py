@@ -140,6 +140,7 @@ class SpeculationConfig:
     reach: a key scores as the best of itself and so many before it: 0, 1, 2, 4, 8 or 16.
     block: a key scores as the best of its block of so many: 1, 2, 4, 8 or 16.
     heads: each: every KV head chooses keys of its own; shared: one choice for all of a rank's.
+    choice: local: each rank chooses among its own keys; global: one choice over all ranks.
     noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
         drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
     acceptance: chance of each draft of synthetic, given that those before it were kept.
@@ -158,6 +159,7 @@ class SpeculationConfig:
     reach: int = 8
     block: int = 1
     heads: str = "each"
+    choice: str = "local"
     noise: str = "shared"
     acceptance: float = 0.8
     forced: float | None = None
@@ -265,6 +267,7 @@ def check(config: Config) -> None:
         "speculation.block": (1, 2, 4, 8, 16),
         "speculation.reach": (0, 1, 2, 4, 8, 16),
         "speculation.heads": ("each", "shared"),
+        "speculation.choice": ("local", "global"),
         "speculation.noise": ("shared", "own"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
     }

@@ -3,7 +3,7 @@
 A draft step is a forward pass of the target, with its weights, its cache and its ranks, under an attention policy that
 reads the chosen keys and all that came since. Verification overwrites what drafts appended. It leaves what its queries
 made of every key, and from that the keys of the next drafts are chosen, in all layers at once (papers: Vegas, section
-3). Each rank chooses among its own keys.
+3). Each rank chooses among its own keys, unless all choose together.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState
 from kernels.attention.flash_decode import score_planes
+from kernels.reference.select_tokens import Together
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
 from kernels.tokens.synthetic_drafts import synthetic_drafts
@@ -52,6 +53,7 @@ class DraftBudget:
         reach: a key scores as the best of itself and so many before it.
         block: a key scores as the best of its block of so many.
         shared: one choice for all KV heads of a rank.
+        together: one choice over all ranks of a kvp group; each has room for twice its share, or for LEAST_KEYS.
     """
 
     policy: str = "all"
@@ -60,6 +62,7 @@ class DraftBudget:
     reach: int = 0
     block: int = 1
     shared: bool = False
+    together: bool = False
 
     def keys(self, kvp: int) -> KeyBudget:
         """What a rank of `kvp` reads of its keys."""
@@ -147,6 +150,8 @@ class SparseDrafter(Drafter):
         self.forced = forced
         self.tail = 2 * limit + 1  # keys behind the chosen ones: drafts that held, and those of this step
         self.keys = budget.keys(layout.kvp)
+        self.together = budget.together and layout.kvp > 1
+        self.overflow = torch.zeros(1, dtype=torch.int64, device=device)  # keys that a rank had no room for
         self.chosen: ChosenAttention | None = None
         self.scores: ScorePages | None = None
         self.policy: AttentionPolicy
@@ -158,7 +163,7 @@ class SparseDrafter(Drafter):
         else:
             most = max(placement.pages(max_length + limit, start) for start in range(layout.kvp))
             layers, heads = full_layers(spec), cache.tensors[0].shape[3]
-            width = int(self.keys.of(torch.tensor(most * placement.page_size))) + self.tail
+            width = int(self._room(torch.tensor(most * placement.page_size))) + self.tail
             self.chosen = ChosenAttention(layers, max_batch, 1 if budget.shared else heads, width, device)
             self.policy = self.chosen
             # Where verification leaves no scores.
@@ -175,6 +180,12 @@ class SparseDrafter(Drafter):
     def _planes(self, queries: int) -> int:
         layout, dtype = self.placement.layout, self.model.weights.dtype
         return self.budget.planes(self.model.spec, layout, self.comm.rank, queries, dtype)
+
+    def _room(self, known: Tensor) -> Tensor:
+        """Columns of a table for the chosen among so many local keys."""
+        counts = self.keys.of(known)
+        # Twice a rank's share; of few keys one rank may hold all.
+        return torch.minimum((2 * counts).clamp(min=LEAST_KEYS), known) if self.together else counts
 
     def admit(self, admission: Admission) -> None:
         if self.scores is not None:
@@ -229,11 +240,20 @@ class SparseDrafter(Drafter):
         """
         if self.chosen is None:
             return
-        ranges = self.placement.draft_ranges(positions, state.starts[slots], live, self.keys)
-        self.chosen.known[slots], self.chosen.counts[slots] = ranges[:2]
+        starts, fresh = state.starts[slots], not queries or self.scores is None
+        known, counts, sinks, recent = self.placement.draft_ranges(positions, starts, live, self.keys)
+        together = None
+        if self.together:
+            of_all = self.budget.keys(1).of(torch.where(live, positions + 1, 0))
+            if fresh:  # the latest of the sequence, wherever they are
+                latest = self._latest(positions, starts, live, of_all, known, sinks)
+                counts = torch.minimum(latest, self._room(known.long()).int())
+            else:
+                counts = self._room(known.long()).int()
+                together = Together(self._gather, self.comm.kvp_rank, of_all.int(), self.overflow)
+        self.chosen.known[slots], self.chosen.counts[slots] = known, counts
         tables = state.block_tables[slots]
         scores, score_tables, weights = self._nothing, tables, None
-        fresh = not queries or self.scores is None
         if not fresh and self.scores is not None:
             planes = self._planes(queries)
             scores, score_tables = self.scores.planes[:, :planes], self.scores.tables[slots]
@@ -242,6 +262,19 @@ class SparseDrafter(Drafter):
                 counting = query <= held[:, None] if self.budget.policy == "accepted" else query == held[:, None]
                 weights = counting.float()
         select_tokens(
-            scores, weights, score_tables, tables, *ranges, self._flags[int(fresh)][slots],
+            scores, weights, score_tables, tables, known, counts, sinks, recent, self._flags[int(fresh)][slots],
             self.chosen.tables[:, slots], self.tail, reach=self.budget.reach, block=self.budget.block,
+            together=together,
         )  # fmt: skip
+
+    def _latest(
+        self, positions: Tensor, starts: Tensor, live: Tensor, of_all: Tensor, known: Tensor, sinks: Tensor
+    ) -> Tensor:
+        """This rank's part [n] int32 of the sink and the latest keys, `of_all` of a sequence."""
+        before = (positions + 1 - of_all + SINK_TOKENS).clamp(min=SINK_TOKENS)  # those of the sink among them
+        _, left_out = self.placement.bounds(torch.minimum(before, positions + 1) - 1, starts, live, None)
+        return sinks + known - left_out
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """What each rank of the kvp group brings [K, ...]."""
+        return self.comm.all_to_all(x.expand(len(self.comm.kvp_group), *x.shape).contiguous())

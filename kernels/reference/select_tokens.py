@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
 FORCED = 0xFFFF  # above every score
 NO_NUMBER = 0xFFFE  # above every other score
 MOST_REACH = 16  # keys; a page that holds more than one holds as many
+
+
+@dataclass(frozen=True)
+class Together:
+    """How ranks that hold parts of the same sequences choose together.
+
+    Of equals on several ranks, those of the first are chosen. `counts` of a call is then the room for a rank's share:
+    what it does not fill is -1, no slot, and what does not fit, of its keys the last, is left out and counted.
+
+    Attributes:
+        gather: a tensor of each rank -> all of them [ranks, ...]; a collective.
+        rank: this one's place among them.
+        counts: [B] int32, contiguous: keys that all ranks choose together.
+        overflow: [1] int64, to which the keys that are left out are added.
+    """
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    rank: int
+    counts: torch.Tensor
+    overflow: torch.Tensor
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:
@@ -30,6 +53,7 @@ def select_tokens(
     *,
     reach: int = 0,
     block: int = 1,
+    together: Together | None = None,
 ) -> None:
     """Writes tables of the best keys' slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
     page_size, heads = scores.shape[4], table.shape[2]
@@ -47,13 +71,53 @@ def select_tokens(
             x = torch.nn.functional.pad(x, (0, -n % block)).unflatten(-1, (-1, block)).amax(-1)
             x = x.repeat_interleave(block, -1)[..., :n]
         x[..., :first] = x[..., n - last : n] = FORCED
+        if together is not None:
+            _choose_together(x, block_tables[b], page_size, n, k, int(together.counts[b]), table[:, b], tail, together)
+            continue
         # Stable, and backwards: of equals the latest.
         chosen = n - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values.flip(-1)
-        slots = (block_tables[b, :, None] * page_size + torch.arange(page_size, device=scores.device)).flatten()
+        slots = _slots(block_tables[b], page_size)
         table[:, b, :, :k] = slots[chosen]
-        after = slots[n : n + tail]
-        table[:, b, :, k : k + len(after)] = after.int()
-        table[:, b, :, k + len(after) : k + tail] = 0
+        _write_tail(table[:, b], slots, n, k, tail)
+
+
+def _slots(blocks: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Cache slots of all keys that a block table has room for."""
+    return (blocks[:, None] * page_size + torch.arange(page_size, device=blocks.device)).flatten()
+
+
+def _write_tail(table: torch.Tensor, slots: torch.Tensor, n: int, k: int, tail: int) -> None:
+    after = slots[n : n + tail]
+    table[..., k : k + len(after)] = after.int()
+    table[..., k + len(after) : k + tail] = 0
+
+
+def _choose_together(
+    x: torch.Tensor,
+    blocks: torch.Tensor,
+    page_size: int,
+    n: int,
+    room: int,
+    of_all: int,
+    table: torch.Tensor,
+    tail: int,
+    together: Together,
+) -> None:
+    """Writes a rank's part [L, heads, width] of the `of_all` best of all ranks; its own keys score x [L, heads, n]."""
+    most = len(blocks) * page_size
+    own = torch.nn.functional.pad(x.flip(-1), (0, most - n), value=-1)  # the latest first
+    everyone = together.gather(own.contiguous())  # [ranks, L, heads, most]
+    flat = everyone.permute(1, 2, 0, 3).flatten(2)
+    best = flat.sort(dim=-1, descending=True, stable=True).indices[..., :of_all]
+    taken = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, best, True)
+    mine = taken[..., together.rank * most :][..., :n].flip(-1)
+    slots = _slots(blocks, page_size)
+    table[..., :room] = -1
+    for layer, head in ((i, j) for i in range(len(x)) for j in range(x.shape[1])):
+        chosen = slots[:n][mine[layer, head]]
+        table[layer, head, : min(len(chosen), room)] = chosen[:room].int()
+        together.overflow.add_(max(0, len(chosen) - room))
+    _write_tail(table, slots, n, room, tail)
 
 
 def _total(planes: torch.Tensor, weights: list[float] | None, heads: int) -> torch.Tensor:

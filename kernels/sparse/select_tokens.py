@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
-from kernels.reference.select_tokens import FORCED, MOST_REACH, NO_NUMBER
+from kernels.reference.select_tokens import FORCED, MOST_REACH, NO_NUMBER, Together
 from kernels.reference.select_tokens import select_tokens as reference
 
 TILE = 1024  # keys that a program takes at once
@@ -163,11 +163,11 @@ def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def _select_tokens_kernel(
     key_scores, weights, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
-    row_counts, part_counts, layer_stride, plane_stride, page_stride, head_stride, score_tables_b, block_tables_b,
-    table_layer, B, columns, width, tail,
+    row_counts, part_counts, all_counts, equals_before, of_all, overflow, layer_stride, plane_stride, page_stride,
+    head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail,
     STAGE: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr, WEIGHTED: tl.constexpr,
     PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -176,7 +176,7 @@ def _select_tokens_kernel(
     b = row // HEADS % B
     if STAGE == 0:
         wait_for_predecessor(PDL)
-    n, k = tl.load(known + b), tl.load(counts + b)
+    n, k, room = tl.load(known + b), tl.load(of_all + b), tl.load(counts + b)
     sinks, windows, is_fresh = tl.load(sink_keys + b), tl.load(window_keys + b), tl.load(fresh + b).to(tl.int32)
     run = tl.cdiv(tl.cdiv(n, TILE), tl.num_programs(0)) * TILE
     begin = part * run
@@ -190,6 +190,7 @@ def _select_tokens_kernel(
     blocks = block_tables + b * block_tables_b
     table += row // HEADS // B * table_layer + row % (HEADS * B) * width
     row_counts += row * _SIZE
+    all_counts += row * _SIZE  # of all ranks that choose together
     part_counts += (row * tl.num_programs(0) + part) * _SIZE
     if WEIGHTED:
         weights += b * PLANES
@@ -202,12 +203,12 @@ def _select_tokens_kernel(
             tl.store(row_counts + _SECOND + d, d * 0)
             tl.store(row_counts + _LOW + v, v * 0)
     if (STAGE == 1) | (STAGE == 2):
-        first, left, _ = _find(tl.load(row_counts + d), k)
+        first, left, _ = _find(tl.load(all_counts + d), k)
     if STAGE <= 1:
         even = tl.zeros([TILE // 8], tl.int64)
         odd = tl.zeros([TILE // 8], tl.int64)
     elif STAGE == 2:
-        second, left, _ = _find(tl.load(row_counts + _SECOND + d), left)
+        second, left, _ = _find(tl.load(all_counts + _SECOND + d), left)
         high = first * 16 + second
         if part == 0:
             tl.store(row_counts + _FOUND, high)
@@ -217,9 +218,12 @@ def _select_tokens_kernel(
     else:
         if part == 0:
             tl.store(row_counts + d, d * 0)  # for the next call
-            _write_tail(blocks, table + k, n, columns, tail, PAGE, 64)
-        low, left, equals = _find(tl.load(row_counts + _LOW + v), tl.load(row_counts + _FOUND + 1))
+            _write_tail(blocks, table + room, n, columns, tail, PAGE, 64)
+        low, left, equals = _find(tl.load(all_counts + _LOW + v), tl.load(row_counts + _FOUND + 1))
         threshold = tl.load(row_counts + _FOUND) * 256 + low
+        if TOGETHER:  # of equals on several ranks those of the first
+            equals = tl.load(row_counts + _LOW + low)
+            left = tl.minimum(tl.maximum(left - tl.load(equals_before + row * 256 + low), 0), equals)
         skipped = equals - left  # of equals the earlier
         q = tl.arange(0, BLOCK_PARTS)
         reached = part_counts + (q - part) * _SIZE + _LOW + low
@@ -231,6 +235,13 @@ def _select_tokens_kernel(
         place = tl.sum(tl.where(q < part, beyond, 0), 0) + tl.maximum(equal - skipped, 0)
         bound = threshold - (equal >= skipped).to(tl.int32)  # keys above are chosen
         is_cut = (equal < skipped) & (with_own > skipped)  # some of this part's equals are chosen, and some not
+        if TOGETHER and part == 0:
+            of_parts = part_counts + q * _SIZE + _LOW + low + 1
+            chosen_here = left + tl.sum(tl.load(of_parts, mask=q * run < n, other=0), 0)
+            for at in range(0, room, 128):
+                i = at + tl.arange(0, 128)
+                tl.store(table + i, i * 0 - 1, mask=(i >= chosen_here) & (i < room))
+            tl.atomic_add(overflow, tl.maximum(chosen_here - room, 0).to(tl.int64), sem="relaxed")
 
     for at in range(begin, end, TILE):
         x = _read_tile(
@@ -256,7 +267,8 @@ def _select_tokens_kernel(
             ones = tl.reshape(chosen.to(tl.int32), [TILE // 8, 8])
             eights = tl.sum(ones, 1)
             until = tl.reshape((tl.cumsum(eights, 0) - eights)[:, None] + tl.cumsum(ones, 1), [TILE])
-            tl.store(table + (place + until - 1), slot, mask=chosen)
+            to = place + until - 1
+            tl.store(table + to, slot, mask=chosen & (to < room))
             place += tl.sum(eights, 0)
         if STAGE <= 1:
             even += eights & _EVEN
@@ -301,6 +313,7 @@ def select_tokens(
     *,
     reach: int = 0,
     block: int = 1,
+    together: Together | None = None,
 ) -> None:
     """Writes tables of the cache slots of each sequence's best keys, for all layers and KV heads.
 
@@ -326,6 +339,7 @@ def select_tokens(
         tail: keys behind the known ones.
         reach: a key scores as the best of itself and this many before it; 0 or a power of two up to 16.
         block: a key scores as the best known of its aligned block of this many; a power of two up to 16.
+        together: one choice over several ranks; a collective among them.
 
     Source:
         Vegas (papers/vegas.txt), section 3.2; radix select.
@@ -341,8 +355,9 @@ def select_tokens(
     assert all(0 <= x <= MOST_REACH and x & (x - 1) == 0 for x in (reach, block)) and 1 in (block, reach + 1)
     if not dispatch.on_gpu(scores):
         reference(
-            scores, weights, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach, block=block
-        )
+            scores, weights, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach, block=block,
+            together=together,
+        )  # fmt: skip
         return
     assert page_size & (page_size - 1) == 0 and (page_size == 1 or page_size >= MOST_REACH)
     assert weights is None or weights.is_contiguous()
@@ -351,12 +366,24 @@ def select_tokens(
     parts = max(LEAST_PARTS, triton.cdiv(PROGRAMS * sm_count(scores.device), rows))
     parts = max(min(parts, tiles), triton.cdiv(tiles, MOST_TILES))
     row_counts, part_counts = _workspace(scores.device, rows, parts)
+    all_counts, equals_before = row_counts, None
+    of_all, overflow = (counts, None) if together is None else (together.counts, together.overflow)
+    if together is not None:
+        all_counts = torch.empty_like(row_counts)
+        assert of_all.is_contiguous() and of_all.dtype == torch.int32 and of_all.shape == (B,)
     for stage in range(STAGES):
+        if stage and together is not None:  # what each rank has counted in the launch before
+            begin = (0, _SECOND.value, _LOW.value)[stage - 1]
+            digits = slice(begin, begin + (256 if stage == 3 else 16))
+            everyone = together.gather(row_counts[:, digits].contiguous())
+            all_counts[:, digits] = everyone.sum(0)
+            equals_before = everyone[: together.rank].sum(0, dtype=torch.int32) if stage == 3 else None
         _select_tokens_kernel[parts, rows](
             scores, weights, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
-            *scores.stride()[:4], score_tables.stride(0), block_tables.stride(0),
+            all_counts, equals_before, of_all, overflow, *scores.stride()[:4], score_tables.stride(0),
+            block_tables.stride(0),
             table.stride(0), B, columns, width, tail,
             STAGE=stage, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads, WEIGHTED=weights is not None,
             PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE, BLOCK_PARTS=triton.next_power_of_2(parts),
-            num_warps=4, **overlapped(scores),
+            TOGETHER=together is not None, num_warps=4, **overlapped(scores),
         )  # fmt: skip

@@ -150,6 +150,17 @@ def test_drafts_that_read_every_key_all_hold(policy: str) -> None:
     assert tokens == plain() and kept == [1.0] * 3
 
 
+def test_one_choice_over_all_ranks_is_that_of_one_rank() -> None:
+    """Then the same drafts hold on every layout; and where all keys are read, all of them."""
+    budget = DraftBudget(sparsity=0.15, recent=0.0, together=True)
+    alone, kept = served(SelfDrafts(3, budget), HelixLayout.create())
+    assert 0 < kept[0] < 1
+    for layout in (HelixLayout.create("helix", 3), HelixLayout.create("helix", 2, 2)):
+        assert served(SelfDrafts(3, budget), layout) == (alone, kept)
+    everything = SelfDrafts(3, replace(budget, sparsity=1.0))
+    assert served(everything, HelixLayout.create("helix", 2))[1] == [1.0] * 3
+
+
 def test_drafts_with_noise_of_their_own_all_hold_where_they_read_every_key() -> None:
     """p = q: rejection keeps all but what differs by the order of sums."""
     drafts = SelfDrafts(3, DraftBudget(sparsity=1.0), noise="own")

@@ -576,6 +576,11 @@ FAULTS = [
         "behind = hi - self.known[rows] + self.counts[rows]", "behind = hi - self.known[rows] + self.counts[rows] + 1",
         ("tests/e2e/test_sparse_drafts.py::test_drafts_that_read_every_key_all_hold",),
     ),
+    Fault(
+        "every rank takes the keys that are equal", "kernels/sparse/select_tokens.py",
+        "left - tl.load(equals_before + row * 256 + low)", "left",
+        ("tests/kernels/test_select_tokens.py::test_ranks_choose_together",),
+    ),
     # ---- predictions
     Fault(
         "an all-reduce goes once round", "helix/simulate/cost.py",

@@ -104,7 +104,8 @@ SPECIAL = {
     **dict.fromkeys(("before", "after", "counted"), ("*i64", True)),
     **dict.fromkeys(("topk", "width", "columns", "tail"), ("i32", False)),
     **dict.fromkeys(("score_tables", "block_tables", "known", "sink_keys", "window_keys"), ("*i32", True)),
-    **dict.fromkeys(("row_counts", "part_counts"), ("*i32", True)),
+    **dict.fromkeys(("row_counts", "part_counts", "all_counts", "equals_before", "of_all"), ("*i32", True)),
+    "overflow": ("*i64", True),
     "key_scores": ("*fp16", True),
     "fresh": ("*i1", True),
     "layer_stride": ("i64", True),
@@ -269,8 +270,15 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """Four launches, of one plane and of several, alone and with the best of the keys before."""
     tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK": 1, "BLOCK_PARTS": 64, "PDL": True}
-    for stage, planes, reach in [(stage, 1, 0) for stage in range(4)] + [(0, 2, 0), (1, 1, 8), (3, 1, 16)]:
-        one = {"STAGE": stage, "PLANES": planes, "SUMMED": planes, "WEIGHTED": planes > 1, "REACH": reach}
+    for stage, planes, reach in [(stage, 1, 0) for stage in range(4)] + [(0, 2, 0), (1, 2, 0), (3, 2, 0), (1, 1, 8), (3, 1, 16)]:
+        one = {
+            "STAGE": stage,
+            "PLANES": planes,
+            "SUMMED": planes,
+            "WEIGHTED": planes > 1,
+            "REACH": reach,
+            "TOGETHER": planes > 1,
+        }
         yield "select-tokens", torch.bfloat16, _select_tokens_kernel, tile | one, {"num_warps": 4}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels.reference.select_tokens import Together
 from kernels.reference.select_tokens import select_tokens as reference
 from kernels.sparse.select_tokens import select_tokens
 
@@ -192,6 +195,69 @@ def test_one_counter_holds_all_keys(op: Any, device: torch.device, monkeypatch: 
     c = case("long", device, torch.full((n,), torch.inf))
     op(**c)
     check(c)
+
+
+# Of three ranks: the first one's keys of one sequence, of another none; rooms that are enough, and one that is not.
+TOGETHER = [
+    dict(sequences=[(120, 40, 4, 6, 0), (37, 20, 4, 0, 0)], layers=2),
+    dict(sequences=[(115, 40, 0, 5, 0), (0, 0, 0, 0, 0)], layers=2),
+    dict(sequences=[(127, 9, 0, 6, 0), (30, 20, 0, 3, 0)], layers=2),
+]
+OF_ALL = [40, 11]
+
+
+@OPS
+def test_ranks_choose_together(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all, of equals the first rank's, of one rank's the latest; each rank writes its own."""
+    ranks, turn, meet = len(TOGETHER), threading.Lock(), threading.Barrier(len(TOGETHER))
+    brought: list[Any] = [None] * ranks
+    cases = []
+    for i, shape in enumerate(TOGETHER):
+        monkeypatch.setitem(SHAPES, f"together-{i}", shape)
+        cases.append(case(f"together-{i}", device))
+
+    def rank(i: int) -> int:
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            brought[i] = x.clone()
+            turn.release()  # kernels run one at a time
+            meet.wait(60)
+            found = torch.stack(brought)
+            meet.wait(60)
+            turn.acquire()
+            return found
+
+        counts = torch.tensor(OF_ALL, dtype=torch.int32, device=device)
+        overflow = torch.zeros(1, dtype=torch.int64, device=device)
+        with turn:
+            for _ in range(2):  # what one call leaves does not reach the next
+                op(**cases[i], together=Together(gather, i, counts, overflow))
+        return int(overflow)
+
+    if op is select_tokens:  # each rank has a workspace of its own
+        workspaces = threading.local()
+        make = sys.modules[select_tokens.__module__]._workspace.__wrapped__
+
+        def own(*key: Any) -> Any:
+            if not hasattr(workspaces, "held"):
+                workspaces.held = make(*key)
+            return workspaces.held
+
+        monkeypatch.setattr(sys.modules[select_tokens.__module__], "_workspace", own)
+    with ThreadPoolExecutor(ranks) as threads:
+        overflows = list(threads.map(rank, range(ranks)))
+    lost = 0
+    for layer, b, head in np.ndindex(2, 2, 2):
+        scored = [(x, -i, j) for i, c in enumerate(cases) for j, x in enumerate(order(c, layer, b, head))]
+        best = sorted(scored, reverse=True)[: OF_ALL[b]]
+        for i, c in enumerate(cases):
+            chosen, room, n = sorted(j for _, r, j in best if r == -i), int(c["counts"][b]), int(c["known"][b])
+            lost += max(0, len(chosen) - room)
+            blocks = c["block_tables"][b].tolist()
+            slots = [blocks[j // 16] * 16 + j % 16 if j // 16 < len(blocks) else 0 for j in [*chosen, *range(n, n + 5)]]
+            wanted = slots[: len(chosen)][:room]
+            wanted += [-1] * (room - len(wanted)) + slots[len(chosen) :]
+            assert c["table"][layer, b, head].tolist()[: room + 5] == wanted, (layer, b, head, i)
+    assert sum(overflows) == 2 * lost > 0
 
 
 HALVES = st.one_of(
