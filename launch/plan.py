@@ -3,6 +3,8 @@
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 batch=8
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 ttl_ms=20             the largest batch within 20 ms
   python -m launch.plan model=DIR gpus=4 length=131072 acceptance=0.7 gamma=4         with speculative decoding
+  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 drafter=sparse sparsity=0.07 acceptance=0.9
+                                                              the model drafts for itself, over 7% of its keys
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 sparse=32              block-sparse beside dense
   python -m launch.plan check                                 its first choices against recorded steps
   python -m launch.plan bill                                  what recorded block-sparse steps pay, and where they pay
@@ -20,6 +22,8 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   backend     auto: the runtime's own collectives; nccl: the library's, where they were measured
   acceptance  probability that a drafted token is accepted: plans speculation
   gamma       drafted tokens of a step (default: the best one)
+  drafter     ngram (default), whose drafts cost nothing, or sparse: the model drafts for itself, and pays for it
+  sparsity    with drafter=sparse: the share of its keys that drafts read (default 0.07)
   sparse      blocks that each KV head chooses: plans block-sparse attention, and says where dense attention is faster
   attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
   json        a file for all of this, `-` for the terminal
@@ -41,9 +45,10 @@ from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 
-from helix.config import Config
+from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
 from helix.models import DecoderSpec
+from helix.simulate import drafting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
@@ -54,12 +59,13 @@ from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware
 from launch.inputs.parts import make_spec
 from launch.records import sparse_bill
-from launch.records.planner_check import check_table, regrets, summary
+from launch.records.planner_check import check_table, drafted_errors, regrets, summary
 from launch.records.recorded_steps import read_cells
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
-    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "sparse": int, "attention": str, "json": str,
+    "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
+    "sparsity": float, "sparse": int, "attention": str, "json": str,
 }  # fmt: skip
 NEEDED = ("model", "gpus", "length")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
@@ -120,13 +126,33 @@ def sparse_overrides(given: dict[str, Any]) -> list[str]:
     return [f"attention={name}", *([f"attention.topk={given['sparse']}"] if "sparse" in given else [])]
 
 
+def drafted_share(given: dict[str, Any]) -> float | None:
+    """Share of its keys with which the model drafts for itself; None where somebody else drafts.
+
+    Raises:
+        ValueError: a share is given, and nobody to use it; or it is none.
+    """
+    share = given.get("sparsity")
+    if given.get("drafter") != "sparse":
+        if share is not None:
+            raise ValueError(f"sparsity={share:g} is of drafter=sparse: add it, or leave out sparsity")
+        if "drafter" in given and "acceptance" not in given:
+            raise ValueError(f"drafter={given['drafter']} needs acceptance: the probability that a draft is accepted")
+        return None
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"sparsity={share:g} must be above 0 and at most 1")
+    if "sparse" in given or "attention" in given:
+        raise ValueError("drafter=sparse is verified over all keys: leave out sparse and attention")
+    return SpeculationConfig().sparsity if share is None else share
+
+
 def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]]]:
     """The ranking, and the runtime's overrides for each of its choices.
 
     Raises:
         ValueError: a value is out of range, or nothing fits.
     """
-    attention = sparse_overrides(given)
+    attention, share = sparse_overrides(given), drafted_share(given)
     config, spec, model = load_model(given["model"], attention)
     check_config(config)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
@@ -142,6 +168,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         given["ttl_ms"] / 1e3 if "ttl_ms" in given else None,
         given.get("acceptance"),
         given.get("gamma"),
+        share,
         planned(config, spec),
     )
     model += ["comm.backend=nccl"] if backend == "nccl" else []
@@ -151,10 +178,15 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
         settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
-        settings += ["speculation=ngram", f"speculation.gamma={choice.gamma}"] if choice.gamma else []
+        random = config.model.load == "random"  # a shape without weights: there is only time to see
+        if choice.gamma:
+            settings += [f"speculation={'ngram' if share is None else 'sparse'}", f"speculation.gamma={choice.gamma}"]
+        if choice.gamma and share is not None:
+            settings += [f"speculation.sparsity={share:g}"]
+            settings += [f"speculation.forced={given['acceptance']:g}"] if random else []
         if question.options.sparse is not None and (tokens := pays_from(question, choice)) is not None:
             settings += [*attention, f"attention.from_tokens={tokens}"]
-        if config.model.load == "random":  # a shape without weights: there is only time to see
+        if random:
             return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
 
@@ -174,6 +206,7 @@ def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: d
         "reason": ranking.reason,
         "verdict": ranking.verdict,
         **({"compared": compared(ranking)} if q.options.sparse else {}),
+        **({"drafting": drafting.compared(ranking)} if q.sparsity is not None else {}),
         "choices": [
             asdict(choice)
             | {"in_time": ranking.in_time(choice), "command": command(gpus, overrides(choice))}
@@ -187,7 +220,7 @@ def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: d
 def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
     """The tables, the reasons and the command on the terminal."""
     q = ranking.question
-    speculates = any(choice.gamma for choice in ranking.choices)
+    speculates = q.acceptance is not None
     sparse = q.options.sparse is not None
     table = Table(
         "layout", "batch", "chunks", "block", *(["gamma"] if speculates else []), "TTL", *(["dense"] if sparse else []),
@@ -210,20 +243,25 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
         room = f"{refused.largest_batch} would fit" if refused.largest_batch else "not one sequence fits"
         print(f"no room: {refused.layout} lacks {refused.missing_bytes / 1e9:.1f} GB a GPU; {room}")
     print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compared(ranking)}\n" if sparse else ""))
-    if speculates:
+    if q.sparsity is not None:
+        print(drafting.compared(ranking))
+    elif speculates:
         print("Drafting is counted as free, and acceptance as the same at every place.")
     print(f"To run it:\n  {command(q.gpus, overrides(ranking.choices[0]))}")
 
 
 def check(files: Sequence[str]) -> None:
     """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
-    rows = regrets(read_cells([Path(file) for file in files]) if files else read_cells())
+    cells = read_cells([Path(file) for file in files]) if files else read_cells()
+    rows = regrets(cells)
     head, *body = check_table(rows)
     table = Table(*head)
     for line in body:
         table.add_row(*line)
     Console(width=max(130, Console().width), highlight=False).print(table)
     print(summary(rows))
+    if (off := drafted_errors(cells)) is not None:
+        print(off)
 
 
 def bill(files: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from helix.simulate.plan import Choice, Question, Ranking
-from helix.simulate.points import Options, Points, Sparse, Speculation
+from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import predict
 
 BATCHES = (1, 2, 4, 8)  # that are named beside the question's
@@ -24,10 +24,9 @@ def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: S
     """Seconds of a token with a choice's layout, chunks and drafts, at another batch, length and attention."""
     q, row = question, choice.layout
     points = Points.of(row.mode, batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
-    drafts = Speculation(choice.gamma, q.acceptance) if choice.gamma and q.acceptance is not None else None
     options: Options = replace(
-        q.options, append_block=choice.append_block, hopb=choice.chunks > 1, chunks=choice.chunks, speculation=drafts,
-        sparse=sparse,
+        q.options, append_block=choice.append_block, hopb=choice.chunks > 1, chunks=choice.chunks,
+        speculation=q.speculation(choice.gamma), sparse=sparse,
     )  # fmt: skip
     return float(predict(q.spec, q.hardware, points, length, options).ttl_s[0])
 

@@ -79,6 +79,10 @@ class Hardware:
         nccl: those of the library; empty: not measured.
         finding_s: the price of finding: what block-sparse attention of a layer takes beyond its bytes (of chosen blocks
             and of what stands for all) and beyond kernel_s, which dense attention takes as well. None: not known.
+        gather_share: of the read rate that attention over single chosen keys reaches; as the next two, for a model that
+            drafts for itself, and None where it is not known.
+        collect_share: of the attention of a step that leaves scores of its keys: what this takes besides.
+        select_s: choosing the keys of the next drafts in all layers, beyond the bytes of scores.
     """
 
     name: str
@@ -92,6 +96,9 @@ class Hardware:
     latent_flops: Constant | None
     chunk_s: Constant
     finding_s: Constant | None
+    gather_share: Constant | None
+    collect_share: Constant | None
+    select_s: Constant | None
     collectives: Mapping[str, Collective]
     nccl: Mapping[str, Collective]
 
@@ -150,6 +157,9 @@ class Hardware:
             optional("latent_flops"),
             constant(data, "chunk_s"),
             optional("finding_s"),
+            optional("gather_share"),
+            optional("collect_share"),
+            optional("select_s"),
             own,
             collectives("nccl") if "nccl" in data else {},
         )

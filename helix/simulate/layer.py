@@ -10,13 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Constant, Hardware, between
 from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
+from helix.speculation.sparse import LEAST_KEYS
+from kernels.attention.flash_decode import score_planes
 
 SEVERAL = 32  # rows, beyond which a projection is the library's; experts are not
+SELECT_READS = 2  # of the scores, as choosing takes as long as
+SELECT_LAUNCHES = 4  # kernels/sparse/select_tokens.py
+SCORE_BYTES, SLOT_BYTES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,31 @@ def _up(a: Any, b: Any) -> Any:
 
 
 class Layer:
-    """Costs of a layer's two halves over all points."""
+    """Costs of a layer's two halves over all points.
 
-    def __init__(self, spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> None:
+    Args:
+        drafting: of a step in which the model drafts for itself, not of the one that verifies.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        hardware: Hardware,
+        points: Points,
+        length: int,
+        options: Options,
+        drafting: bool = False,
+    ) -> None:
         self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
         self.length = length
         sparse = options.sparse
         self.sparse = sparse if sparse is not None and length >= sparse.from_tokens else None
-        p = points
+        p, s, each = points, options.speculation, 1 if drafting else options.step_tokens
+        self.self_drafts = s if s is not None and s.sparsity is not None else None
+        self.drafting = drafting
         self.sequences = _up(p.batch, p.dp)
-        self.rows = self.sequences * options.step_tokens  # of a group
-        self.all_rows = p.batch * options.step_tokens  # of a stage
+        self.rows = self.sequences * each  # of a group
+        self.all_rows = p.batch * each  # of a stage
         self.q = _up(spec.q_heads, p.tpa)
         self.kv = _up(spec.kv_heads, p.tpa)
         owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
@@ -169,8 +189,45 @@ class Layer:
     def _read_tokens(self, window: int | None) -> Array:
         """Tokens that a query reads on a rank."""
         seen = min(window or self.length, self.length) / self.points.kvp
+        if self.drafting and window is None:
+            return self.draft_keys()
         sparse = self._chooses(window)
         return seen if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, seen)
+
+    def draft_keys(self) -> Array:
+        """Keys of a sequence that a draft reads on a rank, of the layers that read it all otherwise."""
+        s = self.self_drafts
+        assert s is not None and s.sparsity is not None
+        kvp = self.points.kvp
+        return np.minimum((np.maximum(s.sparsity * self.length, LEAST_KEYS) + s.tail) / kvp, self.length / kvp)
+
+    def planes(self) -> Array:
+        """Planes of scores that verification leaves in such a layer, with one choice by all of its queries."""
+        groups, each = np.unique(self.q // self.kv, return_inverse=True)
+        of = [score_planes(self.options.step_tokens, int(g), self.spec.head_dim, torch.bfloat16, "all") for g in groups]
+        return np.array(of)[each]
+
+    def choosing(self) -> Phase:
+        """Choosing the keys of the next drafts, in all layers at once."""
+        scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
+        read = scores * self.spec.windows.count(None)
+        price, rate = self.price("select_s"), self.hardware.read_bytes_per_s
+        seconds = price.value + SELECT_READS * read / rate.value
+        level = self.zeros.astype(int) + max(INTERPOLATED, price.level, rate.level)
+        return Phase("select", seconds, read, self.zeros, self.zeros, self.zeros + SELECT_LAUNCHES, level)
+
+    def price(self, name: str) -> Constant:
+        """A constant of the hardware for a model that drafts for itself.
+
+        Raises:
+            ValueError: it is not known.
+        """
+        found: Constant | None = getattr(self.hardware, name)
+        if found is None:
+            raise ValueError(
+                f"{name} is not known on {self.hardware.name}: add it to its description, or leave out drafter=sparse"
+            )
+        return found
 
     def _finding(self, window: int | None) -> list[Phase]:
         """Choosing blocks: two vectors of every block are read, and the choice has its price beside these bytes."""
@@ -208,13 +265,19 @@ class Layer:
         read = readers * tokens * stored * self.item["kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         share, rate = (hw.latent_share, hw.latent_flops) if self.spec.mla is not None else (None, None)
+        if self.drafting and window is None:
+            share = self.price("gather_share")
         attention = self._timed("attention", read, flops, 1, share, rate)
+        if self.self_drafts is not None and not self.drafting and window is None:
+            more = self.price("collect_share")
+            level = np.maximum(attention.level, more.level)
+            attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)
         message = self.rows * self.q * (value * self.item["messages"] + 4)
         latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
         # Medha: all of a group's heads go to the one rank that goes on, and nothing overlaps.
         wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
         data = attention.seconds - hw.kernel_s.value
-        overlaps = (p.mode == HELIX) & self.options.hopb
+        overlaps = (p.mode == HELIX) & self.options.hopb & (not self.drafting)
         both = cost.attention_and_exchange_s(
             data, latency, wire, self.sequences, overlaps, self.options.exchange == "serial", hw.chunk_s.value,
             self.options.chunks,

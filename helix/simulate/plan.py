@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ from helix.simulate.step import Step, memory_of, predict
 MODES = ("tp", "medha", "helix")  # those that the runtime has
 CHUNKS = (1, 2, 4, 8)  # of HOP-B, that the runtime takes
 GAMMAS = (1, 2, 4, 8, 16)
+SELF_GAMMAS = tuple(range(1, 17))  # of a model that drafts for itself: drafts have a price
 LARGEST_BLOCK = 16  # the runtime's append block
 UNEVEN = 1.01  # the fullest rank's tokens, over the mean, from which on a smaller append block is taken
 BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried where the question has no batch
@@ -35,7 +36,8 @@ class Question:
         batch: sequences; None: as many as throughput is best with, within `ttl_s`.
         ttl_s: the most that a token may take; None: no limit.
         acceptance: probability that a drafted token is accepted; None: no speculation.
-        gamma: drafted tokens of a step; None: the best of GAMMAS.
+        gamma: drafted tokens of a step; None: the best of GAMMAS, or of SELF_GAMMAS.
+        sparsity: share of its keys with which the model drafts for itself; None: somebody else drafts, for free.
         options: dtypes, page size, share of the memory; what else they hold is the planner's to choose.
     """
 
@@ -47,6 +49,7 @@ class Question:
     ttl_s: float | None = None
     acceptance: float | None = None
     gamma: int | None = None
+    sparsity: float | None = None
     options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -66,6 +69,21 @@ class Question:
             raise ValueError(f"gamma={self.gamma} must be at most {MAX_QUERIES - 1}, the most that the runtime drafts")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance:g} must be from 0 to 1: it is a probability")
+        if self.sparsity is not None and self.acceptance is None:
+            raise ValueError("drafter=sparse needs acceptance: the probability that a drafted token is accepted")
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Drafted tokens of a step that are tried; 0: none."""
+        if self.acceptance is None:
+            return (0,)
+        return (0, self.gamma) if self.gamma is not None else (0, *(GAMMAS if self.sparsity is None else SELF_GAMMAS))
+
+    def speculation(self, gamma: int) -> Speculation | None:
+        """A step with so many drafts; None: without."""
+        if not gamma or self.acceptance is None:
+            return None
+        return Speculation(gamma, self.acceptance, sparsity=self.sparsity)
 
 
 @dataclass(frozen=True)
@@ -196,16 +214,12 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
         room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
         return None, Refused(points.layout(0), weights, float(memory.kv_bytes[0] - room), int(memory.largest_batch[0]))
     points = points[fits]
-    gammas: Iterable[int] = (0,)
-    if q.acceptance is not None:
-        gammas = (0, q.gamma) if q.gamma is not None else (0, *GAMMAS)
     # One choice of blocks over all ranks is an exchange in the middle of attention, which chunks would cut.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
     best: tuple[float, Choice] | None = None
-    for gamma in gammas:
-        speculation = Speculation(gamma, q.acceptance) if gamma and q.acceptance is not None else None
+    for gamma in q.gammas:
         for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
-            tried = replace(options, speculation=speculation, hopb=chunks > 1, chunks=chunks)
+            tried = replace(options, speculation=q.speculation(gamma), hopb=chunks > 1, chunks=chunks)
             step = predict(q.spec, q.hardware, points, q.length, tried)
             i = _fastest(q, step)
             if i is None or (chunks > step.points.batch[i]):

@@ -138,12 +138,19 @@ class Speculation:
     Attributes:
         gamma: drafted tokens of a step.
         acceptance: probability that one is accepted, given that those before it were.
-        draft_s: seconds of drafting one.
+        draft_s: seconds of drafting one, where somebody else drafts.
+        sparsity: share of a sequence's keys with which the model drafts for itself; None: somebody else drafts.
     """
 
     gamma: int
     acceptance: float
     draft_s: float = 0.0
+    sparsity: float | None = None
+
+    @property
+    def tail(self) -> int:
+        """Keys behind those that were chosen, at most: the step before left some, and drafts add theirs."""
+        return 2 * self.gamma + 1
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,8 @@ class Options:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0 and at most 1")
         if (s := self.speculation) is not None and not (s.gamma >= 0 and 0 <= s.acceptance <= 1 and s.draft_s >= 0):
             raise ValueError(f"{s}: gamma and draft_s must not be negative, acceptance must be between 0 and 1")
+        if s is not None and s.sparsity is not None and not 0 < s.sparsity <= 1:
+            raise ValueError(f"sparsity={s.sparsity:g} must be above 0 and at most 1")
         if (p := self.sparse) is not None and not (min(p.topk, p.sink_blocks) >= 0 < min(p.local_blocks, p.block)):
             raise ValueError(f"{p}: blocks must not be negative, local_blocks and block must be at least 1")
 
@@ -203,13 +212,19 @@ class Options:
 
 def check(spec: DecoderSpec, options: Options) -> None:
     """Raises ValueError for what the model of costs does not know."""
-    if options.sparse is None:
+    drafts = options.speculation is not None and options.speculation.sparsity is not None
+    if drafts and options.sparse is not None:
+        raise ValueError("drafter=sparse is verified over all keys, and block-sparse attention reads a part of them")
+    if drafts:
+        what, remedy = "drafter=sparse", "take other drafts"
+    elif options.sparse is not None:
+        what, remedy = "block-sparse attention", "take dense attention"
+    else:
         return
-    what = "block-sparse attention"
     if spec.mla is not None:
-        raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): take dense attention")
+        raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")
     if None not in spec.windows:
-        raise ValueError(f"{what}: every layer of the model has a sliding window already: take dense attention")
+        raise ValueError(f"{what}: every layer of the model has a sliding window already: {remedy}")
 
 
 def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:

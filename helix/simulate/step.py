@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import reduce
 
 import numpy as np
 
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hardware
-from helix.simulate.layer import Layer, Phase, token_numbers
+from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
 from helix.simulate.points import Options, Points, check, check_points
 
 
@@ -78,22 +79,32 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
         ValueError: a layout breaks a rule, needs more GPUs than there are, or a combination is not modelled.
     """
     memory = memory_of(spec, hardware, points, length, options)
-    layer = Layer(spec, hardware, points, length, options)
-    total: dict[str, Phase] = {}
-    for window, count in Counter(spec.windows).items():
-        _add(total, layer.attention(window), count)
-    for experts, count in Counter(spec.moe_layers).items():
-        _add(total, layer.ffn(experts), count)
-    # The stage with the most layers sets the pace of all.
-    step_s = sum(phase.seconds for phase in total.values()) * _stretch(spec, points)
-    ends = _ends(layer)
-    _add(total, ends, 1)
-    step_s = step_s + sum(phase.seconds for phase in ends)
+    phases, step_s = _pass(Layer(spec, hardware, points, length, options))
     ttl_s = step_s
     if (s := options.speculation) is not None:
+        if s.sparsity is not None and s.gamma:
+            layer = Layer(spec, hardware, points, length, options, drafting=True)
+            own, draft_s = _pass(layer)
+            drafts = replace(reduce(Phase.plus, own).times(s.gamma), name="drafts", seconds=s.gamma * draft_s)
+            phases += [drafts, layer.choosing()]
+            step_s = step_s + sum(phase.seconds for phase in phases[-2:])
         ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
-    level = np.maximum(INTERPOLATED, np.max([phase.level for phase in total.values()], axis=0))
-    return Step(points, memory, list(total.values()), step_s, ttl_s, level)
+    level = np.maximum(INTERPOLATED, np.max([phase.level for phase in phases], axis=0))
+    return Step(points, memory, phases, step_s, ttl_s, level)
+
+
+def _pass(layer: Layer) -> tuple[list[Phase], Array]:
+    """What a forward pass consists of, from embedding to token, and its seconds."""
+    total: dict[str, Phase] = {}
+    for window, count in Counter(layer.spec.windows).items():
+        _add(total, layer.attention(window), count)
+    for experts, count in Counter(layer.spec.moe_layers).items():
+        _add(total, layer.ffn(experts), count)
+    # The stage with the most layers sets the pace of all.
+    seconds = sum(phase.seconds for phase in total.values()) * _stretch(layer.spec, layer.points)
+    ends = _ends(layer)
+    _add(total, ends, 1)
+    return list(total.values()), seconds + sum(phase.seconds for phase in ends)
 
 
 def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
@@ -126,6 +137,10 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     each = paged * token_numbers(spec, p) * spec.layers * _stretch(spec, p) * BYTES[options.kv]
     if (sparse := options.sparse) is not None:
         each = each * (1 + 1 / sparse.block)  # of a block two vectors, of a token a key and a value
+    if layer.self_drafts is not None:
+        columns = layer.draft_keys() + layer.self_drafts.tail  # of a table: a rank may hold the whole tail
+        own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
+        each = each + own * layer.kv * spec.windows.count(None)
     free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
     largest = np.floor(free / each).astype(np.int64) * p.dp
     return Memory(weight_bytes, -(-p.batch // p.dp) * each, largest)

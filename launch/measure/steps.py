@@ -76,6 +76,7 @@ def _time_point(
         "hopb_chunks": engine.runner.chunks(batch),
         "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
     }
+    own = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
     found = []
     for gamma in gammas(config):
         rewind(engine.runner, batch, length)
@@ -86,7 +87,7 @@ def _time_point(
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
         measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
-        measured |= {"gamma": gamma, **shared, **traced}
+        measured |= {"gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
         found.append(measured)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from helix.simulate.hardware import Hardware
 from launch.inputs.hardware import hardware_of
 from launch.records.recorded_steps import Cell, compare
@@ -31,9 +33,9 @@ def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardwar
     """
     works: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        works.setdefault((cell.device, cell.ranks, *cell.workload, cell.sparse), []).append(cell)
+        works.setdefault((cell.device, cell.ranks, *cell.workload, cell.sparse, cell.drafts), []).append(cell)
     rows = []
-    for (device, ranks, model, batch, length, _), same in works.items():
+    for (device, ranks, model, batch, length, *_), same in works.items():
         if len(same) < 2:
             continue
         hardware = describe(device)
@@ -50,6 +52,20 @@ def regrets(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardwar
             }
         )  # fmt: skip
     return rows
+
+
+def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = hardware_of) -> str | None:
+    """How far predictions of steps are off in which the model drafted for itself; None where none was recorded.
+
+    Raises:
+        ValueError: nobody has described the device of a cell.
+    """
+    drafted = [cell for cell in cells if cell.drafts is not None and cell.drafts.sparsity is not None]
+    if not drafted:
+        return None
+    off = [abs(compare(cell, describe(cell.device))["error"]) for cell in drafted]
+    median, most = np.percentile(off, (50, 90))
+    return f"{len(off)} steps with drafts of the model itself: off by {median:.1%} (median), {most:.1%} (p90)"
 
 
 def check_table(rows: Sequence[dict[str, Any]]) -> list[Sequence[str]]:

@@ -15,7 +15,7 @@ import numpy as np
 from helix.models import DecoderSpec
 from helix.simulate.fit import Measured
 from helix.simulate.hardware import Hardware
-from helix.simulate.points import Options, Points, Sparse
+from helix.simulate.points import Options, Points, Sparse, Speculation
 from helix.simulate.step import predict
 from launch.inputs.compose import ROOT, spec_of
 
@@ -32,8 +32,10 @@ class Cell:
     Attributes:
         layers: of the model, as many as were measured; None: all.
         layout: as helix/layout.py writes it.
+        ttl_us: from one step to the next.
         sparse: what a block-sparse step read; None: everything.
         emulated_by: how many GPUs emulated its ranks; None: each rank had its own.
+        drafts: of a step; None: there were none.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Cell:
     ttl_us: float
     sparse: Sparse | None = None
     emulated_by: int | None = None
+    drafts: Speculation | None = None
 
     @property
     def workload(self) -> tuple[str, int, int]:
@@ -53,8 +56,8 @@ class Cell:
 
     @property
     def is_dense(self) -> bool:
-        """Whether neither experts, nor latents, nor blocks are chosen: what constants are fitted on."""
-        return self.sparse is None and self.spec.moe is None and self.spec.mla is None
+        """Whether neither experts, latents, blocks nor drafts are in it: what constants are fitted on."""
+        return self.sparse is None and self.drafts is None and self.spec.moe is None and self.spec.mla is None
 
     @property
     def ranks(self) -> int:
@@ -67,7 +70,7 @@ class Cell:
     @property
     def options(self) -> Options:
         """What its step is predicted with."""
-        return replace(RECORDED, sparse=self.sparse)
+        return replace(RECORDED, sparse=self.sparse, speculation=self.drafts)
 
     @property
     def points(self) -> Points:
@@ -101,7 +104,7 @@ def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:
                 continue
             try:
                 cell = cell_of(row)
-                found[cell.device, cell.layout, *cell.workload, cell.sparse] = cell
+                found[cell.device, cell.layout, *cell.workload, cell.sparse, cell.drafts] = cell
             except KeyError as error:
                 raise ValueError(f"{path}, line {number}: no recorded step, it lacks {error}") from error
             except ValueError as error:
@@ -118,8 +121,13 @@ def cell_of(row: dict[str, Any]) -> Cell:
     """
     return Cell(
         row["model"], row.get("layers"), row["layout"], row["batch"], row["length"], row["device"],
-        row["commit"] or "-", row["ttl_p50_us"], _sparse(row), row.get("emulated_by"),
+        row["commit"] or "-", row["ttl_p50_us"], _sparse(row), row.get("emulated_by"), _drafts(row),
     )  # fmt: skip
+
+
+def _drafts(row: dict[str, Any]) -> Speculation | None:
+    """What a step verified; how much of it was kept makes no difference to the step."""
+    return Speculation(row["gamma"], 1.0, sparsity=row.get("sparsity")) if row.get("gamma") else None
 
 
 def _sparse(row: dict[str, Any]) -> Sparse | None:
@@ -137,7 +145,7 @@ def _sparse(row: dict[str, Any]) -> Sparse | None:
 def compare(cell: Cell, hardware: Hardware) -> dict[str, Any]:
     """A cell with its prediction; `error`: predicted / measured - 1."""
     step = predict(cell.spec, hardware, cell.points, cell.length, cell.options)
-    predicted = 1e6 * float(step.ttl_s[0])
+    predicted = 1e6 * float(step.step_s[0])
     return {
         "model": cell.model, "layout": cell.layout, "batch": cell.batch, "length": cell.length, "commit": cell.commit,
         "measured_us": cell.ttl_us, "predicted_us": predicted, "error": predicted / cell.ttl_us - 1,
