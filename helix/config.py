@@ -200,16 +200,25 @@ class DecodeConfig:
 class BenchConfig:
     """Attributes:
     kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
-        hopb: time decode steps with and without HOP-B; prefill: time prompts.
-    points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each.
+        hopb: time decode steps with and without HOP-B; prefill: time prompts; tune: find sparsity and gamma of
+        speculation=sparse (python -m launch.tune).
+    points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
+        speculation.forced says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
+        Those that tune tries.
     steps: timed steps of each point.
+    sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
+    grid: tune measures each of sparsities with each of gammas in the end.
+    output: file of what tune has measured, JSON lines; it is not measured again.
     """
 
     kind: str = "none"
     points: list[str] = field(default_factory=lambda: ["1x131072"])
     gammas: list[int] = field(default_factory=list)
     steps: int = 32
+    sparsities: list[float] = field(default_factory=list)
+    grid: bool = False
+    output: str | None = None
 
 
 @dataclass
@@ -269,7 +278,7 @@ def check(config: Config) -> None:
         "speculation.heads": ("each", "shared"),
         "speculation.choice": ("local", "global"),
         "speculation.noise": ("shared", "own"),
-        "bench.kind": ("none", "decode", "comm", "hopb", "prefill"),
+        "bench.kind": ("none", "decode", "comm", "hopb", "prefill", "tune"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
@@ -294,7 +303,7 @@ def check(config: Config) -> None:
         if not least <= (value := _get(config, key)) <= most:
             raise ValueError(f"{key}={value!r} must be from {least} to {most}")
     gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    if bad := [n for n in config.bench.gammas if not 0 <= n <= gamma]:
+    if config.bench.kind != "tune" and (bad := [n for n in config.bench.gammas if not 0 <= n <= gamma]):
         raise ValueError(
             f"bench.gammas has {bad[0]}, but speculation.drafter={config.speculation.drafter} with "
             f"speculation.gamma={config.speculation.gamma} proposes {gamma} at most"
@@ -316,10 +325,10 @@ def check(config: Config) -> None:
         )
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
-    if speculation.drafter in ("model", "sparse") and config.bench.kind not in ("none", "decode"):
+    if speculation.drafter in ("model", "sparse") and config.bench.kind not in ("none", "decode", "tune"):
         raise ValueError(
             f"bench.kind={config.bench.kind} has no drafts of a model: set speculation=none "
-            f"(speculation.drafter={speculation.drafter} goes with bench.kind=none and decode)"
+            f"(speculation.drafter={speculation.drafter} goes with bench.kind=none, decode and tune)"
         )
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")

@@ -14,6 +14,7 @@ COMMANDS = {
     "sweep": "one job for each point of several values",
     "plan": "rank layouts by predicted time",
     "simulate": "price one layout, or redraw the paper's figures",
+    "tune": "find how many keys and drafts a model drafts for itself with",
     "bench": "time kernels, collectives and whole models",
     "calibrate": "measure this machine for the planner",
     "fidelity": "what block-sparse attention changes, step by step",

@@ -36,6 +36,7 @@ WORK = {
     "decode": "launch.measure.steps",
     "hopb": "launch.measure.hopb",
     "prefill": "launch.measure.prefill",
+    "tune": "launch.measure.tuning",
 }
 
 

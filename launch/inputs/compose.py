@@ -27,7 +27,7 @@ from launch.inputs.parts import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-PATHS = ("model.path", "decode.prompts", "decode.output", "record", "speculation.model.path")
+PATHS = ("model.path", "decode.prompts", "decode.output", "record", "speculation.model.path", "bench.output")
 SWEEP_DIR = "hydra.sweep.dir"
 SWEEP = "for several use `python -m launch.sweep -m ...`"
 # The groups of conf/ that a run has; the simulator reads `hardware`.
@@ -43,6 +43,7 @@ EXPECTED = {
     str: "a text",
     list[str]: "a list of texts, such as [a,b]",
     list[int]: "a list of integers, such as [0,4]",
+    list[float]: "a list of numbers, such as [0.05,0.1]",
     dict[str, Any]: "keys and values, such as {num_hidden_layers:4}",
 }
 

@@ -21,6 +21,7 @@ from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.parts import make_checkpoint, make_draft_layout, make_layout, make_spec
 from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
+from launch.inputs.tuning import check_tuning
 
 
 @dataclass(frozen=True)
@@ -218,18 +219,20 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
             "its output is not the model's: "
             "time it with bench=decode or model.load=random, or use speculation.drafter=ngram"
         )
+    if config.bench.kind == "tune":
+        check_tuning(config, prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, spec, rank, world_size) if config.speculation.drafter == "model" else None
-    named = [os.path.realpath(p) for p in (config.decode.prompts, config.decode.output, config.record) if p is not None]
+    files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
+    files |= {"bench.output": config.bench.output} if config.bench.output is not None else {}
+    named = [os.path.realpath(path) for path in files.values() if path is not None]
     if len(set(named)) < len(named):
-        raise ValueError(
-            f"decode.prompts={config.decode.prompts}, decode.output={config.decode.output} and record={config.record} "
-            "must be different files"
-        )
+        *all_but_last, last = (f"{key}={path}" for key, path in files.items())
+        raise ValueError(f"{', '.join(all_but_last)} and {last} must be different files")
     finished = False
     if rank == 0:
-        for key, value in (("decode.output", config.decode.output), ("record", config.record)):
-            if value is not None:
+        for key, value in files.items():
+            if value is not None and key != "decode.prompts":
                 check_writable(key, Path(value))
         if config.record is not None:
             check_record(Path(config.record))
@@ -266,8 +269,8 @@ def _check_emulated(config: Config, layout: HelixLayout, processes: int) -> None
 
 
 def _prompts(config: Config) -> list[Prompt]:
-    """What is to be decoded; nothing in a benchmark."""
-    if config.bench.kind != "none":
+    """What is to be decoded; nothing in a benchmark, unless it tunes on prompts."""
+    if config.bench.kind != "none" and (config.bench.kind != "tune" or config.decode.prompts is None):
         return []
     if config.decode.prompts is None:
         raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")

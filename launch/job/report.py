@@ -84,6 +84,10 @@ class Console:
             f"in {str(model.weights.dtype).removeprefix('torch.')}"
         )
 
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        self._terminal.print(text, markup=False)
+
     def prefill(self, done: int, total: int) -> None:
         """Prompt tokens done, of those admitted; shown until they are all done, or text begins to stream."""
         if self._text.started:

@@ -1,0 +1,208 @@
+"""The search for how many keys and how many drafts a model should draft for itself with (papers: Vegas, section 3.4).
+
+It says what it wants to know next, and is told; it does not care where that comes from. So it goes on where another run
+stopped, and says the same of the same measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean, stdev
+from typing import Any
+
+LEVEL = 0.02  # more accepted tokens that count, of those accepted; and more speed over plain decoding
+DEVIATIONS = 1.96  # of a mean: 95 of 100 lie within
+PATIENCE = 2  # values in a row that are no better, and a series ends
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step gets its drafts.
+
+    Attributes:
+        drafter: none, ngram or sparse.
+        gamma: drafts of a step.
+        sparsity: of sparse.
+    """
+
+    drafter: str
+    gamma: int = 0
+    sparsity: float | None = None
+
+    def __str__(self) -> str:
+        if not self.gamma:
+            return "plain decoding"
+        drafts = f"{self.gamma} draft{'s' if self.gamma > 1 else ''}"
+        return f"ngram, {drafts}" if self.sparsity is None else f"{drafts} over {100 * self.sparsity:.3g}% of the keys"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of it.
+
+    Attributes:
+        tokens: of an iteration, the mean of each prompt.
+        seconds: of an iteration.
+    """
+
+    way: Way
+    tokens: tuple[float, ...]
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.tokens)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of one sequence."""
+        return self.mean / self.seconds
+
+    @property
+    def interval(self) -> float:
+        """Half of the interval that the mean lies in, over prompts; 0 of a single one."""
+        return half_interval(self.tokens)
+
+    def row(self) -> dict[str, Any]:
+        way = {"drafter": self.way.drafter, "gamma": self.way.gamma, "sparsity": self.way.sparsity}
+        return way | {"tokens_by_prompt": list(self.tokens), "step_us": 1e6 * self.seconds}
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Measured:
+        """What `row` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        way = Way(row["drafter"], row["gamma"], row["sparsity"])
+        return cls(way, tuple(map(float, row["tokens_by_prompt"])), row["step_us"] / 1e6)
+
+
+Asking = Generator[Way, Measured, Measured]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What may be chosen.
+
+    Attributes:
+        sparsities, gammas: ascending.
+        most: drafts of a step while the sparsity is sought: many.
+        forced: drafts are kept at a set rate, so that fewer keys lose nothing: this sparsity is kept. None: the model
+            says which are kept.
+        grid: all pairs are measured in the end, for the map.
+    """
+
+    sparsities: tuple[float, ...]
+    gammas: tuple[int, ...]
+    most: int
+    forced: float | None = None
+    grid: bool = False
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the search has found.
+
+    Attributes:
+        level: the sparsity at which accepted tokens level off; None: it was not sought.
+        levelled: a larger one was tried, and was no better.
+        sparse, ngram: the fastest of each; ngram is not tried where drafts are forced.
+    """
+
+    plain: Measured
+    level: float | None
+    levelled: bool
+    sparse: Measured
+    ngram: Measured | None
+
+    @property
+    def chosen(self) -> Measured:
+        """The fastest; plain decoding unless another is faster by what counts."""
+        best = max((m for m in (self.sparse, self.ngram) if m is not None), key=lambda m: m.rate)
+        return best if best.rate > (1 + LEVEL) * self.plain.rate else self.plain
+
+
+def search(candidates: Candidates) -> Generator[Way, Measured, Tuned]:
+    """Yields what is to be measured, is sent what came of it, and returns what it has found."""
+    c = candidates
+    plain = yield Way("none")
+    level, levelled = c.forced, True
+    if level is None:
+        curve: list[Measured] = []
+        for sparsity in c.sparsities:
+            curve.append((yield Way("sparse", c.most, sparsity)))
+            if len(curve) - levels_at(curve) > PATIENCE:
+                break
+        level, levelled = curve[levels_at(curve)].way.sparsity, levels_at(curve) < len(curve) - 1
+        assert level is not None
+    best = yield from _fastest(Way("sparse", gamma, level) for gamma in c.gammas)
+    ngram = None
+    if c.forced is None:
+        best = yield from _beside(best, c.sparsities)
+        ngram = yield from _fastest(Way("ngram", gamma) for gamma in c.gammas)
+    for sparsity, gamma in product(c.sparsities, c.gammas) if c.grid else ():
+        yield Way("sparse", gamma, sparsity)
+    return Tuned(plain, level if c.forced is None else None, levelled, best, ngram)
+
+
+def run(candidates: Candidates, measure: Callable[[Way], Measured]) -> Tuned:
+    """Searches with what `measure` says of a way; each way is measured once."""
+    known: dict[Way, Measured] = {}
+    steps = search(candidates)
+    way = next(steps)
+    while True:
+        if way not in known:
+            known[way] = measure(way)
+        try:
+            way = steps.send(known[way])
+        except StopIteration as end:
+            found: Tuned = end.value
+            return found
+
+
+def levels_at(curve: Sequence[Measured]) -> int:
+    """The first value of a rising curve than which none behind it is better.
+
+    Better is: more tokens an iteration, by 2% and beyond the 95% interval of what the same prompts gain.
+    """
+    return next(i for i, here in enumerate(curve) if not any(_better(here, more) for more in curve[i + 1 :]))
+
+
+def _better(few: Measured, many: Measured) -> bool:
+    gains = [b - a for a, b in zip(few.tokens, many.tokens, strict=True)]
+    return fmean(gains) > max(LEVEL * few.mean, half_interval(gains))
+
+
+def half_interval(values: Sequence[float]) -> float:
+    return DEVIATIONS * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def _fastest(ways: Iterable[Way]) -> Asking:
+    """The fastest of a series that rises and falls."""
+    best, behind = None, 0
+    for way in ways:
+        found = yield way
+        best, behind = (found, 0) if best is None or found.rate > best.rate else (best, behind + 1)
+        if behind == PATIENCE:
+            break
+    assert best is not None
+    return best
+
+
+def _beside(best: Measured, sparsities: Sequence[float]) -> Asking:
+    """From a sparsity on to fewer keys, or else to more, as long as that is faster."""
+    assert best.way.sparsity is not None
+    begin = sparsities.index(best.way.sparsity)
+    for series in (sparsities[:begin][::-1], sparsities[begin + 1 :]):
+        before = best
+        for sparsity in series:
+            found = yield Way("sparse", best.way.gamma, sparsity)
+            if found.rate <= best.rate:
+                break
+            best = found
+        if best is not before:
+            break
+    return best

@@ -1,0 +1,175 @@
+"""Tuning measures what the engine does, from one prefill; the command goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.build import build_engine
+from helix.config import Config
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint
+from helix.models import Decoder
+from launch.inputs.preflight import preflight
+from launch.inputs.prompts import read_prompts, to_request
+from launch.job.task import Task
+from launch.measure import tuning
+from launch.measure.tuning_steps import Measured, Way
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.cli import Job
+from tests.unit.test_config import composed
+
+NEW = 8
+
+
+@pytest.fixture(autouse=True)
+def few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of hundreds of tokens are long enough to leave keys out."""
+    monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three, of which two are decoded at a time; one repeats itself, as ngram likes it."""
+    draw = random.Random(1)
+    lines = [[draw.randrange(257) for _ in range(n)] for n in (90, 131)] + [[5, 6, 7, 8] * 30]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": ids, "max_new_tokens": NEW}) + "\n" for ids in lines))
+    return path
+
+
+def settings(prompts: Path, *more: str) -> list[str]:
+    return [
+        "bench=tune", "speculation=sparse", "speculation.gamma=4", f"model.path={checkpoint('qwen2')}", "layout.kvp=2",
+        f"decode.prompts={prompts}", "decode.max_batch=2", "kv.page_size=16", "speculation.adaptive=false",
+        "bench.sparsities=[0.1,0.4]", "bench.gammas=[1,3]", f"bench.output={prompts.parent / 'tuned.jsonl'}", *more,
+    ]  # fmt: skip
+
+
+class Silent:
+    """The console of ranks that are threads."""
+
+    def note(self, text: str) -> None:
+        return
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Any]:
+        yield lambda done: None
+
+
+def task(config: Config, world: LoopbackWorld, rank: int) -> Task:
+    plan = preflight(config, rank, 2)
+    comm: Any = world.communicator(rank, plan.layout.kvp_group(rank))
+
+    def load() -> tuple[Decoder, None]:
+        return model(plan.layout, comm), None
+
+    results: Any = SimpleNamespace(remaining=plan.prompts) if rank == 0 and plan.prompts else None
+    console: Any = Silent()
+    return Task(plan, comm, "loopback", load, None, results, console)
+
+
+def model(layout: HelixLayout, comm: Any) -> Decoder:
+    weights = Checkpoint(checkpoint("qwen2"))
+    from_config = preflight(composed(f"model.path={weights.path}", "bench=decode"), 0, 1).spec
+    made = Decoder(from_config, layout, comm, torch.float32, comm.device)
+    weights.load(made.weights)
+    return made
+
+
+def served(config: Config, layout: HelixLayout, path: Path) -> tuple[float, list[float], list[float]]:
+    """Tokens of an iteration, and what was kept and tried by place, in the engine."""
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(layout, comm, model(layout, comm), config, 2, 1024)
+        requests: Any = [to_request(prompt, config.decode, None) for prompt in read_prompts(path)]
+        for _ in engine.generate(requests):
+            pass
+        return engine.timings
+
+    timings = run_ranks(2, body, timeout_s=120.0)[0]
+    return timings.decode_tokens / timings.sequence_steps, timings.acceptance.kept, timings.acceptance.tried
+
+
+def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
+    """Tokens and acceptance by place, for prompts that take turns, whatever was measured before."""
+    config = composed(*settings(prompts))
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        return tuning.run(task(config, world, rank))[0]["points"]
+
+    rows, others = run_ranks(2, body, timeout_s=120.0)
+    assert rows == others, "ranks agree on what was measured"
+    lines = Path(str(config.bench.output)).read_text().splitlines()
+    assert [json.loads(line) for line in lines[1:]] == rows
+    found = {Measured.of(row).way: row for row in rows}
+    layout = HelixLayout.create("helix", 2)
+    for way in (Way("sparse", 4, 0.1), Way("ngram", 3)):
+        own = [f"speculation={way.drafter}", f"speculation.gamma={way.gamma}", "speculation.adaptive=false"]
+        own += [f"speculation.sparsity={way.sparsity}"] if way.sparsity else []
+        again = composed(
+            f"model.path={checkpoint('qwen2')}", "kv.page_size=16", "decode.max_batch=2", "layout.kvp=2", *own
+        )
+        tokens, kept, tried = served(again, layout, prompts)
+        row = found[way]
+        assert sum(row["tokens_by_prompt"]) / 3 == pytest.approx(tokens, rel=0.25), "means over prompts and over steps"
+        assert (len(row["tokens_by_prompt"]), row["sequence_steps"]) == (3, round(3 * (NEW - 1) / tokens))
+        by_place = [k / n if n else None for k, n in zip(kept, tried, strict=True)][: way.gamma]
+        assert row["acceptance_by_place"] == by_place
+    assert found[Way("none")]["tokens_by_prompt"] == [1.0, 1.0, 1.0]
+
+
+def test_forced_drafts_are_timed_over_random_keys(prompts: Path) -> None:
+    given = settings(prompts, "speculation.forced=0.9", "bench.points=[2x96]", "bench.steps=3", "decode.prompts=null")
+    config = composed(*given)
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        return tuning.run(task(config, world, rank))[0]["points"]
+
+    rows = run_ranks(2, body, timeout_s=120.0)[0]
+    assert [(row["drafter"], row["gamma"], row["sparsity"]) for row in rows] == [
+        ("none", 0, None), ("sparse", 1, 0.07), ("sparse", 3, 0.07)
+    ]  # fmt: skip
+    assert [row["tokens_by_prompt"][0] for row in rows] == pytest.approx([1.0, 1.9, 1 + 0.9 + 0.81 + 0.729])
+    assert all(row["steps"] == 3 and row["step_us"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_command(prompts: Path, tmp_path: Path) -> None:
+    """Two gloo ranks; a second start measures nothing; the file that it writes runs."""
+    name = "tune-test"
+    root = Path(__file__).parents[2]
+    files = [
+        root / "conf" / "speculation" / f"{name}.yaml",
+        *(root / "tuned" / f"{name}.{e}" for e in ("jsonl", "png")),
+    ]
+    arguments = [text for text in settings(prompts) if not text.startswith(("bench=", "speculation=", "bench.output"))]
+    command = [sys.executable, "-m", "launch.tune"]
+    try:
+        ended = Job(command, f"name={name}", *arguments, log=tmp_path / "1.log").wait(240.0)
+        assert ended.code == 0, ended.output
+        assert "Tokens/s of a user: plain decoding" in ended.output and all(file.exists() for file in files)
+        again = Job(command, f"name={name}", *arguments, log=tmp_path / "2.log").wait()
+        assert again.code == 0 and "over gloo" not in again.output, "all was measured"
+        other = Job(command, f"name={name}", *arguments, "seed=3", log=tmp_path / "3.log").wait()
+        assert other.code == 1 and other.output.count("\n") == 1 and "was measured with seed=0, not 3" in other.output
+        entry = [sys.executable, "torchrun_entry.py"]
+        run = Job(
+            entry, f"speculation={name}", f"model.path={checkpoint('qwen2')}", f"decode.prompts={prompts}",
+            log=tmp_path / "4.log",
+        ).wait()  # fmt: skip
+        assert run.code == 0, run.output
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)

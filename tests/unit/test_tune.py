@@ -1,0 +1,196 @@
+"""Tuning: what is refused before anything starts, the file of what was measured, and what is written in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helix.config import Config
+from launch import tune
+from launch.inputs.preflight import preflight
+from launch.inputs.prompts import read_prompts
+from launch.inputs.tuning import MeasuredFile, read_measured
+from launch.measure.tuning_steps import Measured, Way
+from launch.records.tuned import OPTIONS
+from tests.e2e.checkpoints import DEMO
+from tests.unit.test_config import composed
+
+ABOUT = {"device": "CPU", "commit": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files go to a directory of this test."""
+    (tmp_path / "conf" / "speculation").mkdir(parents=True)
+    monkeypatch.setattr(tune, "CONF", tmp_path / "conf")
+    monkeypatch.setattr(tune, "DIRECTORY", tmp_path / "tuned")
+    (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 3]}\n{"prompt_ids": [4, 5, 6]}\n')
+
+
+def given(tmp_path: Path, *more: str) -> list[str]:
+    return ["model=demo", f"decode.prompts={tmp_path / 'p.jsonl'}", "bench.sparsities=[0.1,0.2]", "bench.gammas=[2,4]",
+            "speculation.gamma=4", *more]  # fmt: skip
+
+
+def config_of(tmp_path: Path, *more: str) -> Config:
+    _, overrides = tune.overrides(["name=mine", *given(tmp_path, *more)])
+    return composed(*overrides)
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["speculation.policy=full"], "speculation.policy=full reads every key: there is no sparsity to tune"),
+        (["bench.gammas=[]"], "bench.gammas=[] must be a rising list"),
+        (["bench.gammas=[4,2]"], "bench.gammas=[4, 2] must be a rising list"),
+        (["bench.gammas=[0,2]"], "bench.gammas=[0, 2] must be a rising list of at least one number above 0"),
+        (["bench.gammas=[8]"], "bench.gammas has 8, more than speculation.gamma=4"),
+        (["bench.sparsities=[0.5,2]"], "bench.sparsities=[0.5, 2.0]: a share of the keys is at most 1"),
+        (["bench.sparsities=[0.1,0.1]"], "bench.sparsities=[0.1, 0.1] must be a rising list"),
+        (["decode.output=o.jsonl"], "decode.output=o.jsonl: tuning keeps no texts"),
+        (["speculation.forced=0.9"], "leave out speculation.forced, model.load=random and comm.backend=emulated"),
+        (["decode.max_new_tokens=1"], "max_new_tokens of at least 2"),
+        (["decode.prompts=null"], "nothing to tune on: set decode.prompts=FILE.jsonl, or speculation.forced=0.9"),
+        (["decode.prompts=null", "speculation.forced=0.9", "bench.points=[1x8,2x8]"], "tuning takes one point"),
+        (["speculation=ngram"], "bench=tune tunes speculation=sparse, not speculation.drafter=ngram"),
+        (["attention=block_sparse"], "speculation.drafter=sparse is verified over all keys"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        preflight(config_of(tmp_path, *more), 0, 1)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_run_that_is_started_is_the_users(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "layout.kvp=2", "speculation.reach=4")
+    assert (config.bench.kind, config.speculation.drafter, config.speculation.gamma) == ("tune", "sparse", 4)
+    assert (config.layout.kvp, config.speculation.reach) == (2, 4)
+    assert config.bench.output == str(tmp_path / "tuned" / "mine.jsonl")
+    assert tune.overrides(["name=mine"])[1][:3] == ["bench=tune", "speculation=sparse", "speculation.gamma=11"]
+    plan = preflight(config, 0, 2)
+    assert len(plan.prompts) == 2 and not plan.finished
+
+
+@pytest.mark.parametrize("name", ["sparse", "on", "NULL", "3", "a.b", "../x", "-a"])
+def test_names_that_are_not_taken(tmp_path: Path, name: str) -> None:
+    (tmp_path / "conf" / "speculation" / "sparse.yaml").write_text("drafter: sparse\n")
+    with pytest.raises(ValueError, match=f"^name={name}"):
+        tune.overrides([f"name={name}"])
+
+
+def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        (["model=demo"], "error: name missing: add name=NAME, and conf/speculation/NAME.yaml is written\n"),
+        (["name=sparse", "layout.kpv=2"], "error: layout.kpv is unknown; known: layout.mode, "),
+    ):
+        assert tune.main(arguments) == 1
+        heard = capsys.readouterr().err
+        assert heard.startswith(told) and heard.count("\n") == 1
+
+
+# ---- the file
+
+
+def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    prompts = read_prompts(tmp_path / "p.jsonl")
+    first, second = (Measured(Way("sparse", 4, s), (2.0, 2.5), 1e-3).row() for s in (0.1, 0.2))
+    file = MeasuredFile(config, prompts, ABOUT)
+    file.add(first)
+    file.add(second)
+    file.close()
+    path = Path(str(config.bench.output))
+    path.write_bytes(path.read_bytes()[:-20])  # torn in the middle of the second
+    again = MeasuredFile(config, prompts, ABOUT)
+    assert again.rows == [first]
+    again.add(second)
+    again.close()
+    head, rows = read_measured(config, prompts)
+    assert rows == [first, second] and head["device"] == "CPU"
+    with pytest.raises(ValueError, match="was measured on CPU, and this is H200: take another file"):
+        MeasuredFile(config, prompts, ABOUT | {"device": "H200"})
+    # What the search tries may change; what figures depend on may not.
+    read_measured(config_of(tmp_path, "bench.gammas=[1]", "speculation.gamma=9", "bench.grid=true"), prompts)
+    with pytest.raises(ValueError, match=r"mine.jsonl was measured with speculation.reach=8, not 2: take another"):
+        preflight(config_of(tmp_path, "speculation.reach=2"), 0, 1)
+    (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 9]}\n')
+    with pytest.raises(ValueError, match="was measured with prompts="):
+        preflight(config, 0, 1)
+
+
+def test_another_file_is_not_touched(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    path = Path(str(config.bench.output))
+    for text, line in (('{"id": 0}\n{}\n', 1), ("hello\n\n", 1)):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"line {line}, is none of tuning: move the file away"):
+            preflight(config, 0, 1)
+        assert path.read_text() == text
+
+
+# ---- what is written
+
+
+def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
+    """All that the search can ask for: plain steps of 1 ms."""
+    ways = [(Way("none"), 1.0, 1000.0), *((Way("ngram", g), 1.5, ngram_us) for g in (2, 4))]
+    ways += [(Way("sparse", g, s), 1.0 + 0.5 * g, sparse_us) for g in (2, 4) for s in (0.1, 0.2)]
+    return [Measured(way, (tokens, tokens), us / 1e6).row() for way, tokens, us in ways]
+
+
+@pytest.mark.parametrize(
+    "sparse_us, ngram_us, written, told",
+    [
+        (
+            2000,
+            1400,
+            {"drafter": "sparse", "gamma": 4, "sparsity": 0.1, "reach": 2},
+            "4 drafts over 10% of the keys, 1.5",
+        ),
+        (9000, 1000, {"drafter": "ngram", "gamma": 2, "longest": 3}, "Drafts by prompt lookup are the fastest here"),
+        (9000, 9000, {"drafter": "none"}, "Plain decoding is the fastest here: drafts do not pay."),
+    ],
+)
+def test_the_fastest_is_written_and_runs(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sparse_us: float,
+    ngram_us: float,
+    written: dict[str, Any],
+    told: str,
+) -> None:
+    """From what was measured, without any rank."""
+    settings = given(tmp_path, "speculation.reach=2")
+    config = config_of(tmp_path, "speculation.reach=2")
+    file = MeasuredFile(config, read_prompts(tmp_path / "p.jsonl"), ABOUT)
+    for row in rows(sparse_us, ngram_us):
+        file.add(row)
+    file.close()
+    for _ in range(2):  # what it wrote itself, it overwrites
+        assert tune.main(["name=mine", *settings]) == 0
+    shown = capsys.readouterr().out
+    assert told in shown and "Accepted tokens level off at 10% of the keys." in shown
+    text = (tmp_path / "conf" / "speculation" / "mine.yaml").read_text()
+    found = yaml.safe_load(text)
+    assert written.items() <= found.items() and set(found) == {"drafter", *OPTIONS[found["drafter"]]}
+    assert text.startswith(f"# Written by launch.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: ")
+    assert composed(*(f"speculation.{key}={str(value).lower()}" for key, value in found.items()))
+    assert (tmp_path / "tuned" / "mine.png").stat().st_size > 1000
+    assert not [m for m in (tmp_path / "tuned").iterdir() if m.suffix not in (".png", ".jsonl")]
+
+
+def test_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def run(overrides: list[str]) -> int:
+        started.append(overrides)
+        return 130
+
+    monkeypatch.setattr("launch.run.main", run)
+    assert tune.main(["name=mine", *given(tmp_path)]) == 130, "its exit code is the run's"
+    assert len(started) == 1 and "bench=tune" in started[0]
+    assert not (tmp_path / "conf" / "speculation" / "mine.yaml").exists()
