@@ -211,7 +211,7 @@ class _Prompts(_Sample):
         self.draft_with(way)
         for turn, requests in enumerate(self.turns):
             self._enter(turn)
-            for _ in range(WARM_UP if self.runner.graphs is not None else 0):
+            for _ in range(WARM_UP):
                 self._step(way.gamma, len(requests))
             self._rewind()
             seconds, taken = self._continue(way.gamma, requests)

@@ -130,6 +130,31 @@ def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
     assert found[Way("none")]["tokens_by_prompt"] == [1.0, 1.0, 1.0]
 
 
+def test_a_second_start_measures_what_is_missing(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of an interrupted run count as they stand, and the search goes on behind them."""
+    config = composed(*settings(prompts))
+    path = Path(str(config.bench.output))
+
+    def body(world: LoopbackWorld, rank: int) -> Any:
+        return tuning.run(task(config, world, rank))[0]["points"]
+
+    whole = run_ranks(2, body, timeout_s=120.0)[0]
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    measured: list[Way] = []
+    measure = tuning._Prompts.measure
+
+    def noted(self: Any, way: Way) -> Any:
+        measured.append(way)
+        return measure(self, way)
+
+    monkeypatch.setattr(tuning._Prompts, "measure", noted)
+    again = run_ranks(2, body, timeout_s=120.0)[0]
+    last = Measured.of(whole[-1]).way
+    assert measured == [last, last], "by both ranks, and nothing else"
+    assert again[:-1] == whole[:-1] and again[-1]["tokens_by_prompt"] == whole[-1]["tokens_by_prompt"]
+    assert len(path.read_text().splitlines()) == 1 + len(whole)
+
+
 def test_forced_drafts_are_timed_over_random_keys(prompts: Path) -> None:
     given = settings(prompts, "speculation.forced=0.9", "bench.points=[2x96]", "bench.steps=3", "decode.prompts=null")
     config = composed(*given)
