@@ -65,7 +65,7 @@ def run(task: Task) -> Done:
     if problem is not None:
         raise ConfigError(problem)
     known = {found.way: found for found in map(Measured.of, rows)}
-    sample = _Prompts(task) if plan.prompts else _Random(task)
+    sample = PromptSample(task) if plan.prompts else RandomSample(task)
 
     def measure(way: Way) -> Measured:
         if way not in known:
@@ -134,7 +134,7 @@ def _widest(config: Config) -> Config:
     return replace(config, speculation=replace(config.speculation, sparsity=most))
 
 
-class _Random(_Sample):
+class RandomSample(_Sample):
     """Random keys, and drafts that are kept at a set rate."""
 
     def __init__(self, task: Task) -> None:
@@ -165,7 +165,7 @@ class _Random(_Sample):
         return Measured(way, (tokens,), median(seconds)), {"steps": len(seconds)}
 
 
-class _Prompts(_Sample):
+class PromptSample(_Sample):
     """Prompts, and drafts that are kept where the model says so."""
 
     def __init__(self, task: Task) -> None:

@@ -141,13 +141,13 @@ def test_a_second_start_measures_what_is_missing(prompts: Path, monkeypatch: pyt
     whole = run_ranks(2, body, timeout_s=120.0)[0]
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     measured: list[Way] = []
-    measure = tuning._Prompts.measure
+    measure = tuning.PromptSample.measure
 
     def noted(self: Any, way: Way) -> Any:
         measured.append(way)
         return measure(self, way)
 
-    monkeypatch.setattr(tuning._Prompts, "measure", noted)
+    monkeypatch.setattr(tuning.PromptSample, "measure", noted)
     again = run_ranks(2, body, timeout_s=120.0)[0]
     last = Measured.of(whole[-1]).way
     assert measured == [last, last], "by both ranks, and nothing else"
