@@ -21,6 +21,7 @@ CHUNKS = (1, 2, 4, 8)  # of HOP-B, that the runtime takes
 GAMMAS = (1, 2, 4, 8, 16)
 SELF_GAMMAS = tuple(range(1, 17))  # of a model that drafts for itself: drafts have a price
 LARGEST_BLOCK = 16  # the runtime's append block
+LARGEST_OF_DRAFTS = 64  # where a model drafts for itself (conf/speculation/sparse.yaml)
 UNEVEN = 1.01  # the fullest rank's tokens, over the mean, from which on a smaller append block is taken
 BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried where the question has no batch
 ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
@@ -195,9 +196,9 @@ def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
     return [(row, replace(q.options, append_block=blocks[row[3]])) for row in sorted(rows, key=lambda row: row[3])]
 
 
-def _append_block(length: int, kvp: int) -> int:
+def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
     """The runtime's default, halved until the fullest rank has little more than its share of a sequence."""
-    block = LARGEST_BLOCK
+    block = largest
     while block > 1 and -(-length // (block * kvp)) * block > UNEVEN * length / kvp:
         block //= 2
     return block
@@ -220,6 +221,8 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     for gamma in q.gammas:
         for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
             tried = replace(options, speculation=q.speculation(gamma), hopb=chunks > 1, chunks=chunks)
+            if gamma and q.sparsity is not None:
+                tried = replace(tried, append_block=_append_block(q.length, int(points.kvp[0]), LARGEST_OF_DRAFTS))
             step = predict(q.spec, q.hardware, points, q.length, tried)
             i = _fastest(q, step)
             if i is None or (chunks > step.points.batch[i]):

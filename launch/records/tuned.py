@@ -18,7 +18,7 @@ WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes 
 OPTIONS = {
     "none": (),
     "ngram": ("gamma", "adaptive", "longest"),
-    "sparse": ("policy", "sparsity", "gamma", "adaptive", "recent", "reach", "block", "heads", "noise"),
+    "sparse": ("policy", "sparsity", "gamma", "adaptive", "recent", "reach", "block", "heads", "choice", "noise"),
 }
 
 
@@ -58,8 +58,11 @@ def as_yaml(config: Config, tuned: Tuned, where: str) -> str:
     gain = (
         f"{chosen.rate / tuned.plain.rate:.2f} times plain decoding" if chosen is not tuned.plain else "plain decoding"
     )
-    lines = [f"{WRITTEN} for {where}: {gain}.", f"drafter: {chosen.way.drafter}"]
-    return "\n".join([*lines, *(f"{key}: {_scalar(value)}" for key, value in values.items())]) + "\n"
+    lines = [f"{WRITTEN} for {where}: {gain}.", "# @package _global_", "speculation:"]
+    lines += [f"  {key}: {_scalar(value)}" for key, value in {"drafter": chosen.way.drafter, **values}.items()]
+    if chosen.way.sparsity is not None:
+        lines += ["kv:", f"  append_block: {config.kv.append_block}"]
+    return "\n".join(lines) + "\n"
 
 
 def _scalar(value: object) -> str:

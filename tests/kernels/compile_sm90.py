@@ -270,7 +270,13 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """Four launches, of one plane and of several, alone and with the best of the keys before."""
     tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK": 1, "BLOCK_PARTS": 64, "PDL": True}
-    for stage, planes, reach in [(stage, 1, 0) for stage in range(4)] + [(0, 2, 0), (1, 2, 0), (3, 2, 0), (1, 1, 8), (3, 1, 16)]:
+    for stage, planes, reach in [(stage, 1, 0) for stage in range(4)] + [
+        (0, 2, 0),
+        (1, 2, 0),
+        (3, 2, 0),
+        (1, 1, 8),
+        (3, 1, 16),
+    ]:
         one = {
             "STAGE": stage,
             "PLANES": planes,

@@ -175,7 +175,7 @@ def test_the_fastest_is_written_and_runs(
     shown = capsys.readouterr().out
     assert told in shown and "Accepted tokens level off at 10% of the keys." in shown
     text = (tmp_path / "conf" / "speculation" / "mine.yaml").read_text()
-    found = yaml.safe_load(text)
+    found = yaml.safe_load(text)["speculation"]
     assert written.items() <= found.items() and set(found) == {"drafter", *OPTIONS[found["drafter"]]}
     assert text.startswith(f"# Written by launch.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: ")
     assert composed(*(f"speculation.{key}={str(value).lower()}" for key, value in found.items()))
