@@ -53,7 +53,8 @@ from launch.inputs.compose import ROOT
 from launch.inputs.haystacks import KINDS
 from launch.job.report import provenance
 from launch.measure.fidelity_tasks import TASKS, Task, policies
-from launch.measure.forced import Policy, Setting
+from launch.measure.forced import Policy
+from launch.measure.prefilled import Setting
 from launch.records.fidelity_tables import COLUMNS
 
 

@@ -2,7 +2,7 @@
 
 Two kinds of rows. `synthetic`: decode steps of whole models with 0 to 15 drafts that are kept at a set rate, over a
 cache of random data (`bench=decode`), and where the time of a step goes. `copy_prompts`: the demo model goes on with
-copies of files (`launch.bench.copy_prompts`), its drafts looked up in the prompt.
+copies of files (`launch.inputs.copy_prompts`), its drafts looked up in the prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.bench.copy_prompts import copy_prompts
 from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.bench.workloads import SHAPES, fitting_spec, layouts
+from launch.inputs.copy_prompts import copy_prompts
 from launch.job import spawn
 
 K, M = 1024, 1 << 20
@@ -27,7 +27,7 @@ POINTS = [(1, 8 * K), (32, 8 * K), (1, 128 * K), (8, 128 * K), (1, M)]
 GAMMAS = [0, 1, 2, 3, 4, 7, 15]
 STEPS = 16
 EDIT_TOKENS = 256  # of each prompt
-# Of `launch.bench.copy_prompts`: plain steps first, which the others are compared with.
+# Of `launch.inputs.copy_prompts`: plain steps first, which the others are compared with.
 DRAFTING = {
     "none": ["speculation=none"],
     "4": ["speculation=ngram", "speculation.gamma=4", "speculation.adaptive=false"],

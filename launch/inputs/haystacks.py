@@ -31,6 +31,7 @@ class Questions:
         answers: where in `follows` each answer is.
         depths: of the lines that the questions are about, as shares of the text, in the order of the questions.
         places: of these lines' tokens in the prompt.
+        question: tokens of the first question, at the end of the prompt.
     """
 
     prompt: Tensor
@@ -38,6 +39,7 @@ class Questions:
     answers: tuple[slice, ...]
     depths: tuple[float, ...]
     places: tuple[range, ...]
+    question: int
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -104,17 +106,24 @@ class Haystack:
             answer = self._encode(f" {numbers[i]}")
             answers.append(slice(len(follows), len(follows) + len(answer)))
             follows += [*answer, *(self._encode(".") if question else []), *question]
-        room = length - sum(map(len, hidden)) - len(first) - len(follows)
+        prompt, places = self.plant(hidden, depths, length - len(first) - len(follows), rng)
+        of_questions = tuple(depths[i] for i in order), tuple(places[i] for i in order)
+        return Questions(torch.tensor(prompt + first), torch.tensor(follows), tuple(answers), *of_questions, len(first))
+
+    def plant(
+        self, pieces: Sequence[list[int]], depths: Sequence[float], length: int, rng: random.Random
+    ) -> tuple[list[int], list[range]]:
+        """A text of whole lines, of `length` tokens at most, with pieces at `depths`, and their places."""
+        room = length - sum(map(len, pieces))
         begin = self._line(rng.randrange(max(1, len(self.ids) - length)))
         end = max(begin, self._line(begin + room + 1, before=True))
         cuts = [min(self._line(begin + int(depth * (end - begin))), end) for depth in depths]
-        prompt = self.ids[begin : cuts[0]]
+        text = self.ids[begin : cuts[0]]
         places = []
-        for line, cut, stop in zip(hidden, cuts, [*cuts[1:], end], strict=True):
-            places.append(range(len(prompt), len(prompt) + len(line)))
-            prompt += [*line, *self.ids[cut:stop]]
-        of_questions = tuple(depths[i] for i in order), tuple(places[i] for i in order)
-        return Questions(torch.tensor(prompt + first), torch.tensor(follows), tuple(answers), *of_questions)
+        for piece, cut, stop in zip(pieces, cuts, [*cuts[1:], end], strict=True):
+            places.append(range(len(text), len(text) + len(piece)))
+            text += [*piece, *self.ids[cut:stop]]
+        return text, places
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)

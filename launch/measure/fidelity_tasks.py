@@ -12,7 +12,8 @@ from torch import Tensor
 from helix.kv_cache import BlockBudget
 from launch.inputs.haystacks import Haystack, Questions, texts
 from launch.measure.agreement import common_prefix, compare, paired, wilson
-from launch.measure.forced import Outcome, Policy, Setting
+from launch.measure.forced import Outcome, Policy, run
+from launch.measure.prefilled import Setting
 from launch.measure.recall import RecallMeter
 
 Row = dict[str, Any]
@@ -105,7 +106,7 @@ def generated(task: Task) -> list[Row]:
 def free(task: Task) -> list[Row]:
     """Greedy text of each policy's own: how many tokens are dense attention's before the first that is not."""
     ids = texts(task.tokenizer, task.count, task.length)
-    found = task.setting.run([*ids[:, : -task.steps]], task.steps, task.policies)
+    found = run(task.setting, [*ids[:, : -task.steps]], task.steps, task.policies)
     dense = found["dense"].logits.argmax(-1)
     rows = []
     for outcome in found.values():
@@ -133,7 +134,7 @@ def _questions(task: Task, depths: Sequence[Sequence[float]]) -> list[Row]:
     given = torch.zeros(len(hidden), max(len(x.follows) for x in hidden), dtype=torch.int64)
     for row, x in zip(given, hidden, strict=True):
         row[: len(x.follows)] = x.follows
-    found = task.setting.run([x.prompt for x in hidden], given.shape[1], task.policies, given)
+    found = run(task.setting, [x.prompt for x in hidden], given.shape[1], task.policies, given)
     dense = _right(found["dense"].logits, given, hidden)
     every = [depth for x in hidden for depth in x.depths]
     rows = []
@@ -179,7 +180,7 @@ def recall(task: Task) -> list[Row]:
 def _on_text(task: Task, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[str, Outcome], Tensor]:
     """What policies make of the last `steps` tokens of texts, and these tokens."""
     follows = ids[:, -task.steps :]
-    return task.setting.run([*ids[:, : -task.steps]], task.steps, chosen, follows), follows
+    return run(task.setting, [*ids[:, : -task.steps]], task.steps, chosen, follows), follows
 
 
 TASKS: dict[str, Callable[[Task], list[Row]]] = {

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -21,19 +20,14 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
+from helix.kv_cache import BlockBudget, Placement
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
-from helix.models import Decoder, DecoderSpec, spec_from_config
-from helix.sampling import SamplingParams
-from helix.scheduler import Admission
+from helix.models import Decoder
+from launch.measure.prefilled import Setting, load, prefilled
 from launch.measure.variants import RoundedBounds, SharedChoice
 
-CHUNK = 1024  # prompt tokens of a sequence in one prefill step
-TOGETHER = 16  # sequences of one prefill step
 AT_ONCE = 64  # prompts of one batch: more would not make a step faster
-CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may take
 DEADLINE_S = 6 * 3600.0
 NEVER = 1e30  # scores of pages without bounds are below all others, and finite
 
@@ -82,76 +76,50 @@ class Outcome:
     blocks_read: float | None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A checkpoint on ranks that are threads of this process.
+def run(
+    setting: Setting,
+    prompts: Sequence[Tensor],
+    steps: int,
+    policies: Sequence[Policy],
+    given: Tensor | None = None,
+) -> dict[str, Outcome]:
+    """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
 
-    Attributes:
-        device: cuda or cpu.
+    Args:
+        prompts: ids [length] int64 each; the last token is that of the first step.
+        given: true tokens [n, >= steps - 1] behind the prompts; None: each policy goes on with its likeliest.
+
+    Raises:
+        RuntimeError: a policy that should leave blocks out has read them all.
     """
+    at_once = min(AT_ONCE, setting.fitting(max(map(len, prompts)) + steps))
+    layout, batches = setting.layout, range(0, len(prompts), at_once)
+    found: dict[str, list[tuple[Tensor, float | None]]] = {policy.name: [] for policy in policies}
 
-    path: Path
-    layout: HelixLayout
-    dtype: torch.dtype
-    device: str
+    def rank(world: LoopbackWorld, index: int) -> None:
+        comm = world.communicator(index, layout.kvp_group(index))
+        model = load(setting.path, layout, comm, setting.dtype)
+        for begin in batches:
+            rows = slice(begin, begin + at_once)
+            tokens = None if given is None else given[rows]
+            for policy, logits, read in _outcomes(model, layout, comm, prompts[rows], steps, policies, tokens):
+                if index == 0:
+                    found[policy.name].append((logits, read))
+                    progress.advance(task)
 
-    def spec(self) -> DecoderSpec:
-        return spec_from_config(read_config(self.path))
-
-    def run(
-        self, prompts: Sequence[Tensor], steps: int, policies: Sequence[Policy], given: Tensor | None = None
-    ) -> dict[str, Outcome]:
-        """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
-
-        Args:
-            prompts: ids [length] int64 each; the last token is that of the first step.
-            given: true tokens [n, >= steps - 1] behind the prompts; None: each policy goes on with its likeliest.
-
-        Raises:
-            RuntimeError: a policy that should leave blocks out has read them all.
-        """
-        at_once = self._at_once(max(map(len, prompts)) + steps)
-        batches = range(0, len(prompts), at_once)
-        found: dict[str, list[tuple[Tensor, float | None]]] = {policy.name: [] for policy in policies}
-
-        def rank(world: LoopbackWorld, index: int) -> None:
-            comm = world.communicator(index, self.layout.kvp_group(index))
-            model = load(self.path, self.layout, comm, self.dtype)
-            for begin in batches:
-                rows = slice(begin, begin + at_once)
-                tokens = None if given is None else given[rows]
-                for policy, logits, read in _outcomes(model, self.layout, comm, prompts[rows], steps, policies, tokens):
-                    if index == 0:
-                        found[policy.name].append((logits, read))
-                        progress.advance(task)
-
-        if self.device == "cuda":
-            torch.cuda.empty_cache()  # what an earlier run has left counts as free
-        with Progress(console=Console(file=sys.stderr)) as progress:
-            task = progress.add_task(f"{len(prompts)} x {len(prompts[0])}", total=len(policies) * len(batches))
-            run_ranks(self.layout.world_size, rank, DEADLINE_S, self.device)
-        outcomes = {}
-        for policy in policies:
-            parts = found[policy.name]
-            reads = [read * len(logits) for logits, read in parts if read is not None]
-            outcome = Outcome(policy, torch.cat([p[0] for p in parts]), sum(reads) / len(prompts) if reads else None)
-            _check(outcome, sum(-(-len(prompt) // policy.page) for prompt in prompts) / len(prompts))
-            outcomes[policy.name] = outcome
-        return outcomes
-
-    def _at_once(self, length: int) -> int:
-        """Prompts of one batch: their cache has to fit."""
-        spec = self.spec()
-        of_a_token = token_bytes(spec.layers, spec.entries(self.layout, 0), self.dtype) * self.layout.tpa
-        return min(AT_ONCE, max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token))))
-
-
-def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
-    """This rank's part of a checkpoint."""
-    checkpoint = Checkpoint(path)
-    model = Decoder(checkpoint.with_head(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
-    checkpoint.load(model.weights)
-    return model
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()  # what an earlier run has left counts as free
+    with Progress(console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task(f"{len(prompts)} x {len(prompts[0])}", total=len(policies) * len(batches))
+        run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
+    outcomes = {}
+    for policy in policies:
+        parts = found[policy.name]
+        reads = [read * len(logits) for logits, read in parts if read is not None]
+        outcome = Outcome(policy, torch.cat([p[0] for p in parts]), sum(reads) / len(prompts) if reads else None)
+        _check(outcome, sum(-(-len(prompt) // policy.page) for prompt in prompts) / len(prompts))
+        outcomes[policy.name] = outcome
+    return outcomes
 
 
 def _check(outcome: Outcome, blocks: float) -> None:
@@ -177,9 +145,10 @@ def _outcomes(
     room = max(map(len, prompts)) + steps
     longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
     for page, group in groupby(sorted(policies, key=lambda policy: policy.page), key=lambda policy: policy.page):
-        runner = _prefilled(model, layout, comm, prompts, room, longest, page)
+        placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
+        runner = prefilled(model, placement, comm, prompts, room, longest, score="bounds")
         for policy in group:
-            attends = _attention(policy, runner.placement, longest, comm) or runner.dense
+            attends = _attention(policy, placement, longest, comm) or runner.dense
             logits = _steps(runner, policy, attends, prompts, steps, given)
             read = None
             if isinstance(attends, BlockSparseAttention):
@@ -235,30 +204,3 @@ def _attention(policy: Policy, placement: Placement, length: int, comm: Communic
     if policy.layers > 1:
         return SharedChoice(policy.layers, policy.budget, policy.score, *place)
     return BlockSparseAttention(policy.budget, policy.score, *place)
-
-
-def _prefilled(
-    model: Decoder,
-    layout: HelixLayout,
-    comm: Communicator,
-    prompts: Sequence[Tensor],
-    room: int,
-    longest: int,
-    page: int,
-) -> ModelRunner:
-    """A runner for `longest` tokens whose cache holds the prompts but for their last ones, with `room` for each."""
-    n = len(prompts)
-    placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
-    pages = pages_for_tokens(layout, n * room, page, page, n)
-    entries = model.spec.entries(layout, comm.rank)
-    cache = KVCache(model.spec.layers, pages, page, entries, model.weights.dtype, comm.device, "bounds")
-    runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=longest)
-    for slot in range(n):
-        runner.admit(Admission(slot, slot, (), slot % layout.kvp, room, room, SamplingParams()))
-    for first in range(0, n, TOGETHER):
-        slots = range(first, min(first + TOGETHER, n))
-        for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):
-            chunks = [(slot, begin, prompts[slot][:-1][begin : begin + CHUNK]) for slot in slots]
-            if chunks := [chunk for chunk in chunks if len(chunk[2])]:
-                model.hidden(cache, runner.state.prefill_step(chunks), runner.dense)
-    return runner

@@ -23,7 +23,7 @@ from helix.scheduler import Admission, StepPlan
 from helix.speculation import Draft, Drafter, NgramDrafter, SyntheticDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState
-from launch.bench.copy_prompts import copy_prompts
+from launch.inputs.copy_prompts import copy_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS

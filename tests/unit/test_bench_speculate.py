@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from launch.bench.copy_prompts import GIVEN, LINES, copy_prompts
 from launch.bench.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
 from launch.inputs.compose import ROOT
+from launch.inputs.copy_prompts import GIVEN, LINES, copy_prompts
 from launch.records import rows, tables
 
 # Of the benchmark of verification; no decode step has them, nor those of prompts.

@@ -22,10 +22,11 @@ from launch.fidelity import measure
 from launch.inputs import haystacks
 from launch.inputs.compose import ROOT
 from launch.inputs.haystacks import Haystack, texts
-from launch.measure import fidelity_tasks, forced
+from launch.measure import fidelity_tasks, forced, prefilled
 from launch.measure.agreement import common_prefix, compare, mcnemar, paired, wilson
 from launch.measure.fidelity_tasks import policies
-from launch.measure.forced import Policy, Setting
+from launch.measure.forced import Policy, run
+from launch.measure.prefilled import Setting
 
 DEMO = ROOT / "assets/demo-model"
 BUDGETS = {topk: BlockBudget(1, 2, topk, 0) for topk in (0, 3, 40)}
@@ -126,11 +127,11 @@ def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_read_everything_is_dense_and_an_error(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = texts(tokenizer, 1, 200)
-    run = [ids[0, :-2]], 2, [Policy("dense", page=16), Policy("all", BUDGETS[40], 16)]
+    case = [ids[0, :-2]], 2, [Policy("dense", page=16), Policy("all", BUDGETS[40], 16)]
     with pytest.raises(RuntimeError, match="and nothing was left out"):
-        setting().run(*run, given=ids[:, -2:])
+        run(setting(), *case, given=ids[:, -2:])
     monkeypatch.setattr(forced, "_check", lambda outcome, blocks: None)
-    found = setting().run(*run, given=ids[:, -2:])
+    found = run(setting(), *case, given=ids[:, -2:])
     assert torch.allclose(found["all"].logits, found["dense"].logits, atol=1e-4)
 
 
@@ -138,16 +139,16 @@ def test_prompts_of_any_length_stand_for_themselves(tokenizer: Any, monkeypatch:
     """A batch of prompts of several lengths gives what each of them gives alone, forced and free."""
     ids = texts(tokenizer, 2, 200)
     prompts = [ids[0, :180], ids[1, :101]]
-    monkeypatch.setattr(forced, "CHUNK", 64)
+    monkeypatch.setattr(prefilled, "CHUNK", 64)
     chosen = [Policy("dense", page=16), FEW]
     for given_tokens in (ids[:, -3:], None):
-        both = setting().run(prompts, 3, chosen, given_tokens)
+        both = run(setting(), prompts, 3, chosen, given_tokens)
         for i, prompt in enumerate(prompts):
-            alone = setting().run([prompt], 3, chosen, None if given_tokens is None else given_tokens[i : i + 1])
+            alone = run(setting(), [prompt], 3, chosen, None if given_tokens is None else given_tokens[i : i + 1])
             for name in both:
                 assert torch.allclose(both[name].logits[i], alone[name].logits[0], atol=1e-3), name
-    monkeypatch.setattr(Setting, "_at_once", lambda self, length: 1)
-    batches = setting().run(prompts, 3, chosen)
+    monkeypatch.setattr(Setting, "fitting", lambda self, length: 1)
+    batches = run(setting(), prompts, 3, chosen)
     assert torch.allclose(batches["few"].logits, both["few"].logits, atol=1e-3)
     assert batches["few"].blocks_read == pytest.approx(both["few"].blocks_read)
 
@@ -182,8 +183,8 @@ def test_bounds_that_are_not_kept_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert frozen["frozen"] and not kept["frozen"] and kept["blocks_read"] == frozen["blocks_read"]
     assert kept["late"]["steps"] == 16 and kept["late"]["kl"] != frozen["late"]["kl"]
     ids = texts(load_tokenizer(DEMO), 1, 180)
-    both = setting().run(
-        [ids[0, :-56]], 8, [Policy("dense", page=16), FEW, replace(FEW, name="z", frozen=True)], ids[:, -72:]
+    both = run(
+        setting(), [ids[0, :-56]], 8, [Policy("dense", page=16), FEW, replace(FEW, name="z", frozen=True)], ids[:, -72:]
     )
     assert torch.equal(both["few"].logits, both["z"].logits)
 

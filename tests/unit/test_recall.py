@@ -17,7 +17,8 @@ from kernels.reference.block_bounds import SCORES, fold_blocks
 from kernels.reference.select_blocks import block_scores as scores_of_pages
 from launch.inputs import haystacks
 from launch.inputs.compose import ROOT
-from launch.measure.forced import Policy, Setting
+from launch.measure.forced import Policy, run
+from launch.measure.prefilled import Setting
 from launch.measure.recall import RecallMeter, best_of, block_scores, local_choice
 from launch.measure.variants import STORED, SharedChoice, rounded
 
@@ -114,7 +115,7 @@ def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = haystacks.texts(load_tokenizer(demo), 2, 1000)
     meter = RecallMeter((128, 16), (128, 4096), (1, 2))
     setting = Setting(demo, HelixLayout.create("helix", 1), torch.float32, "cpu")
-    setting.run([*ids[:, :-2]], 2, [Policy("dense", attends=meter)], ids[:, -2:])
+    run(setting, [*ids[:, :-2]], 2, [Policy("dense", attends=meter)], ids[:, -2:])
     rows = meter.rows()
     assert meter.measured == 2 * 8  # steps and layers
     for page in (128, 16):

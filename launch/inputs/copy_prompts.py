@@ -14,16 +14,23 @@ def copy_prompts(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict
     """Prompts that ask for each Python file in a directory of LINES lines or more, edited; lines of a prompt file."""
     files = {file.name: file.read_text(encoding="utf-8").splitlines() for file in sorted(directory.glob("*.py"))}
     return [
-        {"id": name, "prompt": _prompt(lines[:LINES]), "max_new_tokens": new_tokens}
+        {"id": name, "prompt": "".join(edited_copy(lines)), "max_new_tokens": new_tokens}
         for name, lines in files.items()
         if len(lines) >= LINES
     ]
 
 
-def _prompt(lines: list[str]) -> str:
-    """The edit renames what the file declares with a type and mentions most."""
-    before = "\n".join(lines)
-    declared = re.findall(r"\b([a-z]\w{3,}): [a-zA-Z]", before)
-    name = max(sorted(set(declared)), key=lambda n: len(re.findall(rf"\b{n}\b", before)))
+def declared_names(lines: list[str]) -> list[str]:
+    """Names that the first LINES lines declare with a type, sorted."""
+    return sorted({*re.findall(r"\b([a-z]\w{3,}): [a-zA-Z]", "\n".join(lines[:LINES]))})
+
+
+def edited_copy(lines: list[str]) -> tuple[str, str]:
+    """The first LINES lines of a file, and what follows them: how they are edited, and the first GIVEN of the copy.
+
+    The edit renames what the file declares with a type and mentions most.
+    """
+    before = "\n".join(lines[:LINES])
+    name = max(declared_names(lines), key=lambda n: len(re.findall(rf"\b{n}\b", before)))
     after = re.sub(rf"\b{name}\b", f"new_{name}", "\n".join(lines[:GIVEN]))
-    return f"{before}\n\n\n# The same file with {name} renamed to new_{name}.\n{after}"
+    return before, f"\n\n\n# The same file with {name} renamed to new_{name}.\n{after}"

@@ -1,0 +1,85 @@
+"""Long prompts that a model goes on with: code it has not seen, a copy with edits, facts that are wanted in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.inputs import haystacks
+from launch.inputs.copy_prompts import LINES, declared_names, edited_copy
+from launch.inputs.haystacks import Haystack, encode
+
+FACTS = 8
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the turns behind it; in each the model says as many tokens.
+
+    Attributes:
+        prompt: ids [n].
+        turns: ids [m] of what it is told before each of its turns; [0] where it just goes on.
+    """
+
+    task: str
+    prompt: Tensor
+    turns: tuple[Tensor, ...]
+
+
+def code(tokenizer: Any, length: int, count: int) -> list[Continuation]:
+    """Texts of this repository's sources, evenly spread: they overlap where there are too few tokens.
+
+    Raises:
+        ValueError: the sources have not so many tokens.
+    """
+    ids = encode(tokenizer, "\n".join(haystacks.sources()))
+    if len(ids) < length:
+        raise ValueError(f"this repository's sources have {len(ids)} tokens: set length lower")
+    begins = [i * (len(ids) - length) // max(1, count - 1) for i in range(count)]
+    return [Continuation("code", torch.tensor(ids[at : at + length]), (torch.empty(0).long(),)) for at in begins]
+
+
+def copy(tokenizer: Any, length: int, count: int) -> list[Continuation]:
+    """A file at a depth of its own in other code, and at the end the beginning of its copy, a name replaced.
+
+    Raises:
+        ValueError: there are not so many files, or one does not fit.
+    """
+    haystack = Haystack(tokenizer, "code", length)
+    paths = sorted({path for folder in haystacks.SOURCES for path in folder.rglob("*.py")})
+    files = [path.read_text(encoding="utf-8").splitlines() for path in paths]
+    files = [lines for lines in files if len(lines) >= LINES and declared_names(lines)]
+    if len(files) < count:
+        raise ValueError(f"this repository has {len(files)} files to copy: set prompts={count} lower")
+    random.Random(0).shuffle(files)
+    found = []
+    for i, lines in enumerate(files[:count]):
+        before, after = (encode(tokenizer, text) for text in edited_copy(lines))
+        if len(before) + len(after) > length:
+            raise ValueError(f"a file to copy has {len(before)} tokens: set length higher")
+        piece = [*encode(tokenizer, "\n"), *before]
+        text, _ = haystack.plant([piece], [(i + 0.5) / count], length - len(after), random.Random(i))
+        found.append(Continuation("copy", torch.tensor(text + after), (torch.empty(0).long(),)))
+    return found
+
+
+def facts(tokenizer: Any, length: int, count: int) -> list[Continuation]:
+    """Numbered lines, in a part of the text each; a question about one of them comes before each turn."""
+    haystack = Haystack(tokenizer, "code", length)
+    full_stop = len(encode(tokenizer, "."))
+    found = []
+    for i in range(count):
+        asked = haystack.hide([(j + (i + 0.5) / count) / FACTS for j in range(FACTS)], length, seed=i)
+        ends = [answer.stop + full_stop for answer in asked.answers[:-1]]
+        between = [asked.follows[a : b.start] for a, b in zip(ends, asked.answers[1:], strict=True)]
+        last = len(asked.prompt) - asked.question
+        found.append(Continuation("facts", asked.prompt[:last], (asked.prompt[last:], *between)))
+    return found
+
+
+TASKS: dict[str, Callable[[Any, int, int], list[Continuation]]] = {"code": code, "copy": copy, "facts": facts}

@@ -1,0 +1,90 @@
+"""A checkpoint on ranks that are threads of this process, and prompts in its cache once for all that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint, read_config
+from helix.model_runner import ModelRunner
+from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.sampling import SamplingParams
+from helix.scheduler import Admission
+from helix.speculation import Drafter
+
+CHUNK = 1024  # prompt tokens of a sequence in one prefill step
+TOGETHER = 16  # sequences of one prefill step
+CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may take
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A checkpoint and its ranks.
+
+    Attributes:
+        device: cuda or cpu.
+    """
+
+    path: Path
+    layout: HelixLayout
+    dtype: torch.dtype
+    device: str
+
+    def spec(self) -> DecoderSpec:
+        return spec_from_config(read_config(self.path))
+
+    def fitting(self, length: int) -> int:
+        """Prompts of one batch: their cache has to fit."""
+        spec = self.spec()
+        of_a_token = token_bytes(spec.layers, spec.entries(self.layout, 0), self.dtype) * self.layout.tpa
+        return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
+
+
+def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
+    """This rank's part of a checkpoint."""
+    checkpoint = Checkpoint(path)
+    model = Decoder(checkpoint.with_head(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
+    checkpoint.load(model.weights)
+    return model
+
+
+def prefilled(
+    model: Decoder,
+    placement: Placement,
+    comm: Communicator,
+    prompts: Sequence[Tensor],
+    room: int,
+    max_length: int,
+    *,
+    score: str | None = None,
+    drafter: Drafter | None = None,
+) -> ModelRunner:
+    """A runner whose cache holds the prompts [n] but for their last tokens, one a slot, with `room` tokens for each.
+
+    Args:
+        max_length: of the runner.
+        score: as in `KVCache`; bounds are not folded.
+        drafter: as in `ModelRunner`, which makes room for its drafts.
+    """
+    n, layout = len(prompts), placement.layout
+    append_block, page = placement.append_block, placement.page_size
+    pages = pages_for_tokens(layout, n * room, append_block, page, n)
+    entries = model.spec.entries(layout, comm.rank)
+    cache = KVCache(model.spec.layers, pages, page, entries, model.weights.dtype, comm.device, score)
+    runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
+    for slot, prompt in enumerate(prompts):
+        runner.admit(Admission(slot, slot, prompt.tolist(), slot % layout.kvp, room, room, SamplingParams()))
+    for first in range(0, n, TOGETHER):
+        slots = range(first, min(first + TOGETHER, n))
+        for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):
+            chunks = [(slot, begin, prompts[slot][:-1][begin : begin + CHUNK]) for slot in slots]
+            if chunks := [chunk for chunk in chunks if len(chunk[2])]:
+                model.hidden(cache, runner.state.prefill_step(chunks), runner.dense)
+    return runner
