@@ -1,0 +1,133 @@
+"""Ways to choose the keys of drafts that the product does not have, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.chosen import ChosenAttention
+from helix.attention.collecting import CollectingAttention
+from helix.kv_cache import KeyBudget, LayerCache
+from helix.score_pages import ScorePages
+from helix.speculation import DraftBudget, SparseDrafter
+from helix.speculation.sparse import SINK_TOKENS, full_layers
+from helix.step import Step
+from kernels.attention.split_kv import PartialAttention
+from kernels.sparse.draft_ranges import MILLION
+from kernels.sparse.select_tokens import select_tokens
+
+LEAST = torch.finfo(torch.float16).min
+
+
+@dataclass(frozen=True)
+class FixedBudget(DraftBudget):
+    """As many keys whatever the length.
+
+    Attributes:
+        fixed: keys of a sequence over all ranks.
+    """
+
+    fixed: int = 0
+
+    def keys(self, kvp: int) -> KeyBudget:
+        return KeyBudget(SINK_TOKENS, -(-self.fixed // kvp), 0, round(self.recent * MILLION))
+
+
+def choose_by_queries(
+    q: Tensor, cache: LayerCache, step: Step, scale: float, known: Tensor, counts: Tensor, table: Tensor, tail: int
+) -> None:
+    """Writes tables of the keys with the largest logits, the mean over the heads of a KV head, for one layer's queries.
+
+    Args:
+        q: [n, Hq, D].
+        known, counts, table [1, n, heads, width], tail: as in `select_tokens`.
+    """
+    n, tables = len(known), step.block_tables
+    keys = cache.keys[tables.long()].float()  # [n, P, page, Hkv, D]
+    mean = q.float().unflatten(1, (keys.shape[3], -1)).mean(2) * scale
+    scores = torch.einsum("nhd,npshd->nphs", mean, keys).half()
+    pages = torch.arange(tables.numel(), dtype=torch.int32, device=q.device).view(tables.shape)
+    none = torch.zeros(n, dtype=torch.int32, device=q.device)
+    select_tokens(
+        scores.flatten(0, 1)[None, None], None, pages, tables, known, counts, none, none, none.bool(), table, tail
+    )
+
+
+class OracleAttention(ChosenAttention):
+    """Each query chooses by its own logits, as many keys of those that were known to the last choice."""
+
+    def __init__(self, chosen: ChosenAttention, layers: list[int], tail: int) -> None:
+        _, max_batch, heads, width = chosen.tables.shape
+        super().__init__(layers, max_batch, heads, width, chosen.tables.device)
+        self.tail = tail
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: Step,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
+        reserved_sms: int = 0,
+    ) -> PartialAttention:
+        if window is None:
+            rows, place = slice(step.first, step.first + len(q)), self._places[cache.index]
+            table = self.tables[place : place + 1, rows]
+            choose_by_queries(q, cache, step, scale, self.known[rows], self.counts[rows], table, self.tail)
+        return super().attend(q, cache, step, window, scale, sinks, reserved_sms)
+
+
+def oracle(drafter: SparseDrafter) -> SparseDrafter:
+    """The drafter, whose drafts choose for themselves."""
+    assert drafter.chosen is not None
+    drafter.chosen = drafter.policy = OracleAttention(drafter.chosen, full_layers(drafter.model.spec), drafter.tail)
+    return drafter
+
+
+class WeighingAttention(CollectingAttention):
+    """Leaves the logarithm of a key's softmax weight, the mean over heads and the sum over queries, as its score."""
+
+    def __init__(self, scores: ScorePages, comm: Communicator) -> None:
+        super().__init__(scores)
+        self.comm = comm
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: Step,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
+        reserved_sms: int = 0,
+    ) -> PartialAttention:
+        found = super().attend(q, cache, step, window, scale, sinks, reserved_sms)
+        if step.cu_q is not None or window is not None:
+            return found
+        n, page = len(step.block_tables), cache.keys.shape[1]
+        _, hi = (bound.view(n, -1) for bound in step.bounds(None))  # [n, T]
+        keys = cache.keys[step.block_tables.long()].flatten(1, 2).float()  # [n, S, Hkv, D]
+        of_heads = q.float().unflatten(0, (n, -1)).unflatten(2, (keys.shape[2], -1)) * scale  # [n, T, Hkv, group, D]
+        x = torch.einsum("nthgd,nshd->nhtgs", of_heads, keys)
+        read = torch.arange(keys.shape[1], device=q.device) < hi[:, None, :, None, None]
+        x = x.masked_fill(~read, -torch.inf)
+        # Over all ranks: those of a kvp group, there being no others.
+        total = self.comm.all_gather(x.logsumexp(-1, keepdim=True)).logsumexp(0)
+        weights = torch.where(read, (x - total).exp(), 0).mean(3).sum(2)  # [n, Hkv, S]
+        score = weights.log().clamp(min=LEAST).half().unflatten(2, (-1, page)).transpose(1, 2)  # [n, P, Hkv, page]
+        columns = torch.arange(score.shape[1], device=q.device) * page < hi.amax(1)[:, None]
+        left = self.scores.layer(cache.index, slice(step.first, step.first + n))
+        left.planes[0][left.table[columns].long()] = score[columns]
+        left.planes[1:] = 0
+        return found
+
+
+def by_weights(drafter: SparseDrafter, comm: Communicator) -> SparseDrafter:
+    """The drafter, whose verification leaves weights."""
+    assert drafter.scores is not None
+    drafter.verification = WeighingAttention(drafter.scores, comm)
+    return drafter
