@@ -33,7 +33,6 @@ is an error: blocks are counted on the device.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,24 +45,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from helix.layout import HelixLayout
-from helix.loading import load_tokenizer
-from launch.inputs.arguments import helped, one_of, parse, several, unknown
-from launch.inputs.compose import ROOT
+from launch.inputs.arguments import helped, one_of, parse, several, unknown, whole_numbers
 from launch.inputs.haystacks import KINDS
 from launch.job.report import provenance
 from launch.measure.fidelity_tasks import TASKS, Task, policies
 from launch.measure.forced import Policy
 from launch.measure.prefilled import Setting
+from launch.records.columns import terminal_table
 from launch.records.fidelity_tables import COLUMNS
-
-
-def whole_numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError("whole numbers, separated by commas") from None
-
+from launch.records.rows import append
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "task": one_of(*TASKS), "model": str, "length": whole_numbers, "steps": int, "count": int, "haystack": several,
@@ -101,14 +91,8 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         RuntimeError: a policy that was to leave blocks out has read them all.
     """
     task, lengths = values.get("task", "text"), values.get("length", [8192])
-    name = values["model"]
-    path = ROOT / "assets/demo-model" if name == "demo" else Path(name)
-    gpu = torch.cuda.is_available()
-    layout = HelixLayout.create("helix", values.get("kvp", 1))
-    setting = Setting(path, layout, torch.float32, "cuda" if gpu else "cpu")
-    spec = setting.spec()
-    dtype = getattr(torch, values.get("dtype", spec.dtype if gpu else "float32"))
-    setting = replace(setting, dtype=dtype)
+    setting = Setting.create(values["model"], values.get("kvp", 1), values.get("dtype"))
+    spec, kvp, dtype = setting.spec(), setting.layout.kvp, str(setting.dtype)
     steps, count = values.get("steps", STEPS.get(task, 64)), values.get("count", COUNTS.get(task, 5))
     for key in NOT_READ.get(task, ("haystack",)):
         if key in values:
@@ -122,16 +106,14 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     if unknown_kinds := {*haystacks} - {*KINDS}:
         raise ValueError(f"haystack: {unknown(min(unknown_kinds), KINDS)}")
     chosen = {length: () if task == "recall" else chosen_policies(values, length) for length in lengths}
-    tokenizer = load_tokenizer(path)
-    if tokenizer is None:
-        raise ValueError(f"model={name} has no tokenizer.json")
+    tokenizer = setting.tokenizer()
     facts = provenance(torch.device(setting.device))
     for length in lengths:
         for haystack in haystacks if task in HAYSTACKS else haystacks[:1]:
             began = time.perf_counter()
             given = Task(setting, tokenizer, chosen[length], length, steps, count, haystack)
-            shared = {"kind": task, **facts, "model": path.name, "length": length, "kvp": layout.kvp}
-            yield [shared | {"dtype": str(dtype)} | row for row in TASKS[task](given)]
+            shared = {"kind": task, **facts, "model": setting.path.name, "length": length, "kvp": kvp}
+            yield [shared | {"dtype": dtype} | row for row in TASKS[task](given)]
             what = f"{task}, {length} tokens" + f", {haystack}" * (task in HAYSTACKS)
             print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 
@@ -139,11 +121,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """A table for each kind of row."""
     for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
-        columns = COLUMNS[kind]
-        table = Table(*columns, title=kind)
-        for row in same:
-            table.add_row(*(cell(row) for cell in columns.values()))
-        yield table
+        yield terminal_table(kind, COLUMNS[kind], list(same))
 
 
 def main() -> None:
@@ -156,8 +134,7 @@ def main() -> None:
             for table in tables(rows):
                 Console(width=180).print(table)
             if "output" in values:
-                with values["output"].open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in rows)
+                append(values["output"], rows)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

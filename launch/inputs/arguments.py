@@ -31,6 +31,20 @@ def several(text: str) -> list[str]:
     return text.split(",")
 
 
+def whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError("whole numbers, separated by commas") from None
+
+
+def numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError("numbers, separated by commas") from None
+
+
 def unknown(text: str, known: Collection[str]) -> str:
     """What is said of a word that is none of those known; it names the nearest."""
     near = get_close_matches(text, known, n=1)

@@ -22,6 +22,19 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def mean_range(values: Sequence[float]) -> tuple[float, float]:
+    """The range of a mean that a sample of two values or more leaves open, at 95%: Student's.
+
+    Student's quantile is that of Cornish and Fisher's expansion, 0.8% too low with 3 degrees of freedom.
+    """
+    n, mean = len(values), sum(values) / len(values)
+    v, z = n - 1, Z
+    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    half = t * math.sqrt(sum((x - mean) ** 2 for x in values) / v / n)
+    return mean - half, mean + half
+
+
 def mcnemar(lost: int, won: int) -> float:
     """How probable so uneven a split of pairs that differ is, were both sides equally likely: exact, two-sided."""
     pairs = lost + won

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, read_config
+from helix.loading import Checkpoint, load_tokenizer, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
 from helix.speculation import Drafter
+from launch.inputs.compose import ROOT
 
 CHUNK = 1024  # prompt tokens of a sequence in one prefill step
 TOGETHER = 16  # sequences of one prefill step
@@ -37,8 +39,28 @@ class Setting:
     dtype: torch.dtype
     device: str
 
+    @classmethod
+    def create(cls, model: str, kvp: int, dtype: str | None) -> Setting:
+        """The demo model (`demo`) or a directory's, on a GPU where there is one.
+
+        Args:
+            dtype: by its name in torch; None: the checkpoint's on a GPU, float32 on a CPU.
+        """
+        path = ROOT / "assets/demo-model" if model == "demo" else Path(model)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        setting = cls(path, HelixLayout.create("helix", kvp), torch.float32, device)
+        of_checkpoint = setting.spec().dtype if device == "cuda" else "float32"
+        return replace(setting, dtype=getattr(torch, dtype or of_checkpoint))
+
     def spec(self) -> DecoderSpec:
         return spec_from_config(read_config(self.path))
+
+    def tokenizer(self) -> Any:
+        """Raises ValueError where there is none."""
+        tokenizer = load_tokenizer(self.path)
+        if tokenizer is None:
+            raise ValueError(f"model={self.path} has no tokenizer.json")
+        return tokenizer
 
     def fitting(self, length: int) -> int:
         """Prompts of one batch: their cache has to fit."""

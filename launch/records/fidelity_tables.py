@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from launch.measure.fidelity_tasks import BUDGETS
+from launch.records.columns import Columns, lines
 from launch.records.rows import Row, results
 
-Columns = dict[str, Callable[[Row], str]]
 OF_KEYS = f"{', '.join(f'{keys:,}' for keys in BUDGETS)} chosen keys"
 # What names a row among all that were recorded.
 KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks")
@@ -136,10 +136,3 @@ def policies() -> list[str]:
 
     columns = {"text": TEXTS["text"], "policy": POLICY["policy"], "keys": POLICY["keys"]}
     return lines(columns | {"needles found": found} | STEPS, texts)
-
-
-def lines(columns: Columns, rows: Sequence[Row]) -> list[str]:
-    if not rows:
-        return []
-    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return [*head, *(f"| {' | '.join(cell(r) for cell in columns.values())} |" for r in rows)]

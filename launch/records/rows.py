@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ def newest(path: Path, *key: str) -> list[Row]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.strip()]
     return list({tuple(row.get(field) for field in key): row for row in rows}.values())
+
+
+def append(path: Path, rows: Sequence[Row]) -> None:
+    """Adds JSON lines to a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def results(name: str, *key: str) -> list[Row]:
