@@ -48,23 +48,24 @@ def copy(tokenizer: Any, length: int, count: int) -> list[Continuation]:
     """A file at a depth of its own in other code, and at the end the beginning of its copy, a name replaced.
 
     Raises:
-        ValueError: there are not so many files, or one does not fit.
+        ValueError: there are not so many files that fit.
     """
     haystack = Haystack(tokenizer, "code", length)
     paths = sorted({path for folder in haystacks.SOURCES for path in folder.rglob("*.py")})
-    files = [path.read_text(encoding="utf-8").splitlines() for path in paths]
-    files = [lines for lines in files if len(lines) >= LINES and declared_names(lines)]
-    if len(files) < count:
-        raise ValueError(f"this repository has {len(files)} files to copy: set prompts={count} lower")
-    random.Random(0).shuffle(files)
-    found = []
-    for i, lines in enumerate(files[:count]):
-        before, after = (encode(tokenizer, text) for text in edited_copy(lines))
-        if len(before) + len(after) > length:
-            raise ValueError(f"a file to copy has {len(before)} tokens: set length higher")
-        piece = [*encode(tokenizer, "\n"), *before]
-        text, _ = haystack.plant([piece], [(i + 0.5) / count], length - len(after), random.Random(i))
-        found.append(Continuation("copy", torch.tensor(text + after), (torch.empty(0).long(),)))
+    random.Random(0).shuffle(paths)
+    found: list[Continuation] = []
+    for lines in (path.read_text(encoding="utf-8").splitlines() for path in paths):
+        if len(found) < count and len(lines) >= LINES and declared_names(lines):
+            before, after = (encode(tokenizer, text) for text in edited_copy(lines))
+            if len(before) + len(after) < length:
+                i, piece = len(found), [*encode(tokenizer, "\n"), *before]
+                text, _ = haystack.plant([piece], [(i + 0.5) / count], length - len(after), random.Random(i))
+                found.append(Continuation("copy", torch.tensor(text + after), (torch.empty(0).long(),)))
+    if len(found) < count:
+        raise ValueError(
+            f"{count} files of {LINES} lines to copy are more than the {len(found)} of this repository that fit into "
+            f"{length} tokens: set length higher or prompts lower"
+        )
     return found
 
 
