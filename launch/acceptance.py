@@ -63,12 +63,10 @@ OPTIONS: dict[str, list[Any]] = {
     **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach", "block", "heads", "noise")},
     "gamma": [7], "temperature": [0.0],
 }  # fmt: skip
-WORDS = {
-    "heads": ("each", "shared"),
-    "noise": ("shared", "own"),
-    "reach": (0, 1, 2, 4, 8, 16),
-    "block": (1, 2, 4, 8, 16),
-}
+WORDS: dict[str, list[Any]] = {
+    "task": [*TASKS], "policies": [*DRAFTERS], "heads": ["each", "shared"], "noise": ["shared", "own"],
+    "reach": [0, 1, 2, 4, 8, 16], "block": [1, 2, 4, 8, 16],
+}  # fmt: skip
 RANGES: dict[str, Callable[[float], bool]] = {
     "sparsity": lambda x: 0 < x <= 1, "recent": lambda x: 0 <= x <= 1, "temperature": lambda x: 0 <= x < 100,
     "gamma": lambda x: 1 <= x < MAX_QUERIES,
@@ -107,10 +105,10 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     setting = settings[kvps[0]]
     spec, tokenizer = setting.spec(), setting.tokenizer()
     for length in lengths:
-        if not FACTS <= new_tokens <= length // 2 or length > spec.max_positions:
+        if not 2 * FACTS <= new_tokens <= length // 2 or length > spec.max_positions:
             raise ValueError(
-                f"length={length} must be within the model's {spec.context}, and new_tokens={new_tokens} from {FACTS} "
-                "to half of it"
+                f"length={length} must be within the model's {spec.context}, and new_tokens={new_tokens} from "
+                f"{2 * FACTS} to half of it"
             )
     for way in chosen:
         if way.policy == "quest":

@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": "time kernels, collectives and whole models",
     "calibrate": "measure this machine for the planner",
     "fidelity": "what block-sparse attention changes, step by step",
+    "acceptance": "how many drafts hold that the model makes itself with few keys",
     "demo": "decode the demo prompts, and check that the needle is found",
     "needles": "make needle prompts, and score the answers",
     "plot": "draw figures from what benchmarks recorded",

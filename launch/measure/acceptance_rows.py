@@ -99,10 +99,14 @@ def acceptance(way: Way, outcomes: Sequence[Outcome], plain: Sequence[Outcome], 
 def rows(found: dict[Way, Found], tasks: Sequence[str], exact: bool) -> list[Row]:
     """Kind `acceptance`, one for each way and task; where something was metered, kind `choices`, one for each way.
 
+    Of several shares of keys the kind is `sweep`.
+
     Args:
         tasks: of each prompt.
     """
     made: list[Row] = []
+    shares = {way.budget.sparsity for way in found if "sparsity" in READS.get(way.policy, SCORED) and way.gamma}
+    kind = "sweep" if len(shares) > 1 else "acceptance"
     for way, of_way in found.items():
         if not way.gamma:
             continue
@@ -112,7 +116,7 @@ def rows(found: dict[Way, Found], tasks: Sequence[str], exact: bool) -> list[Row
                 [x for x, of in zip(outcomes, tasks, strict=True) if of == task]
                 for outcomes in (of_way.outcomes, plain)
             )
-            made.append({"kind": "acceptance", "task": task} | acceptance(way, ours, theirs, exact))
+            made.append({"kind": kind, "task": task} | acceptance(way, ours, theirs, exact))
         if of_way.metered is not None:
             about = {"tasks": [*dict.fromkeys(tasks)], "prompts": len(tasks)}
             made.append({"kind": "choices", **about} | described(way) | of_way.metered)

@@ -11,7 +11,7 @@ from launch.records.rows import Row, results
 
 WAY = ("policy", "gamma", "sparsity", "recent", "reach", "block", "heads", "temperature", "noise")
 # What names a row among all that were recorded.
-KEY = ("kind", "model", "length", "kvp", "task", *WAY)
+KEY = ("kind", "model", "length", "prompts", "kvp", "task", *WAY)
 TASKS = {"code": "code", "copy": "copy", "facts": "facts"}
 USUAL = 0.07  # of the keys, where nothing else is said
 
@@ -55,7 +55,7 @@ def _as_plain(r: Row) -> str:
 
 
 TEXT: Columns = {
-    "length": lambda r: f"{r['length'] >> 10}K",
+    "text": lambda r: f"{r['prompts']} x {r['length'] >> 10}K",
     "ranks": lambda r: str(r["kvp"]),
     "drafts": _option("gamma"),
     "policy": _option("policy"),
@@ -94,11 +94,12 @@ def by_ranks(rows: Sequence[Row]) -> list[Row]:
 
 def terminal_tables(rows: Sequence[Row]) -> Iterator[Table]:
     """Tables of what was measured at once."""
-    of_kind = {kind: [r for r in rows if r["kind"] == kind] for kind in ("acceptance", "choices")}
-    yield terminal_table("tokens an iteration", TEXT | OPTIONS | DRAWN | TOKENS, joined(of_kind["acceptance"]))
-    if of_kind["choices"]:
-        yield terminal_table("choices", CHOICES, of_kind["choices"])
-    if ranks := by_ranks(of_kind["choices"]):
+    chosen = [r for r in rows if r["kind"] == "choices"]
+    tokens = joined([r for r in rows if r["kind"] != "choices"])
+    yield terminal_table("tokens an iteration", TEXT | OPTIONS | DRAWN | TOKENS, tokens)
+    if chosen:
+        yield terminal_table("choices", CHOICES, chosen)
+    if ranks := by_ranks(chosen):
         yield terminal_table("choices of ranks", RANKS, ranks)
 
 
@@ -106,34 +107,33 @@ def _recorded(kind: str = "acceptance") -> list[Row]:
     return [r for r in results("acceptance", *KEY) if r["kind"] == kind]
 
 
-def _greedy(r: Row) -> bool:
+def is_usual(r: Row) -> bool:
+    """Greedy decoding on one rank with the usual share of keys."""
     return r["temperature"] == 0 and r["kvp"] == 1 and r["sparsity"] in (None, USUAL)
 
 
-def _swept(rows: Sequence[Row]) -> list[Row]:
-    """Rows of ways of which more than one sparsity was measured."""
-    others = [name for name in KEY if name != "sparsity"]
-    counts: dict[tuple[object, ...], int] = {}
+def widest(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the most prompts that a length was measured with."""
+    most: dict[int, int] = {}
     for r in rows:
-        key = tuple(r[name] for name in others)
-        counts[key] = counts.get(key, 0) + 1
-    return [r for r in rows if counts[tuple(r[name] for name in others)] > 1]
+        most[r["length"]] = max(most.get(r["length"], 0), r["prompts"])
+    return [r for r in rows if r["prompts"] == most[r["length"]]]
 
 
 def policies() -> list[str]:
     """Greedy decoding on one rank with the usual share of keys."""
-    return lines(TEXT | OPTIONS | TOKENS, joined([r for r in _recorded() if _greedy(r)]))
+    return lines(TEXT | OPTIONS | TOKENS, joined(widest([r for r in _recorded() if is_usual(r)])))
 
 
 def places() -> list[str]:
     """Shares of drafts that hold where all before them did."""
     by_task: Columns = {f"{name}: held by place": _places(task) for task, name in TASKS.items()}
-    return lines(TEXT | OPTIONS | by_task, joined([r for r in _recorded() if _greedy(r)]))
+    return lines(TEXT | OPTIONS | by_task, joined(widest([r for r in _recorded() if is_usual(r)])))
 
 
 def sparsities() -> list[str]:
     """Tokens an iteration over the share of keys."""
-    return lines(TEXT | OPTIONS | TOKENS, joined(_swept([r for r in _recorded() if r["temperature"] == 0])))
+    return lines(TEXT | OPTIONS | TOKENS, joined(_recorded("sweep")))
 
 
 def sampled() -> list[str]:

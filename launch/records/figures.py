@@ -20,6 +20,8 @@ from matplotlib.ticker import PercentFormatter
 
 from launch.inputs.arguments import helped, parse, unknown
 from launch.inputs.compose import ROOT
+from launch.records import acceptance_figures
+from launch.records.acceptance_tables import KEY as ACCEPTANCE
 from launch.records.fidelity_tables import KEY as FIDELITY
 from launch.records.recorded_steps import cell_of
 from launch.records.rows import WORKLOAD, Row, newest
@@ -475,6 +477,8 @@ DRAWINGS = {
     "sparse-map.emulated-8": Drawing(sparse_map, "sparse-steps.emulated-8", (*WORKLOAD, "attention")),
     "fidelity-needles": Drawing(needles, "fidelity", FIDELITY, "needles"),
     "fidelity-recall": Drawing(recall, "fidelity", FIDELITY, "recall"),
+    "acceptance-places": Drawing(acceptance_figures.places, "acceptance", ACCEPTANCE, "acceptance"),
+    "acceptance-sparsity": Drawing(acceptance_figures.sparsities, "acceptance", ACCEPTANCE, "sweep"),
     "speculate": Drawing(speculate, "speculate", ("kind", *WORKLOAD, "gamma"), "synthetic"),
 }
 

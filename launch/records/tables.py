@@ -15,7 +15,7 @@ from launch.bench.speculate import PARTS, REST
 from launch.inputs.arguments import helped
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
-from launch.records import fidelity_tables, kernel_tables, sparse_bill, step_tables
+from launch.records import acceptance_tables, fidelity_tables, kernel_tables, sparse_bill, step_tables
 from launch.records.planner_check import check_table, regrets, summary
 from launch.records.recorded_steps import read_cells
 from launch.records.rows import results, workload
@@ -23,7 +23,7 @@ from launch.records.sparse_bill import Account, Table
 
 RESULTS = [
     f"docs/results/{name}.md"
-    for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b", "fidelity")
+    for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b", "fidelity", "acceptance")
 ]
 PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", *RESULTS]
 
@@ -165,6 +165,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "verify": kernel_tables.verify,
     "fidelity-policies": fidelity_tables.policies,
     **{f"fidelity-{name}": partial(fidelity_tables.table, name) for name in fidelity_tables.COLUMNS},
+    **{f"acceptance-{name}": make for name, make in acceptance_tables.PAGE.items()},
     "chunks": chunks,
     "hopb": hopb,
     "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),

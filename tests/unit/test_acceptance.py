@@ -1,0 +1,287 @@
+"""How many drafts hold: counts against closed formulas, ways to draft against what they must keep and the engine."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.loading import load_tokenizer
+from helix.request import Request
+from helix.speculation import Draft, DraftBudget, Drafter
+from helix.step import DecodeState
+from launch.acceptance import OPTIONS, measure
+from launch.inputs import continuations, copy_prompts, haystacks
+from launch.inputs.compose import ROOT
+from launch.inputs.continuations import FACTS, TASKS, Continuation
+from launch.measure.acceptance_rows import counted, ways
+from launch.measure.agreement import mean_range
+from launch.measure.draft_meter import DraftMeter
+from launch.measure.drafting import DRAFTERS, Outcome, Way, run
+from launch.measure.prefilled import Setting
+from launch.records import acceptance_figures, acceptance_tables
+from tests.e2e.parity import SelfDrafts, build_engine
+from tests.legible import illegible
+
+DEMO = ROOT / "assets/demo-model"
+LENGTH, NEW_TOKENS = 560, 16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few sources, short files to copy, and sequences of hundreds of tokens that leave keys out."""
+    monkeypatch.setattr(haystacks, "SOURCES", [ROOT / "helix" / "layers"])
+    for module, name, count in (
+        (copy_prompts, "LINES", 12), (continuations, "LINES", 12), (copy_prompts, "GIVEN", 4)
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, count)
+    monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(DEMO)
+
+
+def rows(**more: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    """What is found, by policy and task."""
+    values = {
+        "model": "demo",
+        "length": [LENGTH],
+        "prompts": 2,
+        "new_tokens": NEW_TOKENS,
+        "gamma": [3],
+        "task": ["code"],
+    }
+    return {(row["policy"], row.get("task", "")): row for found in measure(values | more) for row in found}
+
+
+def test_the_range_of_a_mean() -> None:
+    """Student's quantiles, of tables."""
+    for n, quantile in ((4, 3.182), (10, 2.262), (30, 2.045)):
+        values = [float(i * i % 7) for i in range(n)]
+        mean = sum(values) / n
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
+        low, high = mean_range(values)
+        assert (low + high) / 2 == pytest.approx(mean)
+        assert (high - low) / 2 == pytest.approx(quantile * deviation / math.sqrt(n), rel=0.01)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=2, max_size=5))
+def test_counts(held: list[list[int]]) -> None:
+    """Each iteration's drafts, one by one, until the first that is refused."""
+    found = counted([Outcome([], x) for x in held], 5)
+    tried, kept = [0] * 5, [0] * 5
+    for n in (n for x in held for n in x):
+        for place in range(5):
+            tried[place] += 1
+            if place >= n:
+                break
+            kept[place] += 1
+    assert (found["tried"], found["kept"]) == (tried, kept)
+    assert sum(kept) == sum(map(sum, held)) and found["iterations"] == tried[0] == found["drafts"] // 5
+    assert found["tokens"] == pytest.approx(sum(1 + sum(x) / len(x) for x in held) / len(held))
+
+
+def test_ways_are_those_that_differ() -> None:
+    options = OPTIONS | {"reach": [0, 8], "block": [1, 16], "heads": ["each", "shared"], "recent": [0.0, 0.5]}
+    found = [way for way in ways(["all", "window", "quest", "full", "ngram", "oracle"], options) if way.gamma]
+    counts = {policy: sum(way.policy == policy for way in found) for policy in DRAFTERS}
+    assert counts == dict.fromkeys(DRAFTERS, 0) | {
+        "all": 3 * 2 * 2, "window": 1, "quest": 2, "full": 1, "ngram": 1, "oracle": 1
+    }  # fmt: skip
+    assert not any(way.budget.block > 1 and way.budget.reach for way in found)
+    drawn = ways(["all", "ngram"], OPTIONS | {"temperature": [0.0, 0.6], "noise": ["shared", "own"]})
+    assert [(w.policy, w.temperature, w.noise) for w in drawn if w.gamma] == [
+        ("all", 0.0, "shared"), ("ngram", 0.0, "shared"),
+        ("all", 0.6, "shared"), ("all", 0.6, "own"), ("ngram", 0.6, "shared"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kvp, temperature", [(2, 0.0), (1, 0.6)])
+def test_what_reads_everything_keeps_everything(kvp: int, temperature: float) -> None:
+    """On two ranks too, and with the target's own noise."""
+    found = rows(policies=["full", "all", "weights"], sparsity=[1.0], kvp=[kvp], temperature=[temperature])
+    assert all(row["kept"] == row["tried"] and row["tokens"] == 4 for row in found.values())
+    assert all(row["as_plain"] == row["prompts"] == 2 for row in found.values()) and len(found) == 3
+
+
+def test_few_keys_keep_less_and_change_nothing() -> None:
+    """Tokens that differ from those without drafts would be an error; an oracle keeps all where it chooses all."""
+    few = rows(policies=["window", "oracle", "fixed", "quest", "ngram"], sparsity=[0.05])
+    every = rows(policies=["oracle"], sparsity=[1.0])
+    assert few["window", "code"]["tokens"] < 4 == every["oracle", "code"]["tokens"]
+    assert few["fixed", "code"]["tokens"] == 4, "as many keys as 5% of 32K are more than there are"
+    assert {row["as_plain"] for row in few.values()} == {2}
+
+
+class Planted(Drafter):
+    """Proposes what no text has here; `outcome` declares it right."""
+
+    def __init__(self, limit: int, holds: bool) -> None:
+        super().__init__(limit)
+        self.holds = holds
+
+    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+        tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=state.tokens.device)
+        return Draft(tokens, outcome=tokens if self.holds else None)
+
+
+def test_wrong_drafts_are_all_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "ngram", lambda way, runner: Planted(way.gamma, False))
+    row = rows(policies=["ngram"])["ngram", "code"]
+    assert row["tokens"] == 1 and row["kept"] == [0, 0, 0] and row["tried"] == [2 * NEW_TOKENS, 0, 0]
+    assert row["kept_share"] == [0, None, None]
+
+
+def test_drafts_that_change_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "ngram", lambda way, runner: Planted(way.gamma, True))
+    with pytest.raises(RuntimeError, match="ngram with gamma=3 changed what 2 of 2 prompts say"):
+        rows(policies=["ngram"])
+
+
+def setting() -> Setting:
+    return Setting.create("demo", 1, "float32")
+
+
+def prompt(tokenizer: Any, length: int) -> Tensor:
+    return TASKS["code"](tokenizer, length, 2)[1].prompt
+
+
+@pytest.mark.parametrize("policy", ["all", "last"])
+def test_steps_are_those_of_the_engine(tokenizer: Any, policy: str) -> None:
+    """The engine draws a prompt's first token with the prefill; from there on its iterations are the same."""
+    ids, budget = prompt(tokenizer, 300).tolist(), DraftBudget(policy, 0.1)
+
+    def body(world: LoopbackWorld, rank: int, count: int, drafts: SelfDrafts | None) -> tuple[tuple[int, ...], Engine]:
+        comm = world.communicator(rank, (0,))
+        sizes: dict[str, Any] = {"page_size": 64, "max_length": 460, "max_batch": 1, "prefill_chunk": 1024}
+        engine = build_engine(DEMO, HelixLayout.create(), comm, 64, drafter=drafts, adaptive=False, **sizes)
+        return [o.output_ids for o in engine.generate([Request(0, ids, count)])][-1], engine
+
+    (((first, *_), _),) = run_ranks(1, lambda world, rank: body(world, rank, 1, None), timeout_s=60.0)
+    given_text = Continuation("code", torch.tensor([*ids, first]), (torch.empty(0).long(),))
+    (outcome,) = run(setting(), [given_text], 16, [way := Way(policy, 3, budget)])[way].outcomes
+    count = 1 + sum(1 + n for n in outcome.held)
+    ((tokens, engine),) = run_ranks(
+        1, lambda world, rank: body(world, rank, count, SelfDrafts(3, budget)), timeout_s=60.0
+    )
+    assert list(tokens[1:17]) == outcome.tokens
+    assert engine.timings.sequence_steps == len(outcome.held)
+    assert engine.timings.acceptance.kept == [sum(n > place for n in outcome.held) for place in range(3)]
+    assert 0 < sum(outcome.held) < 3 * len(outcome.held)
+
+
+def test_turns_are_what_plain_prompts_say(tokenizer: Any) -> None:
+    """What is told between turns is read as if it had stood in the prompt, whatever its length."""
+    text = prompt(tokenizer, 400)
+    told = [text[200:209], text[230:233], text[250:251]]
+    several = Continuation("facts", text[:200], tuple(told))
+    single = Continuation("code", text[:200], (torch.empty(0).long(),))
+    plain, drafted = Way("none"), Way("all", 3, DraftBudget("all", 0.1))
+    for way, found in run(setting(), [several, single], 12, [plain, drafted]).items():
+        tokens = found.outcomes[0].tokens
+        assert len(tokens) == 12
+        for turn in range(3):
+            before = [x for i in range(turn) for x in (*told[i].tolist(), *tokens[4 * i : 4 * i + 4])]
+            alone = Continuation(
+                "code", torch.tensor([*text[:200].tolist(), *before, *told[turn].tolist()]), single.turns
+            )
+            (same,) = run(setting(), [alone], 4, [plain])[plain].outcomes
+            assert same.tokens == tokens[4 * turn : 4 * turn + 4], (way.policy, turn)
+
+
+def test_the_meter(tokenizer: Any) -> None:
+    """Chosen keys beside those that drafts would choose: of the oracle the same; of a single rank one choice."""
+    given_texts = [Continuation("code", prompt(tokenizer, n), (torch.empty(0).long(),)) for n in (300, 380)]
+    chosen = [
+        Way(p, 3, DraftBudget(kind, 0.1)) for p, kind in (("oracle", "all"), ("all", "all"), ("window", "window"))
+    ]
+    found = {way.policy: f.metered for way, f in run(setting(), given_texts, NEW_TOKENS, chosen, (1, 2)).items()}
+    oracle, scored, window = found["oracle"], found["all"], found["window"]
+    assert oracle["recall"] == 1 and oracle["mass"] == oracle["best"] and set(oracle["recall_by_place"]) == {1.0}
+    assert 0 < window["recall"] < scored["recall"] < 1 and len(scored["recall_by_place"]) == 3
+    assert 0 < window["mass"] < scored["mass"] < scored["best"] < 1
+    assert 1 > scored["overlap"][0] > scored["overlap"][1] > 0
+    one, two = scored["ranks"]["1"], scored["ranks"]["2"]
+    assert one == {"same": 1, "most": 1, "local_recall": scored["recall"], "local_mass": scored["mass"]}
+    assert 0 < two["same"] < 1 < two["most"] < 2 and window["ranks"] == {}
+    assert DraftMeter((1,)).row() is None
+
+
+def test_prompts(tokenizer: Any) -> None:
+    for task, make in TASKS.items():
+        for found in make(tokenizer, 520, 3):
+            assert 400 < len(found.prompt) + sum(map(len, found.turns)) <= 520 and found.task == task
+            text = tokenizer.decode(found.prompt)
+            if task == "copy":
+                name = text.rpartition("The same file with ")[2].partition(" ")[0]
+                before, _, after = text.rpartition("\n\n\n# The same file with ")
+                copied = after.partition("\n")[2].replace(f"new_{name}", name)
+                assert before.count(copied) >= 1 and f"new_{name}" not in before
+            if task == "facts":
+                questions = [tokenizer.decode(turn) for turn in found.turns]
+                assert len({*questions}) == FACTS and all(text.count(q + " ") == 1 for q in questions)
+    begins = [c.prompt[:20].tolist() for c in TASKS["code"](tokenizer, 520, 4)]
+    assert all(a != b for a, b in pairwise(begins))
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"policies": ["alle"]}, "policies: alle is unknown; known: all, c2q, "),
+        ({"task": ["text"]}, "task: text is unknown"),
+        ({"reach": [3]}, "reach: 3 is unknown; known: 0, 1, 2"),
+        ({"sparsity": [0.0]}, "sparsity=0 is out of range"),
+        ({"gamma": [32]}, "gamma=32 is out of range"),
+        ({"prompts": 1}, "prompts=1 must be at least 2"),
+        ({"new_tokens": 8}, "new_tokens=8 from 16"),
+        ({"length": [40000]}, "length=40000 must be within"),
+        ({"meter": True, "kvp": [1, 4]}, "meter=true computes on one rank"),
+        ({"policies": ["quest"], "sparsity": [0.3], "length": [32768]}, "are more than the 128 that a query chooses"),
+        ({"prompts": 50, "task": ["copy"]}, "50 files of 12 lines to copy are more than"),
+    ],
+)
+def test_what_cannot_be_measured(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rows(**more)
+
+
+def recorded(policy: str, task: str, sparsity: float, share: float) -> dict[str, Any]:
+    gone = policy in ("window", "oracle")
+    return {
+        "kind": "acceptance", "model": "demo-model", "length": 8192, "kvp": 1, "task": task, "policy": policy,
+        "gamma": 3, "sparsity": sparsity, **dict.fromkeys(("recent", "reach", "block", "heads"), None if gone else 0),
+        "temperature": 0.0, "noise": None, "prompts": 2, "as_plain": 2, "tokens": 1 + 3 * share,
+        "tokens_range": [1.0, 4.0], "kept_share": [share, share, None], "kept_range": [[0.1, 0.9]] * 2 + [[0.0, 1.0]],
+        "device": "CPU", "commit": "a1",
+    } | ({} if gone else {"block": 1, "heads": "each"})  # fmt: skip
+
+
+def test_tables_and_figures() -> None:
+    made = [
+        recorded(policy, task, sparsity, share)
+        for policy, share in (("all", 0.5), ("window", 0.25), ("oracle", 0.75)) for task in TASKS
+        for sparsity in (0.02, 0.07)
+    ]  # fmt: skip
+    whole = acceptance_tables.joined(made)
+    assert len(whole) == 6 and whole[0]["mean"] == 2.5 and [*whole[0]["tasks"]] == [*TASKS]
+    assert acceptance_tables.widest([*made, few := {**made[0], "prompts": 1}]) == made and few not in made
+    for draw in (acceptance_figures.places, acceptance_figures.sparsities):
+        figure = draw(made)
+        assert [panel.get_title() for panel in figure.axes] == [f"{task}, 8K tokens" for task in TASKS]
+        assert not illegible(figure)
+        plt.close(figure)
+    lines = acceptance_figures.sparsities(made).axes[0].get_lines()
+    assert [[*line.get_ydata()] for line in lines] == [[2.5, 2.5], [1.75, 1.75], [3.25, 3.25]]
+    plt.close("all")
