@@ -75,11 +75,11 @@ def facts(tokenizer: Any, length: int, count: int) -> list[Continuation]:
     full_stop = len(encode(tokenizer, "."))
     found = []
     for i in range(count):
-        asked = haystack.hide([(j + (i + 0.5) / count) / FACTS for j in range(FACTS)], length, seed=i)
-        ends = [answer.stop + full_stop for answer in asked.answers[:-1]]
-        between = [asked.follows[a : b.start] for a, b in zip(ends, asked.answers[1:], strict=True)]
-        last = len(asked.prompt) - asked.question
-        found.append(Continuation("facts", asked.prompt[:last], (asked.prompt[last:], *between)))
+        hidden = haystack.hide([(j + (i + 0.5) / count) / FACTS for j in range(FACTS)], length, seed=i)
+        ends = [answer.stop + full_stop for answer in hidden.answers[:-1]]
+        between = [hidden.follows[a : b.start] for a, b in zip(ends, hidden.answers[1:], strict=True)]
+        last = len(hidden.prompt) - hidden.question
+        found.append(Continuation("facts", hidden.prompt[:last], (hidden.prompt[last:], *between)))
     return found
 
 

@@ -24,7 +24,7 @@ LEAST = torch.finfo(torch.float16).min
 
 @dataclass(frozen=True)
 class FixedBudget(DraftBudget):
-    """As many keys whatever the length.
+    """The same number of keys, whatever the length.
 
     Attributes:
         fixed: keys of a sequence over all ranks.
