@@ -85,6 +85,9 @@ class DraftMeter:
         }
 
 
+BEFORE = -2  # of a step's drafts: all are prepared for together, then each
+
+
 class MeteredAttention(AttentionPolicy):
     """Attends as a drafter does, and measures."""
 
@@ -102,14 +105,14 @@ class MeteredAttention(AttentionPolicy):
             slots = (pages.long()[:, None] * self.page + of_page).flatten()
             self.key_of[slots] = torch.arange(len(slots), device=runner.device)
         self.judged = torch.zeros(len(runner.admitted), dtype=torch.bool, device=runner.device)
-        self.draft = -1
+        self.draft = BEFORE
         self.wanted: dict[tuple[int, int, int], Tensor] = {}  # by layer, row and draft: what it would choose
         self.local: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by ranks: of each its table and counts
 
     def verified(self, rows: Tensor) -> None:
         """Sequences `rows` [n] bool have been verified, and keys were chosen for their next drafts."""
         self.judged |= rows
-        self.draft = -1
+        self.draft = BEFORE
         self.wanted.clear()
         self.local.clear()
         scores = self.drafter.scores
