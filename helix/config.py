@@ -132,9 +132,10 @@ class SpeculationConfig:
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
     longest: the most final tokens that ngram compares.
-    policy: which keys sparse reads: those that score best by all queries of the verification before (all), by the first
-        and the last of them (c2q), by those whose drafts held (accepted) or by the last of these (last); the latest
-        (window); pages that each draft judges best by their bounds (quest); all (full).
+    policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
+        by all of them together (all), by the first and the last (c2q), by those whose drafts held (accepted) or by the
+        last of these (last); the latest (window); pages that each draft judges best by their bounds (quest); every key
+        (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
     recent: of that, the share that the latest keys have whatever their score.
     reach: a key scores as the best of itself and so many before it: 0, 1, 2, 4, 8 or 16.
@@ -272,7 +273,7 @@ def check(config: Config) -> None:
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
         "speculation.drafter": ("none", "ngram", "model", "sparse", "synthetic"),
-        "speculation.policy": ("all", "c2q", "accepted", "last", "window", "quest", "full"),
+        "speculation.policy": ("any", "all", "c2q", "accepted", "last", "window", "quest", "full"),
         "speculation.block": (1, 2, 4, 8, 16),
         "speculation.reach": (0, 1, 2, 4, 8, 16),
         "speculation.heads": ("each", "shared"),

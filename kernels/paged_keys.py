@@ -41,7 +41,7 @@ class PagedKeys:
 
 @dataclass(frozen=True)
 class KeyScores:
-    """Where a batch of queries leaves what it makes of each key: the mean of q.k over heads and queries, fp16.
+    """Where a batch of queries leaves what it makes of each key: the mean of q.k over heads and queries, or the best.
 
     A score is in units of its own, the same for all keys of a sequence, layer and KV head.
 
@@ -49,7 +49,8 @@ class KeyScores:
         planes: [planes, pages, Hkv, page_size] fp16, contiguous in a page; the score of a key is the sum of its planes.
             With rows=each, plane t is of query t alone.
         table: [B, max_pages] int32, rows contiguous: the page of scores for each page of a sequence's keys.
-        rows: which queries count: all (that read any key), ends (the first and the last of these), each.
+        rows: which queries count: all (that read any key), ends (the first and the last of these), each; any: the best
+            of all, over heads too.
     """
 
     planes: torch.Tensor

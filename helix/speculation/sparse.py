@@ -36,10 +36,19 @@ from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
 LEAST_KEYS = 256  # of a sequence over all ranks, chosen at least
-# Which queries of verification count in a key's score: all; the first and the last; of all, those that held (accepted)
-# or the last of these (last). None: verification leaves no scores. Then drafts read the latest keys (window), the
-# blocks that each of them judges best by their bounds (quest), or every key (full).
-ROWS = {"all": "all", "c2q": "ends", "accepted": "each", "last": "each", "window": None, "quest": None, "full": None}
+# Which queries of verification count in a key's score: the best of any; the mean of all; of the first and the last; of
+# those that held (accepted); the last of these. None: verification leaves no scores. Then drafts read the latest keys
+# (window), the blocks that each of them judges best by their bounds (quest), or every key (full).
+ROWS = {
+    "any": "any",
+    "all": "all",
+    "c2q": "ends",
+    "accepted": "each",
+    "last": "each",
+    "window": None,
+    "quest": None,
+    "full": None,
+}
 
 
 @dataclass(frozen=True)

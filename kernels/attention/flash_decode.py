@@ -121,14 +121,14 @@ def _flash_decode_kernel(
                 acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
                 pages, page_stride, slot_stride, head_stride, head, scale_log2,
                 PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=to, kept_pages=to_pages,
-                kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=COLLECT == "each",
+                kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
             )  # fmt: skip
         else:  # bound by bytes: there is time for masks
             acc, total, peak = attend_tiles(
                 acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
                 pages, page_stride, slot_stride, head_stride, head, scale_log2,
                 MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, share=share, t=t, kept=to,
-                kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=COLLECT == "each",
+                kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
             )  # fmt: skip
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
@@ -152,11 +152,11 @@ def score_planes(T: int, group: int, D: int, dtype: torch.dtype, rows: str) -> i
     """Planes of scores that T queries of each KV head's `group` fill: one a tile of rows, or one a query.
 
     Raises:
-        ValueError: each query's scores are wanted, of more queries than one tile holds.
+        ValueError: what is wanted is no sum over tiles of rows (each, any), and one tile does not hold all.
     """
     tiles = triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
-    if rows == "each" and tiles > 1:
-        raise ValueError(f"scores of each of {T} queries x {group} heads a KV head are too many rows for one tile")
+    if rows in ("each", "any") and tiles > 1:
+        raise ValueError(f"{T} queries x {group} heads a KV head are too many rows for one tile")
     return T if rows == "each" else tiles
 
 

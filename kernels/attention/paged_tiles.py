@@ -37,10 +37,14 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
 
 @triton.jit
 def _collect(
-    scores, share, t, to, plane_stride, live, T: tl.constexpr, EACH: tl.constexpr
+    scores, share, t, to, plane_stride, live, T: tl.constexpr, COLLECT: tl.constexpr
 ):  # fmt: skip
-    """Stores the sum over rows of a tile's scores times `share`, a number for each key; with EACH, one sum a query."""
-    if EACH:
+    """Stores a number for each key of a tile: its scores summed over rows by `share`, each query's for itself (COLLECT
+    is each), or the best of the rows whose share is positive (any)."""
+    if COLLECT == "any":
+        found = tl.max(tl.where(share[:, None] > 0, scores * share[:, None], float("-inf")), 0)
+        tl.store(to, found.to(to.dtype.element_ty), mask=live)
+    elif COLLECT == "each":
         for j in tl.static_range(T):
             of_query = tl.where((t == j) & (share > 0), share, 0.0)[:, None]
             found = tl.sum(tl.where(of_query > 0, scores * of_query, 0.0), 0)
@@ -57,7 +61,7 @@ def attend_tiles(
     page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HOLES: tl.constexpr = False, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
-    T: tl.constexpr = 1, EACH: tl.constexpr = False,
+    T: tl.constexpr = 1, COLLECT: tl.constexpr = "",
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
@@ -98,7 +102,7 @@ def attend_tiles(
         if kept is not None:
             to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
             next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
-            _collect(scores, share, t, to, kept_plane, live, T, EACH)
+            _collect(scores, share, t, to, kept_plane, live, T, COLLECT)
         if MASKED:
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             if HOLES:
@@ -132,7 +136,7 @@ def attend_tiles_masking_edges(
     acc, total, peak, q, row_lo, row_hi, live, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, share=None, t=None, kept=None,
-    kept_pages=None, kept_plane=0, kept_page=0, T: tl.constexpr = 1, EACH: tl.constexpr = False,
+    kept_pages=None, kept_plane=0, kept_page=0, T: tl.constexpr = 1, COLLECT: tl.constexpr = "",
 ):  # fmt: skip
     """`attend_tiles` with masks only where a tile holds keys that some row of `live` does not read."""
     full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
@@ -141,20 +145,20 @@ def attend_tiles_masking_edges(
             acc, total, peak, q, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
             MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
-            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=EACH,
+            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
         )  # fmt: skip
     acc, total, peak = attend_tiles(
         acc, total, peak, q, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
         page_stride, slot_stride, head_stride, head, scale_log2,
         MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
-        kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=EACH,
+        kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
     )  # fmt: skip
     if full_stop < last:
         acc, total, peak = attend_tiles(
             acc, total, peak, q, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
             MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
-            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, EACH=EACH,
+            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
         )  # fmt: skip
     return acc, total, peak
 

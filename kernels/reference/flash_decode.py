@@ -44,7 +44,12 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
     counts = counts.to(q.device)[:, None, None] / len(q)
     found = of_heads[:live] * counts
     found = found if scores.rows == "each" else found.sum(0, keepdim=True)  # [planes, Hkv, D]
-    by_key = torch.einsum("phd,nhd->pnh", found, keys.k[keys.table[b, page].long(), slot].float())
+    of_keys = keys.k[keys.table[b, page].long(), slot].float()  # [n, Hkv, D]
+    by_key = torch.einsum("phd,nhd->pnh", found, of_keys)
+    if scores.rows == "any":
+        rows = q[:live].float().view(live, heads, -1, q.shape[-1])
+        best = torch.einsum("thgd,nhd->nhtg", rows, of_keys).amax((2, 3))
+        by_key = best[None] * keys.scale * math.log2(math.e) / (len(q) * rows.shape[2])
     scores.planes[:, scores.table[b, page].long(), :, slot] = 0
     for plane, mine in zip(scores.planes, by_key, strict=False):  # each [pages, Hkv, page_size] and [n, Hkv]
         plane[scores.table[b, page].long(), :, slot] = mine.to(plane.dtype)

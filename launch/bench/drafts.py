@@ -62,7 +62,7 @@ def collect(given: Given, group: int, dim: int, queries: int, batch: int, length
 
     kinds = ["all", "ends"]
     if queries * group <= decode_tile(queries * group, dim, kind)["BLOCK_M"]:
-        kinds.append("each")
+        kinds += ["any", "each"]
     row: Row = {"kind": "collect", "group": group, "dim": dim, "queries": queries, "batch": batch, "length": length}
     for rows in kinds:
         # Sums in another order, and fp16: 2^-11 of scores below 8.
@@ -134,7 +134,7 @@ PARTS = (
     Part(
         lambda given: VERIFIED if given.gpu else [(2, 32, 3, 2, 2 * K)],
         collect,
-        "group dim queries batch length plain_us again_us all_us ends_us each_us all_over_plain ends_over_plain",
+        "group dim queries batch length plain_us again_us all_us ends_us any_us each_us all_over_plain any_over_plain",
         "scores beside verification",
     ),
     Part(

@@ -134,7 +134,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
-        for rows in ("all", "ends", "each")[: 3 if tokens == 8 else 1]:
+        for rows in ("all", "ends", "each", "any")[: 4 if tokens == 8 else 1]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
         del shared["BLOCK_D"]

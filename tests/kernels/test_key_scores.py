@@ -50,10 +50,15 @@ def expected(case: Case, b: int, rows: str) -> torch.Tensor:
     T, keys = case.counts[b], case.keys[b].double()
     queries = range(b * T, (b + 1) * T)
     live = [n for n in queries if case.lo[n] < case.hi[n]]
-    counting = {"all": live, "ends": sorted({live[0], live[-1]}) if live else [], "each": live}[rows]
+    counting = {"any": live, "all": live, "ends": sorted({live[0], live[-1]}) if live else [], "each": live}[rows]
     heads = keys.shape[1]
     seen = keys[: int(case.hi[queries[0]])]
     of_each = torch.zeros(T, heads, len(seen), dtype=torch.float64)
+    if rows == "any":
+        q = case.q[live].double().cpu().unflatten(1, (heads, -1))  # [n, Hkv, group, D]
+        scale = case.scale * math.log2(math.e) / (T * q.shape[2])
+        best = torch.einsum("thgd,nhd->hntg", q, seen).amax((2, 3)) if live else of_each[0]
+        return best[None] * scale
     for n in counting:
         q = case.q[n].double().cpu().view(heads, -1, keys.shape[-1]).mean(1)
         of_each[n - queries[0]] = torch.einsum("hd,nhd->hn", q, seen) * case.scale * math.log2(math.e) / T
@@ -78,11 +83,11 @@ def check_scores(case: Case, scores: KeyScores) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("rows", ["all", "ends", "each"])
+@pytest.mark.parametrize("rows", ["all", "ends", "each", "any"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scores(shape: str, rows: str, op: Any, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
-    if rows == "each" and case.counts[0] * case.q.shape[1] > 32 * case.k_cache.shape[2]:  # a tile of fp32
+    if rows in ("each", "any") and case.counts[0] * case.q.shape[1] > 32 * case.k_cache.shape[2]:  # a tile of fp32
         with pytest.raises(ValueError, match="too many rows for one tile"):
             planes_for(case, rows)
         return
@@ -119,7 +124,7 @@ def test_low_precision(shape: str, dtype: torch.dtype, device: torch.device) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", ["all", "ends", "each"])
+@pytest.mark.parametrize("rows", ["all", "ends", "each", "any"])
 @pytest.mark.parametrize(
     "heads, dim, count", [((28, 4), 128, 8), ((32, 8), 128, 5), ((16, 2), 64, 8), ((8, 1), 128, 12)]
 )

@@ -239,7 +239,7 @@ def test_prompts(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"policies": ["alle"]}, "policies: alle is unknown; known: all, c2q, "),
+        ({"policies": ["alle"]}, "policies: alle is unknown; known: any, all, c2q, "),
         ({"task": ["text"]}, "task: text is unknown"),
         ({"reach": [3]}, "reach: 3 is unknown; known: 0, 1, 2"),
         ({"sparsity": [0.0]}, "sparsity=0 is out of range"),

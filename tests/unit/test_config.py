@@ -77,7 +77,10 @@ def test_the_composed_config_is_shown() -> None:
         ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
         ("bench.kind=all", ["bench.kind", "all", "decode"]),
         ("speculation.drafter=oracle", ["speculation.drafter", "oracle", "none, ngram, model, sparse, synthetic"]),
-        ("speculation.policy=best", ["speculation.policy", "best", "all, c2q, accepted, last, window, quest, full"]),
+        (
+            "speculation.policy=best",
+            ["speculation.policy", "best", "any, all, c2q, accepted, last, window, quest, full"],
+        ),
         ("speculation.sparsity=0", ["speculation.sparsity", "above 0"]),
         ("speculation.sparsity=1.5", ["speculation.sparsity", "1.5", "at most 1"]),
         ("speculation.recent=-0.5", ["speculation.recent", "-0.5", "from 0 to 1"]),
