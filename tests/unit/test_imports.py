@@ -38,8 +38,8 @@ LEVELS = {
     ],
     "helix": [
         {"config", "errors", "files", "graphs", "layout"},
-        {"kv_cache", "sampling", "score_pages"},
-        {"request", "step"},
+        {"kv_cache", "pages", "sampling", "score_pages"},
+        {"prefix", "request", "step"},
         {"attention", "scheduler", "text"},
         {"layers"},
         {"models"},

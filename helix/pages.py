@@ -1,0 +1,137 @@
+"""Pages as rank 0 hands them out: one number is a page on every rank of the layout, so that admission is one count.
+
+A sequence has one table of pages. Column i of it holds what is i-th of the sequence's local order on each kvp rank;
+ranks that store fewer of its tokens leave the last columns empty.
+
+A stripe is the least run of tokens that fills whole pages on every kvp rank. Two kvp ranks, append blocks of 2 tokens,
+pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the second stripe, which takes
+a column as well.
+
+    column       0             1
+    kvp rank 0   0  1  4  5    8  9  12
+    kvp rank 1   2  3  6  7    10 11
+
+With `start` 1 the two ranks change places. A stripe's columns are the same for every `start`, and so is the number of
+pages; what a page holds is not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from helix.layout import HelixLayout
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """How sequences fill pages whose numbers are those of all ranks.
+
+    Attributes:
+        append_block: consecutive tokens that a kvp rank stores.
+        page_size: tokens of a page on one rank.
+    """
+
+    layout: HelixLayout
+    append_block: int
+    page_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a stripe."""
+        return math.lcm(self.page_size, self.append_block) * self.layout.kvp
+
+    @property
+    def pages(self) -> int:
+        """Pages of a stripe on each rank."""
+        return math.lcm(self.page_size, self.append_block) // self.page_size
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that one page number holds on all kvp ranks together."""
+        return self.page_size * self.layout.kvp
+
+    def pages_for(self, length: int) -> int:
+        """Pages that the first `length` tokens of a sequence take, whatever its `start`: as many as the fullest rank.
+
+        The fullest rank has the first block. Each other one leaves at most ceil(append_block / page_size) pages empty.
+        """
+        return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
+
+
+class PagePool:
+    """Who has which page. Sequences that use a page are counted; the prefix cache keeps a page by a mark beside that.
+
+    A page is free, cached (kept, and used by nobody: it can be freed at once) or used.
+
+    Args:
+        pages: of each rank; where ranks differ, the least.
+
+    Attributes:
+        free: how many are nobody's.
+        cached: how many are kept and not used.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = self.free = pages
+        self.cached = 0
+        self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)  # the first `free` are; the last is taken first
+        self._users = np.zeros(pages, dtype=np.int32)
+        self._kept = np.zeros(pages, dtype=bool)
+
+    @property
+    def used(self) -> int:
+        return self.pages - self.free - self.cached
+
+    def users(self, page: int) -> int:
+        """How many sequences use a page."""
+        return int(self._users[page])
+
+    def idle(self, pages: np.ndarray) -> int:
+        """How many of these pages nobody uses."""
+        return len(pages) - np.count_nonzero(self._users[pages])
+
+    def take(self, count: int) -> np.ndarray:
+        """Pages [count] int32 for a sequence that is their only user."""
+        assert 0 <= count <= self.free, f"{count} pages wanted, {self.free} free: admission let too much in"
+        pages = self._stack[self.free - count : self.free][::-1].copy()
+        self.free -= count
+        assert not self._users[pages].any() and not self._kept[pages].any(), "a page was free and in use"
+        self._users[pages] = 1
+        return pages
+
+    def share(self, pages: np.ndarray) -> None:
+        """Notes one more user of each page; none is free, and none occurs twice."""
+        users = self._users[pages]
+        assert (self._kept[pages] | (users > 0)).all(), "a free page was shared"
+        self.cached -= len(pages) - np.count_nonzero(users)
+        self._users[pages] = users + 1
+
+    def release(self, pages: np.ndarray) -> None:
+        """Takes one user off each page; what nobody uses then is cached where it is kept, and free elsewhere."""
+        users = self._users[pages] - 1
+        assert (users >= 0).all(), "a page was released by more than its users"
+        self._users[pages] = users
+        idle = pages[users == 0]
+        kept = self._kept[idle]
+        self.cached += np.count_nonzero(kept)
+        self._push(idle[~kept])
+
+    def keep(self, pages: np.ndarray) -> None:
+        """Marks pages that are used: they outlive their users."""
+        assert (self._users[pages] > 0).all() and not self._kept[pages].any(), "a page to keep is kept, or nobody's"
+        self._kept[pages] = True
+
+    def drop(self, pages: np.ndarray) -> None:
+        """Takes the mark off pages; those that nobody uses are free then."""
+        assert self._kept[pages].all(), "a page was dropped that was not kept"
+        self._kept[pages] = False
+        idle = pages[self._users[pages] == 0]
+        self.cached -= len(idle)
+        self._push(idle)
+
+    def _push(self, pages: np.ndarray) -> None:
+        self._stack[self.free : self.free + len(pages)] = pages[::-1]
+        self.free += len(pages)

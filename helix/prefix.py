@@ -1,0 +1,435 @@
+"""Which tokens the cache knows already: a tree of prefixes over the pages, on rank 0's host alone.
+
+Whole stripes (`helix.pages`) are shared: a sequence that begins like one before it has the same page numbers in its
+table. The rest, a part of a stripe, can only be copied, page by page on every rank, because its new owner writes behind
+it. So a hit counts in tokens. Stripes of 8 tokens, 21 of which are cached; a prompt begins with 19 of them:
+
+    cached     [ 0 .. 7 ] [ 8 .. 15 ] [ 16 .. 20 )
+    prompt     [ shared ] [ shared  ] [ 3 copied ) computed from token 19 on
+
+Which rank has a token depends on its sequence's `start`, so a hit takes the `start` of what it hits. The last token
+of a prompt is always computed: what follows it is drawn from its logits.
+
+A node is a run of whole stripes, or a tail: a part of one, which has no children. Keys, values and bounds belong to the
+page and are shared with it. Choices, scores and lengths belong to a sequence.
+
+Pages are freed from the ends of runs that nobody uses, by greedy-dual: what was used last counts as much as what was
+freed last, plus what it takes to compute it again (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+from helix.pages import PagePool, Stripes
+
+NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A run of whole stripes behind its parent's, or a tail.
+
+    Attributes:
+        depth: tokens before it.
+        tokens: in it.
+        pages: [n] int32 that hold them; none once it has left the tree.
+        children: in the order of their first stripes' bytes; none is the beginning of another.
+        base, tick: when it was used last, as the eviction counts, and in order.
+        queued: whether the eviction has an entry for it.
+        root: salt and start, of a root.
+    """
+
+    parent: Node | None
+    depth: int = 0
+    tokens: int = 0
+    pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    children: list[Node] = field(default_factory=list)
+    base: float = 0.0
+    tick: int = 0
+    queued: bool = False
+    root: tuple[Hashable, int] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.depth + self.tokens
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What is known of a prompt.
+
+    Attributes:
+        start: that its sequence has to take; None where nothing is known.
+        shared: tokens in whole stripes.
+        copied: further tokens, that can be copied.
+        node: where the whole stripes end, maybe before the node does.
+        source: whose first stripe, or the next of `node`, has the tokens to copy.
+    """
+
+    start: int | None = None
+    shared: int = 0
+    copied: int = 0
+    node: Node | None = None
+    source: Node | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.shared + self.copied
+
+
+@dataclass(eq=False)
+class SequencePages:
+    """The table of a running sequence.
+
+    Attributes:
+        start: kvp rank of its first block.
+        pages: [n] int32, the same on every rank.
+        known: tokens that were found in the cache at admission; prefill goes on behind them.
+        copy_from, copy_to: pages to copy on every rank, in the order of admissions, before anything is computed.
+        entered: tokens in whole stripes that the tree has; their pages may have other users.
+        node: where these end.
+    """
+
+    salt: Hashable
+    start: int
+    pages: np.ndarray
+    known: int = 0
+    copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    entered: int = 0
+    node: Node | None = None
+
+
+class PrefixTree:
+    """Hands pages to sequences, and remembers what the pages hold.
+
+    Args:
+        cost: what a token at this depth takes to compute, in any unit.
+        least: the fewest tokens that are worth a copy, and the choice of a start. Prompts that agree in a few tokens of
+            their template alone should not all begin on one rank.
+        caching: whether anything is remembered.
+    """
+
+    def __init__(
+        self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], least: int = 16, caching: bool = True
+    ) -> None:
+        self.pool = pool
+        self._stripes = stripes
+        self._kvp, self._tokens, self._pages = stripes.layout.kvp, stripes.tokens, stripes.pages
+        self._cost = cost
+        self._least = least
+        self._caching = caching
+        self._held = np.empty((pool.pages, stripes.page_tokens), dtype=np.int32)  # tokens, by page of their stripe
+        self._roots: dict[tuple[Hashable, int], Node] = {}
+        self._queue: list[tuple[float, int, int, Node]] = []  # a heap of leaves
+        self._pushed = 0
+        self._freed = 0.0  # what counted of the last one that was freed
+        self._ticks = 0
+
+    @property
+    def room(self) -> int:
+        """Pages that are free or can be freed at once."""
+        return self.pool.free + self.pool.cached
+
+    # ---- a sequence's life
+
+    def match(self, tokens: np.ndarray, salt: Hashable = None) -> Hit:
+        """The most tokens of a prompt, int32 [n], that one start has; changes nothing."""
+        best, prompt = Hit(), tokens[:-1]
+        for start in range(self._kvp):
+            root = self._roots.get((salt, start))
+            if root is None:
+                continue
+            node, at = self._follow(root, prompt, 0)
+            near = [node] if at < node.end else self._neighbours(node, prompt[at : at + self._tokens])
+            copies = [(self._common(other, at, prompt), other) for other in near]
+            copied, source = max(copies, key=lambda copy: copy[0], default=(0, None))
+            if copied < max(self._least, 1):
+                copied, source = 0, None
+            if at + copied > best.tokens:
+                best = Hit(start, at, copied, node, source)
+        return best
+
+    def admit(self, tokens: np.ndarray, reserved: int, start: int, salt: Hashable = None) -> SequencePages | None:
+        """Takes pages for `reserved` tokens of a sequence, with those that are known; None where they do not fit.
+
+        Args:
+            tokens: the prompt, int32 [n]; of a sequence that was preempted, what it has drawn as well.
+            start: to be taken where nothing is known.
+            salt: sequences of another one are not seen.
+        """
+        hit = self.match(tokens, salt)
+        fresh = self._stripes.pages_for(reserved) - hit.shared // self._tokens * self._pages
+        shared, source = self._hit_pages(hit)
+        idle = self.pool.idle(shared)
+        if fresh > self.room - idle - self.pool.idle(source):
+            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # it may take all there is
+        if fresh > self.room - idle:
+            return None
+        node = hit.node
+        if node is not None and hit.shared < node.end:
+            node = self._split(node, hit.shared)
+        self.pool.share(shared)
+        self.pool.share(source)
+        own = self._take(fresh)
+        self.pool.release(source)
+        if hit.source is not None:
+            self._queue_up(hit.source)
+        return SequencePages(
+            salt,
+            start if hit.start is None else hit.start,
+            np.concatenate((shared, own)),
+            hit.tokens,
+            source,
+            own[: len(source)],
+            hit.shared,
+            node if hit.shared else None,
+        )
+
+    def advance(self, held: SequencePages, tokens: np.ndarray, done: int) -> tuple[int, range]:
+        """Takes over what others have computed of a prompt meanwhile; to be called before a chunk of it.
+
+        Args:
+            done: tokens that its pages hold.
+
+        Returns:
+            how many they hold now, and the columns of its table that have changed.
+        """
+        node, at = self._follow(self._node(held), tokens[:-1], held.entered)
+        return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
+
+    def enter(self, held: SequencePages, tokens: np.ndarray) -> range:
+        """Notes all tokens, int32 [n], that a sequence's pages hold; to be called when a chunk has been decided.
+
+        Returns:
+            columns of its table that have changed: another sequence has computed the same stripes before.
+        """
+        whole = len(tokens) // self._tokens * self._tokens
+        if not self._caching or whole <= held.entered:
+            return range(0)
+        node, at = self._follow(self._node(held), tokens[:whole], held.entered)
+        changed = self._take_over(held, node, at)
+        if at < whole:
+            held.node = self._add(self._node(held), tokens[at:whole], held.pages[self._columns(at, whole)])
+            held.entered = whole
+        return changed
+
+    def grow(self, held: SequencePages, reserved: int) -> np.ndarray | None:
+        """Further pages [n] int32 for `reserved` tokens in all, behind the others; None where they do not fit."""
+        count = max(self._stripes.pages_for(reserved) - len(held.pages), 0)
+        if count > self.room:
+            return None
+        more = self._take(count)
+        held.pages = np.concatenate((held.pages, more))
+        return more
+
+    def end(self, held: SequencePages, tokens: np.ndarray) -> None:
+        """Gives a sequence's pages back, when it ends, is aborted or preempted; what they hold stays known.
+
+        Args:
+            tokens: all that its pages hold, int32 [n].
+        """
+        self.enter(held, tokens)
+        rest = tokens[held.entered :]
+        if self._caching and len(rest):
+            self._enter_tail(held, rest)
+        self.pool.release(held.pages)
+        held.pages = NO_PAGES
+        if held.node is not None:
+            self._touch(held.node)
+
+    def evict(self, count: int) -> None:
+        """Frees cached pages until `count` are free."""
+        assert count <= self.room, f"{count} pages wanted, {self.room} can be had"
+        while self.pool.free < count:
+            worth, tick, _, node = heappop(self._queue)
+            node.queued = False
+            if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
+                continue  # it is queued again once it can be freed
+            if (worth, tick) == self._worth(node):
+                self._freed = worth
+                self._cut(node, count - self.pool.free)
+            else:
+                self._queue_up(node)
+
+    # ---- the way down
+
+    def _follow(self, node: Node, tokens: np.ndarray, at: int) -> tuple[Node, int]:
+        """Where whole stripes of `tokens` end that follow the first `at`, at which `node` ends."""
+        while at + self._tokens <= len(tokens):
+            head = tokens[at : at + self._tokens].tobytes()
+            place = self._place(node, head)
+            if place == len(node.children) or self._head(node.children[place]) != head:
+                break
+            node = node.children[place]
+            at += self._equal(node, tokens[at:])
+            if at < node.end:
+                break
+        return node, at
+
+    def _equal(self, node: Node, tokens: np.ndarray) -> int:
+        """How many tokens agree, in whole stripes; looks at twice as many as agree, at most."""
+        most = min(node.tokens, len(tokens) // self._tokens * self._tokens)
+        done, size = 0, self._tokens
+        while done < most:
+            size = min(size, most - done)
+            known = self._held[node.pages[self._columns(done, done + size)]]
+            same = (known == tokens[done : done + size].reshape(known.shape)).all(axis=1)
+            if not same.all():
+                return done + int(same.argmin()) // self._pages * self._tokens
+            done += size
+            size *= 2
+        return done
+
+    def _common(self, node: Node, at: int, tokens: np.ndarray) -> int:
+        """How many tokens behind the first `at` agree with the stripe of `node` there."""
+        known = self._stripe(node, at - node.depth)
+        rest = tokens[at : at + len(known)]
+        differ = np.flatnonzero(known[: len(rest)] != rest)
+        return int(differ[0]) if len(differ) else len(rest)
+
+    def _neighbours(self, node: Node, tokens: np.ndarray) -> list[Node]:
+        """Children before and behind these tokens: no other one has more of them."""
+        place = self._place(node, tokens.tobytes())
+        return node.children[max(place - 1, 0) : place + 1]
+
+    def _place(self, node: Node, head: bytes) -> int:
+        return bisect_left(node.children, head, key=self._head)
+
+    def _head(self, node: Node) -> bytes:
+        return self._stripe(node, 0).tobytes()
+
+    def _stripe(self, node: Node, begin: int) -> np.ndarray:
+        """Tokens of a stripe, or of a tail, that begins `begin` tokens behind a node's first."""
+        pages = node.pages[self._columns(begin, begin + self._tokens)]
+        return self._held[pages].ravel()[: node.tokens - begin]
+
+    def _columns(self, begin: int, end: int) -> slice:
+        """Columns of the stripes that `[begin, end)` begin and end."""
+        return slice(begin // self._tokens * self._pages, end // self._tokens * self._pages)
+
+    # ---- what is in the tree
+
+    def _node(self, held: SequencePages) -> Node:
+        """Where a sequence's stripes end."""
+        if held.node is not None:
+            return held.node
+        key = held.salt, held.start
+        return self._roots.get(key) or Node(None, root=key)
+
+    def _hit_pages(self, hit: Hit) -> tuple[np.ndarray, np.ndarray]:
+        """Pages that are shared, and those with what is copied."""
+        shared, source = NO_PAGES, NO_PAGES
+        if hit.node is not None:
+            shared = np.concatenate([NO_PAGES, *reversed([n.pages for n in path(hit.node)])])
+        if hit.source is not None:
+            begin = (hit.shared - hit.source.depth) // self._tokens * self._pages
+            source = hit.source.pages[begin : begin + self._stripes.pages_for(hit.copied)]
+        return shared[self._columns(0, hit.shared)], source
+
+    def _take_over(self, held: SequencePages, node: Node, at: int) -> range:
+        """Puts the tree's pages of the first `at` tokens, which end in `node`, in place of a sequence's own."""
+        if at == held.entered:
+            return range(0)
+        if at < node.end:
+            node = self._split(node, at)
+        columns = self._columns(held.entered, at)
+        known = np.concatenate([n.pages for n in reversed([*path(node, held.node)])])
+        self.pool.share(known)
+        self.pool.release(held.pages[columns])
+        held.pages[columns] = known
+        held.node, held.entered = node, at
+        return range(columns.start, columns.stop)
+
+    def _add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
+        """The node that ends with these tokens, whole stripes or a tail, which follow `parent` and are not there."""
+        self.pool.keep(pages)
+        rows = np.zeros((len(pages), self._stripes.page_tokens), dtype=np.int32)
+        rows.ravel()[: len(tokens)] = tokens
+        self._held[pages] = rows
+        head = tokens[: self._tokens].tobytes()
+        place = self._place(parent, head)
+        tail = parent.children[place - 1] if place else None
+        if tail is not None and head.startswith(self._head(tail)):  # what it has is there again, and more
+            self.pool.drop(tail.pages)
+            tail.pages, place = NO_PAGES, place - 1
+            del parent.children[place]
+        whole = len(tokens) >= self._tokens
+        if whole and parent.parent is not None and not parent.children and self.pool.users(parent.pages[-1]) == 1:
+            parent.pages = np.concatenate((parent.pages, pages))  # nobody else ends there
+            parent.tokens += len(tokens)
+            return parent
+        if parent.root is not None:
+            self._roots[parent.root] = parent
+        node = Node(parent, parent.end, len(tokens), pages)
+        parent.children.insert(place, node)
+        return node
+
+    def _enter_tail(self, held: SequencePages, tokens: np.ndarray) -> None:
+        """Keeps what a sequence has behind its stripes, unless another one has the same and maybe more."""
+        parent, head = self._node(held), tokens.tobytes()
+        behind = parent.children[(place := self._place(parent, head)) : place + 1]
+        if not (behind and self._head(behind[0]).startswith(head)):
+            begin = self._columns(0, held.entered).stop
+            pages = held.pages[begin : begin + self._stripes.pages_for(len(tokens))]
+            self._touch(self._add(parent, tokens, pages))
+
+    def _split(self, node: Node, at: int) -> Node:
+        """A new node with what `node` has of the first `at` tokens; `node` keeps the rest, and who ends there."""
+        assert node.parent is not None and node.depth < at < node.end
+        cut = self._columns(0, at - node.depth).stop
+        upper = Node(node.parent, node.depth, at - node.depth, node.pages[:cut], [node], node.base, node.tick)
+        node.parent.children[self._place(node.parent, self._head(node))] = upper
+        node.parent, node.depth, node.tokens, node.pages = upper, at, node.end - at, node.pages[cut:]
+        return upper
+
+    # ---- what goes first
+
+    def _take(self, count: int) -> np.ndarray:
+        self.evict(count)
+        return self.pool.take(count)
+
+    def _touch(self, node: Node) -> None:
+        self._ticks += 1
+        node.base, node.tick = self._freed, self._ticks
+        self._queue_up(node)
+
+    def _worth(self, node: Node) -> tuple[float, int]:
+        return node.base + self._cost(node.end), node.tick
+
+    def _queue_up(self, node: Node) -> None:
+        if not node.queued and not node.children and len(node.pages):
+            node.queued = True
+            self._pushed += 1
+            heappush(self._queue, (*self._worth(node), self._pushed, node))
+
+    def _cut(self, node: Node, count: int) -> None:
+        """Frees at least `count` pages from a leaf's end, or all it has."""
+        parent = node.parent
+        assert parent is not None
+        left = max(len(node.pages) - -(-count // self._pages) * self._pages, 0)
+        gone = node.pages[left:]
+        if left:
+            node.pages, node.tokens = node.pages[:left], left // self._pages * self._tokens
+            self._queue_up(node)
+        else:
+            del parent.children[self._place(parent, self._head(node))]
+            node.pages = NO_PAGES
+            parent.base, parent.tick = max(parent.base, node.base), max(parent.tick, node.tick)
+            self._queue_up(parent)
+            if parent.root is not None and not parent.children:
+                del self._roots[parent.root]
+        self.pool.drop(gone)
+
+
+def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:
+    """A node and those above it, up to `until`."""
+    while node is not None and node is not until:
+        yield node
+        node = node.parent

@@ -1,0 +1,250 @@
+"""The prefix cache against a naive one that knows every token of every page on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from helix.layout import HelixLayout
+from helix.pages import PagePool, Stripes
+from helix.prefix import Hit, PrefixTree, SequencePages
+
+# kvp, append_block, page_size: pages smaller and larger than blocks, of no common measure, odd numbers of ranks
+GRIDS = [(1, 4, 4), (1, 2, 3), (2, 2, 4), (2, 4, 2), (3, 2, 2), (3, 2, 3), (4, 1, 2), (5, 3, 1)]
+Key = tuple[Hashable, int, tuple[int, ...]]  # salt, start, tokens up to the end of a stripe or tail
+
+
+def alike(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many first tokens agree."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def array(tokens: tuple[int, ...]) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+@dataclass(eq=False)
+class Run:
+    """A running sequence: all its tokens, and how many of them its pages hold."""
+
+    salt: Hashable
+    tokens: tuple[int, ...]
+    done: int
+    held: SequencePages
+
+
+class Serving(RuleBasedStateMachine):
+    """Sequences come, compute, and go. A page's slot holds the salt and all tokens up to its own, as keys depend on."""
+
+    @initialize(
+        grid=st.sampled_from(GRIDS),
+        least=st.sampled_from([0, 1, 3]),
+        stripes=st.integers(3, 9),
+        slope=st.integers(0, 1),
+    )
+    def begin(self, grid: tuple[int, int, int], least: int, stripes: int, slope: int) -> None:
+        kvp, block, page_size = grid
+        self.layout = HelixLayout.create(kvp=kvp)
+        self.stripes = Stripes(self.layout, block, page_size)
+        self.S, self.m = self.stripes.tokens, self.stripes.pages
+        self.pool = PagePool(stripes * self.m)
+        self.least = least
+        self.tree = PrefixTree(self.pool, self.stripes, lambda depth: 1.0 + slope * depth, least)
+        self.slots: dict[tuple[int, int, int], tuple[Hashable, tuple[int, ...]]] = {}
+        self.known: dict[Key, tuple[int, ...]] = {}
+        self.running: list[Run] = []
+        self.seen: list[tuple[int, ...]] = [()]
+
+    # ---- the naive model
+
+    def place(self, run: Run, position: int) -> tuple[int, int, int]:
+        """Rank, page and slot of a token, as ranks compute them."""
+        block, page_size = self.stripes.append_block, self.stripes.page_size
+        slot = self.layout.token_slot(position, block)
+        rank = self.layout.token_owner(position, block, run.held.start)
+        return rank, int(run.held.pages[slot // page_size]), slot % page_size
+
+    def write(self, run: Run, until: int) -> None:
+        for position in range(run.done, until):
+            self.slots[self.place(run, position)] = run.salt, run.tokens[: position + 1]
+        run.done = until
+
+    def expected(self, salt: Hashable, tokens: tuple[int, ...]) -> tuple[int, int, int | None]:
+        """Tokens shared, tokens copied, start."""
+        best: tuple[int, int, int | None] = 0, 0, None
+        for start in range(self.layout.kvp):
+            of_start = (known for s, at, known in self.known if (s, at) == (salt, start))
+            most = max((alike(known, tokens[:-1]) for known in of_start), default=0)
+            copied = most % self.S if most % self.S >= self.least else 0
+            if most - most % self.S + copied > sum(best[:2]):
+                best = most - most % self.S, copied, start
+        return best
+
+    def enter(self, run: Run, length: int, tail: bool) -> None:
+        """What the cache has to know of the first `length` tokens."""
+        ends = [*range(self.S, length + 1, self.S), *([length] if tail and length % self.S else [])]
+        for end in ends:
+            tokens = run.tokens[:end]
+            of_start = [k for k in self.known if k[:2] == (run.salt, run.held.start)]
+            if any(k[2][:end] == tokens for k in of_start):
+                continue
+            for k in of_start:  # tails that are part of what comes
+                if len(k[2]) > end - 1 - (end - 1) % self.S and tokens[: len(k[2])] == k[2]:
+                    del self.known[k]
+            first = (end - 1) // self.S * self.m
+            count = self.stripes.pages_for(end) - first
+            self.known[run.salt, run.held.start, tokens] = tuple(run.held.pages[first : first + count].tolist())
+
+    def evicted(self) -> None:
+        """Forgets what was evicted: unused, ends of runs first, and only while too little was free."""
+        kept = self.pool._kept
+        gone = [key for key, pages in self.known.items() if not kept[list(pages)].any()]
+        for key in gone:
+            del self.known[key]
+        assert not gone or self.pool.free < 2 * self.m, "more was freed than was wanted"
+
+    def in_use(self) -> set[int]:
+        return {int(page) for run in self.running for page in run.held.pages}
+
+    # ---- what happens
+
+    @rule(data=st.data(), salt=st.sampled_from([None, None, "a"]), start=st.integers(0, 4))
+    def admit(self, data: st.DataObject, salt: Hashable, start: int) -> None:
+        old = data.draw(st.sampled_from(self.seen))
+        kept = data.draw(st.integers(0, len(old)) | st.just(len(old)))
+        more = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=2 * self.S))
+        tokens = (*old[:kept], *more)[: self.pool.pages // self.m * self.S]
+        reserved = len(tokens) + data.draw(st.integers(0, self.S))
+        shared, copied, start_of_hit = self.expected(salt, tokens)
+        assert self.tree.match(array(tokens), salt).tokens == shared + copied
+        hit = {p for n in range(self.S, shared + 1, self.S) for p in self.known[salt, start_of_hit, tokens[:n]]}
+        need = self.stripes.pages_for(reserved) - len(hit)
+        room = self.pool.pages - len(self.in_use() | hit)
+        held = self.tree.admit(array(tokens), reserved, start % self.layout.kvp, salt)
+        assert (held is not None) == (need <= room)
+        if held is None:
+            return
+        assert len(held.pages) == self.stripes.pages_for(reserved)
+        assert held.start == (start % self.layout.kvp if start_of_hit is None else start_of_hit)
+        assert held.known == shared + copied or (held.known == shared and need > room - self.m), "a hit was given up"
+        assert held.known < len(tokens)
+        self.evicted()
+        run = Run(salt, tokens, 0, held)
+        taken = {place: content for place, content in self.slots.items() if place[1] in held.copy_from.tolist()}
+        for source, target in zip(held.copy_from.tolist(), held.copy_to.tolist(), strict=True):
+            for (rank, page, slot), content in taken.items():
+                if page == source:
+                    self.slots[rank, target, slot] = content
+        run.done = held.known
+        self.running.append(run)
+        self.seen.append(tokens)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def chunk(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(self.running))
+        start, entered, done = run.held.start, run.held.entered, run.done
+        known = (tokens for salt, at, tokens in self.known if (salt, at) == (run.salt, start))
+        most = max((alike(tokens, run.tokens[:-1]) // self.S * self.S for tokens in known), default=0)
+        run.done, changed = self.tree.advance(run.held, array(run.tokens), run.done)
+        assert run.done == max(done, most)
+        columns = range(entered // self.S * self.m, most // self.S * self.m)
+        assert changed == (columns if most > done else range(0))
+        self.write(run, data.draw(st.integers(run.done, len(run.tokens))))
+        before = run.held.pages.copy()
+        changed = self.tree.enter(run.held, array(run.tokens[: run.done]))
+        assert set(np.flatnonzero(before != run.held.pages)) == set(changed)
+        self.enter(run, run.done, tail=False)
+
+    @precondition(lambda self: any(run.done == len(run.tokens) for run in self.running))
+    @rule(data=st.data())
+    def decode(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from([run for run in self.running if run.done == len(run.tokens)]))
+        more = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=self.S))
+        length = len(run.tokens) + len(more)
+        lacking = max(self.stripes.pages_for(length) - len(run.held.pages), 0)
+        room = self.pool.pages - len(self.in_use())
+        taken = self.tree.grow(run.held, length)
+        assert (taken is not None) == (lacking <= room)
+        if taken is not None:
+            assert len(taken) == lacking
+            self.evicted()
+            run.tokens = (*run.tokens, *more)
+            self.write(run, length)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """It has ended, was aborted or preempted, wherever it is."""
+        run = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.tree.end(run.held, array(run.tokens[: run.done]))
+        whole = self.stripes.pages_for(run.done)
+        run.held = SequencePages(run.salt, run.held.start, self.before[id(run)][:whole])
+        for end in range(self.S, run.done + 1, self.S):  # pages that another one has entered meanwhile
+            other = self.known.get((run.salt, run.held.start, run.tokens[:end]))
+            if other is not None:
+                run.held.pages[end // self.S * self.m - self.m : end // self.S * self.m] = other
+        self.enter(run, run.done, tail=True)
+        self.seen.append(run.tokens)
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.tree.room))
+        free = self.pool.free
+        self.tree.evict(count)
+        assert self.pool.free >= count
+        kept = self.pool._kept
+        gone = [key for key, pages in self.known.items() if not kept[list(pages)].any()]
+        assert self.pool.free < max(count, free + 1) + self.m, "more was freed than was wanted"
+        for key in gone:
+            del self.known[key]
+
+    # ---- what holds at any time
+
+    @invariant()
+    def pages_are_counted(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        self.before = {id(run): run.held.pages.copy() for run in self.running}
+        users = Counter(int(page) for run in self.running for page in run.held.pages)
+        kept = [page for pages in self.known.values() for page in pages]
+        assert len(kept) == len(set(kept)), "a page holds two things"
+        assert {*np.flatnonzero(self.pool._kept)} == {*kept}
+        assert [users[page] for page in range(self.pool.pages)] == self.pool._users.tolist()
+        assert self.pool.used == len(users)
+        assert self.pool.cached == len({*kept} - {*users})
+        assert self.pool.free + self.pool.cached + self.pool.used == self.pool.pages
+        for run in self.running:
+            own = run.held.pages[run.held.entered // self.S * self.m :]
+            assert all(users[int(page)] == 1 for page in own) and not self.pool._kept[own].any(), "two write to a page"
+
+    @invariant()
+    def the_tree_has_no_holes(self) -> None:
+        for salt, start, tokens in getattr(self, "known", {}):
+            above = (len(tokens) - 1) // self.S * self.S
+            assert above == 0 or (salt, start, tokens[:above]) in self.known
+
+    @invariant()
+    def everybody_finds_its_own_tokens(self) -> None:
+        for run in getattr(self, "running", []):
+            for position in range(run.done):
+                assert self.slots[self.place(run, position)] == (run.salt, run.tokens[: position + 1])
+
+    def teardown(self) -> None:
+        if hasattr(self, "tree"):
+            for run in self.running:
+                self.tree.end(run.held, array(run.tokens[: run.done]))
+            self.tree.evict(self.pool.pages)
+            assert (self.pool.free, self.pool.used, self.tree.match(array((0, 1, 0)))) == (self.pool.pages, 0, Hit())
+
+
+Serving.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+TestServing = Serving.TestCase
