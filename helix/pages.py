@@ -3,7 +3,7 @@
 A sequence has one table of pages. Column i of it holds what is i-th of the sequence's local order on each kvp rank;
 ranks that store fewer of its tokens leave the last columns empty.
 
-A stripe is the least run of tokens that fills whole pages on every kvp rank. Two kvp ranks, append blocks of 2 tokens,
+A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Two kvp ranks, append blocks of 2 tokens,
 pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the second stripe, which takes
 a column as well.
 

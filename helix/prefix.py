@@ -23,11 +23,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from operator import attrgetter
 
 import numpy as np
 
 from helix.pages import PagePool, Stripes
 
+HEAD = attrgetter("head")
 NO_PAGES = np.empty(0, dtype=np.int32)
 
 
@@ -36,16 +38,18 @@ class Node:
     """A run of whole stripes behind its parent's, or a tail.
 
     Attributes:
+        head: its first stripe's tokens, or the tail's, in bytes.
         depth: tokens before it.
         tokens: in it.
         pages: [n] int32 that hold them; none once it has left the tree.
-        children: in the order of their first stripes' bytes; none is the beginning of another.
+        children: in the order of their heads, of which none begins with another.
         base, tick: when it was used last, as the eviction counts, and in order.
         queued: whether the eviction has an entry for it.
         root: salt and start, of a root.
     """
 
     parent: Node | None
+    head: bytes = b""
     depth: int = 0
     tokens: int = 0
     pages: np.ndarray = field(default_factory=lambda: NO_PAGES)
@@ -253,7 +257,7 @@ class PrefixTree:
             if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
                 continue  # it is queued again once it can be freed
             if (worth, tick) == self._worth(node):
-                self._freed = worth
+                self._freed = max(self._freed, worth)
                 self._cut(node, count - self.pool.free)
             else:
                 self._queue_up(node)
@@ -265,7 +269,7 @@ class PrefixTree:
         while at + self._tokens <= len(tokens):
             head = tokens[at : at + self._tokens].tobytes()
             place = self._place(node, head)
-            if place == len(node.children) or self._head(node.children[place]) != head:
+            if place == len(node.children) or node.children[place].head != head:
                 break
             node = node.children[place]
             at += self._equal(node, tokens[at:])
@@ -274,9 +278,9 @@ class PrefixTree:
         return node, at
 
     def _equal(self, node: Node, tokens: np.ndarray) -> int:
-        """How many tokens agree, in whole stripes; looks at twice as many as agree, at most."""
+        """How many tokens agree, in whole stripes, the first of which does; looks at few more than that."""
         most = min(node.tokens, len(tokens) // self._tokens * self._tokens)
-        done, size = 0, self._tokens
+        done, size = self._tokens, 8 * self._tokens
         while done < most:
             size = min(size, most - done)
             known = self._held[node.pages[self._columns(done, done + size)]]
@@ -300,10 +304,7 @@ class PrefixTree:
         return node.children[max(place - 1, 0) : place + 1]
 
     def _place(self, node: Node, head: bytes) -> int:
-        return bisect_left(node.children, head, key=self._head)
-
-    def _head(self, node: Node) -> bytes:
-        return self._stripe(node, 0).tobytes()
+        return bisect_left(node.children, head, key=HEAD)
 
     def _stripe(self, node: Node, begin: int) -> np.ndarray:
         """Tokens of a stripe, or of a tail, that begins `begin` tokens behind a node's first."""
@@ -356,7 +357,7 @@ class PrefixTree:
         head = tokens[: self._tokens].tobytes()
         place = self._place(parent, head)
         tail = parent.children[place - 1] if place else None
-        if tail is not None and head.startswith(self._head(tail)):  # what it has is there again, and more
+        if tail is not None and head.startswith(tail.head):  # what it has is there again, and more
             self.pool.drop(tail.pages)
             tail.pages, place = NO_PAGES, place - 1
             del parent.children[place]
@@ -367,7 +368,7 @@ class PrefixTree:
             return parent
         if parent.root is not None:
             self._roots[parent.root] = parent
-        node = Node(parent, parent.end, len(tokens), pages)
+        node = Node(parent, head, parent.end, len(tokens), pages)
         parent.children.insert(place, node)
         return node
 
@@ -375,7 +376,7 @@ class PrefixTree:
         """Keeps what a sequence has behind its stripes, unless another one has the same and maybe more."""
         parent, head = self._node(held), tokens.tobytes()
         behind = parent.children[(place := self._place(parent, head)) : place + 1]
-        if not (behind and self._head(behind[0]).startswith(head)):
+        if not (behind and behind[0].head.startswith(head)):
             begin = self._columns(0, held.entered).stop
             pages = held.pages[begin : begin + self._stripes.pages_for(len(tokens))]
             self._touch(self._add(parent, tokens, pages))
@@ -384,9 +385,12 @@ class PrefixTree:
         """A new node with what `node` has of the first `at` tokens; `node` keeps the rest, and who ends there."""
         assert node.parent is not None and node.depth < at < node.end
         cut = self._columns(0, at - node.depth).stop
-        upper = Node(node.parent, node.depth, at - node.depth, node.pages[:cut], [node], node.base, node.tick)
-        node.parent.children[self._place(node.parent, self._head(node))] = upper
+        upper = Node(
+            node.parent, node.head, node.depth, at - node.depth, node.pages[:cut], [node], node.base, node.tick
+        )
+        node.parent.children[self._place(node.parent, node.head)] = upper
         node.parent, node.depth, node.tokens, node.pages = upper, at, node.end - at, node.pages[cut:]
+        node.head = self._stripe(node, 0).tobytes()
         return upper
 
     # ---- what goes first
@@ -419,7 +423,7 @@ class PrefixTree:
             node.pages, node.tokens = node.pages[:left], left // self._pages * self._tokens
             self._queue_up(node)
         else:
-            del parent.children[self._place(parent, self._head(node))]
+            del parent.children[self._place(parent, node.head)]
             node.pages = NO_PAGES
             parent.base, parent.tick = max(parent.base, node.base), max(parent.tick, node.tick)
             self._queue_up(parent)
