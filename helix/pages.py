@@ -3,9 +3,9 @@
 A sequence has one table of pages. Column i of it holds what is i-th of the sequence's local order on each kvp rank;
 ranks that store fewer of its tokens leave the last columns empty.
 
-A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Two kvp ranks, append blocks of 2 tokens,
-pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the second stripe, which takes
-a column as well.
+A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Two kvp ranks, append blocks
+of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the second
+stripe, which takes a column as well.
 
     column       0             1
     kvp rank 0   0  1  4  5    8  9  12
@@ -53,6 +53,10 @@ class Stripes:
         """Tokens that one page number holds on all kvp ranks together."""
         return self.page_size * self.layout.kvp
 
+    def columns(self, begin: int, end: int) -> slice:
+        """Columns of the stripes in which `[begin, end)` begins and ends, without the last one."""
+        return slice(begin // self.tokens * self.pages, end // self.tokens * self.pages)
+
     def pages_for(self, length: int) -> int:
         """Pages that the first `length` tokens of a sequence take, whatever its `start`: as many as the fullest rank.
 
@@ -82,6 +86,11 @@ class PagePool:
         self._kept = np.zeros(pages, dtype=bool)
 
     @property
+    def room(self) -> int:
+        """How many are free or can be freed at once."""
+        return self.free + self.cached
+
+    @property
     def used(self) -> int:
         return self.pages - self.free - self.cached
 
@@ -91,7 +100,7 @@ class PagePool:
 
     def idle(self, pages: np.ndarray) -> int:
         """How many of these pages nobody uses."""
-        return len(pages) - np.count_nonzero(self._users[pages])
+        return len(pages) - int(np.count_nonzero(self._users[pages]))
 
     def take(self, count: int) -> np.ndarray:
         """Pages [count] int32 for a sequence that is their only user."""
@@ -106,7 +115,7 @@ class PagePool:
         """Notes one more user of each page; none is free, and none occurs twice."""
         users = self._users[pages]
         assert (self._kept[pages] | (users > 0)).all(), "a free page was shared"
-        self.cached -= len(pages) - np.count_nonzero(users)
+        self.cached -= len(pages) - int(np.count_nonzero(users))
         self._users[pages] = users + 1
 
     def release(self, pages: np.ndarray) -> None:
@@ -116,7 +125,7 @@ class PagePool:
         self._users[pages] = users
         idle = pages[users == 0]
         kept = self._kept[idle]
-        self.cached += np.count_nonzero(kept)
+        self.cached += int(np.count_nonzero(kept))
         self._push(idle[~kept])
 
     def keep(self, pages: np.ndarray) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -87,61 +87,27 @@ class Hit:
         return self.shared + self.copied
 
 
-@dataclass(eq=False)
-class SequencePages:
-    """The table of a running sequence.
-
-    Attributes:
-        start: kvp rank of its first block.
-        pages: [n] int32, the same on every rank.
-        known: tokens that were found in the cache at admission; prefill goes on behind them.
-        copy_from, copy_to: pages to copy on every rank, in the order of admissions, before anything is computed.
-        entered: tokens in whole stripes that the tree has; their pages may have other users.
-        node: where these end.
-    """
-
-    salt: Hashable
-    start: int
-    pages: np.ndarray
-    known: int = 0
-    copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    entered: int = 0
-    node: Node | None = None
-
-
 class PrefixTree:
-    """Hands pages to sequences, and remembers what the pages hold.
+    """What pages hold, as far as it may be of use again, and which of them goes first.
 
     Args:
         cost: what a token at this depth takes to compute, in any unit.
         least: the fewest tokens that are worth a copy, and the choice of a start. Prompts that agree in a few tokens of
             their template alone should not all begin on one rank.
-        caching: whether anything is remembered.
     """
 
-    def __init__(
-        self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], least: int = 16, caching: bool = True
-    ) -> None:
+    def __init__(self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], least: int = 16) -> None:
         self.pool = pool
-        self._stripes = stripes
+        self.stripes = stripes
         self._kvp, self._tokens, self._pages = stripes.layout.kvp, stripes.tokens, stripes.pages
         self._cost = cost
         self._least = least
-        self._caching = caching
         self._held = np.empty((pool.pages, stripes.page_tokens), dtype=np.int32)  # tokens, by page of their stripe
         self._roots: dict[tuple[Hashable, int], Node] = {}
         self._queue: list[tuple[float, int, int, Node]] = []  # a heap of leaves
         self._pushed = 0
         self._freed = 0.0  # what counted of the last one that was freed
         self._ticks = 0
-
-    @property
-    def room(self) -> int:
-        """Pages that are free or can be freed at once."""
-        return self.pool.free + self.pool.cached
-
-    # ---- a sequence's life
 
     def match(self, tokens: np.ndarray, salt: Hashable = None) -> Hit:
         """The most tokens of a prompt, int32 [n], that one start has; changes nothing."""
@@ -150,7 +116,7 @@ class PrefixTree:
             root = self._roots.get((salt, start))
             if root is None:
                 continue
-            node, at = self._follow(root, prompt, 0)
+            node, at = self.follow(root, prompt, 0)
             near = [node] if at < node.end else self._neighbours(node, prompt[at : at + self._tokens])
             copies = [(self._common(other, at, prompt), other) for other in near]
             copied, source = max(copies, key=lambda copy: copy[0], default=(0, None))
@@ -160,111 +126,9 @@ class PrefixTree:
                 best = Hit(start, at, copied, node, source)
         return best
 
-    def admit(self, tokens: np.ndarray, reserved: int, start: int, salt: Hashable = None) -> SequencePages | None:
-        """Takes pages for `reserved` tokens of a sequence, with those that are known; None where they do not fit.
-
-        Args:
-            tokens: the prompt, int32 [n]; of a sequence that was preempted, what it has drawn as well.
-            start: to be taken where nothing is known.
-            salt: sequences of another one are not seen.
-        """
-        hit = self.match(tokens, salt)
-        fresh = self._stripes.pages_for(reserved) - hit.shared // self._tokens * self._pages
-        shared, source = self._hit_pages(hit)
-        idle = self.pool.idle(shared)
-        if fresh > self.room - idle - self.pool.idle(source):
-            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # it may take all there is
-        if fresh > self.room - idle:
-            return None
-        node = hit.node
-        if node is not None and hit.shared < node.end:
-            node = self._split(node, hit.shared)
-        self.pool.share(shared)
-        self.pool.share(source)
-        own = self._take(fresh)
-        self.pool.release(source)
-        if hit.source is not None:
-            self._queue_up(hit.source)
-        return SequencePages(
-            salt,
-            start if hit.start is None else hit.start,
-            np.concatenate((shared, own)),
-            hit.tokens,
-            source,
-            own[: len(source)],
-            hit.shared,
-            node if hit.shared else None,
-        )
-
-    def advance(self, held: SequencePages, tokens: np.ndarray, done: int) -> tuple[int, range]:
-        """Takes over what others have computed of a prompt meanwhile; to be called before a chunk of it.
-
-        Args:
-            done: tokens that its pages hold.
-
-        Returns:
-            how many they hold now, and the columns of its table that have changed.
-        """
-        node, at = self._follow(self._node(held), tokens[:-1], held.entered)
-        return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
-
-    def enter(self, held: SequencePages, tokens: np.ndarray) -> range:
-        """Notes all tokens, int32 [n], that a sequence's pages hold; to be called when a chunk has been decided.
-
-        Returns:
-            columns of its table that have changed: another sequence has computed the same stripes before.
-        """
-        whole = len(tokens) // self._tokens * self._tokens
-        if not self._caching or whole <= held.entered:
-            return range(0)
-        node, at = self._follow(self._node(held), tokens[:whole], held.entered)
-        changed = self._take_over(held, node, at)
-        if at < whole:
-            held.node = self._add(self._node(held), tokens[at:whole], held.pages[self._columns(at, whole)])
-            held.entered = whole
-        return changed
-
-    def grow(self, held: SequencePages, reserved: int) -> np.ndarray | None:
-        """Further pages [n] int32 for `reserved` tokens in all, behind the others; None where they do not fit."""
-        count = max(self._stripes.pages_for(reserved) - len(held.pages), 0)
-        if count > self.room:
-            return None
-        more = self._take(count)
-        held.pages = np.concatenate((held.pages, more))
-        return more
-
-    def end(self, held: SequencePages, tokens: np.ndarray) -> None:
-        """Gives a sequence's pages back, when it ends, is aborted or preempted; what they hold stays known.
-
-        Args:
-            tokens: all that its pages hold, int32 [n].
-        """
-        self.enter(held, tokens)
-        rest = tokens[held.entered :]
-        if self._caching and len(rest):
-            self._enter_tail(held, rest)
-        self.pool.release(held.pages)
-        held.pages = NO_PAGES
-        if held.node is not None:
-            self._touch(held.node)
-
-    def evict(self, count: int) -> None:
-        """Frees cached pages until `count` are free."""
-        assert count <= self.room, f"{count} pages wanted, {self.room} can be had"
-        while self.pool.free < count:
-            worth, tick, _, node = heappop(self._queue)
-            node.queued = False
-            if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
-                continue  # it is queued again once it can be freed
-            if (worth, tick) == self._worth(node):
-                self._freed = max(self._freed, worth)
-                self._cut(node, count - self.pool.free)
-            else:
-                self._queue_up(node)
-
     # ---- the way down
 
-    def _follow(self, node: Node, tokens: np.ndarray, at: int) -> tuple[Node, int]:
+    def follow(self, node: Node, tokens: np.ndarray, at: int) -> tuple[Node, int]:
         """Where whole stripes of `tokens` end that follow the first `at`, at which `node` ends."""
         while at + self._tokens <= len(tokens):
             head = tokens[at : at + self._tokens].tobytes()
@@ -283,7 +147,7 @@ class PrefixTree:
         done, size = self._tokens, 8 * self._tokens
         while done < most:
             size = min(size, most - done)
-            known = self._held[node.pages[self._columns(done, done + size)]]
+            known = self._held[node.pages[self.stripes.columns(done, done + size)]]
             same = (known == tokens[done : done + size].reshape(known.shape)).all(axis=1)
             if not same.all():
                 return done + int(same.argmin()) // self._pages * self._tokens
@@ -308,50 +172,29 @@ class PrefixTree:
 
     def _stripe(self, node: Node, begin: int) -> np.ndarray:
         """Tokens of a stripe, or of a tail, that begins `begin` tokens behind a node's first."""
-        pages = node.pages[self._columns(begin, begin + self._tokens)]
+        pages = node.pages[self.stripes.columns(begin, begin + self._tokens)]
         return self._held[pages].ravel()[: node.tokens - begin]
-
-    def _columns(self, begin: int, end: int) -> slice:
-        """Columns of the stripes that `[begin, end)` begin and end."""
-        return slice(begin // self._tokens * self._pages, end // self._tokens * self._pages)
 
     # ---- what is in the tree
 
-    def _node(self, held: SequencePages) -> Node:
-        """Where a sequence's stripes end."""
-        if held.node is not None:
-            return held.node
-        key = held.salt, held.start
-        return self._roots.get(key) or Node(None, root=key)
+    def root(self, salt: Hashable, start: int) -> Node:
+        """Above all sequences of a salt and a start; it is in the tree as long as something is below."""
+        return self._roots.get((salt, start)) or Node(None, root=(salt, start))
 
-    def _hit_pages(self, hit: Hit) -> tuple[np.ndarray, np.ndarray]:
+    def pages_of(self, hit: Hit) -> tuple[np.ndarray, np.ndarray]:
         """Pages that are shared, and those with what is copied."""
         shared, source = NO_PAGES, NO_PAGES
         if hit.node is not None:
             shared = np.concatenate([NO_PAGES, *reversed([n.pages for n in path(hit.node)])])
         if hit.source is not None:
             begin = (hit.shared - hit.source.depth) // self._tokens * self._pages
-            source = hit.source.pages[begin : begin + self._stripes.pages_for(hit.copied)]
-        return shared[self._columns(0, hit.shared)], source
+            source = hit.source.pages[begin : begin + self.stripes.pages_for(hit.copied)]
+        return shared[self.stripes.columns(0, hit.shared)], source
 
-    def _take_over(self, held: SequencePages, node: Node, at: int) -> range:
-        """Puts the tree's pages of the first `at` tokens, which end in `node`, in place of a sequence's own."""
-        if at == held.entered:
-            return range(0)
-        if at < node.end:
-            node = self._split(node, at)
-        columns = self._columns(held.entered, at)
-        known = np.concatenate([n.pages for n in reversed([*path(node, held.node)])])
-        self.pool.share(known)
-        self.pool.release(held.pages[columns])
-        held.pages[columns] = known
-        held.node, held.entered = node, at
-        return range(columns.start, columns.stop)
-
-    def _add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
+    def add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
         """The node that ends with these tokens, whole stripes or a tail, which follow `parent` and are not there."""
         self.pool.keep(pages)
-        rows = np.zeros((len(pages), self._stripes.page_tokens), dtype=np.int32)
+        rows = np.zeros((len(pages), self.stripes.page_tokens), dtype=np.int32)
         rows.ravel()[: len(tokens)] = tokens
         self._held[pages] = rows
         head = tokens[: self._tokens].tobytes()
@@ -372,19 +215,19 @@ class PrefixTree:
         parent.children.insert(place, node)
         return node
 
-    def _enter_tail(self, held: SequencePages, tokens: np.ndarray) -> None:
-        """Keeps what a sequence has behind its stripes, unless another one has the same and maybe more."""
-        parent, head = self._node(held), tokens.tobytes()
-        behind = parent.children[(place := self._place(parent, head)) : place + 1]
-        if not (behind and behind[0].head.startswith(head)):
-            begin = self._columns(0, held.entered).stop
-            pages = held.pages[begin : begin + self._stripes.pages_for(len(tokens))]
-            self._touch(self._add(parent, tokens, pages))
+    def add_tail(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """Keeps a part of a stripe that follows `parent`, unless the same is there, and maybe more."""
+        head = tokens.tobytes()
+        place = self._place(parent, head)
+        if not any(child.head.startswith(head) for child in parent.children[place : place + 1]):
+            self.touch(self.add(parent, tokens, pages))
 
-    def _split(self, node: Node, at: int) -> Node:
-        """A new node with what `node` has of the first `at` tokens; `node` keeps the rest, and who ends there."""
+    def ending(self, node: Node, at: int) -> Node:
+        """The node that ends at `at`: `node`, or a new one with its beginning; the rest and all users stay with it."""
+        if at == node.end:
+            return node
         assert node.parent is not None and node.depth < at < node.end
-        cut = self._columns(0, at - node.depth).stop
+        cut = self.stripes.columns(0, at - node.depth).stop
         upper = Node(
             node.parent, node.head, node.depth, at - node.depth, node.pages[:cut], [node], node.base, node.tick
         )
@@ -395,19 +238,31 @@ class PrefixTree:
 
     # ---- what goes first
 
-    def _take(self, count: int) -> np.ndarray:
-        self.evict(count)
-        return self.pool.take(count)
+    def evict(self, count: int) -> None:
+        """Frees cached pages until `count` are free."""
+        assert count <= self.pool.room, f"{count} pages wanted, {self.pool.room} can be had"
+        while self.pool.free < count:
+            worth, tick, _, node = heappop(self._queue)
+            node.queued = False
+            if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
+                continue  # it is queued again once it can be freed
+            if (worth, tick) == self._worth(node):
+                self._freed = max(self._freed, worth)
+                self._cut(node, count - self.pool.free)
+            else:
+                self.queue_up(node)
 
-    def _touch(self, node: Node) -> None:
+    def touch(self, node: Node) -> None:
+        """Notes that a node was used until now."""
         self._ticks += 1
         node.base, node.tick = self._freed, self._ticks
-        self._queue_up(node)
+        self.queue_up(node)
 
     def _worth(self, node: Node) -> tuple[float, int]:
         return node.base + self._cost(node.end), node.tick
 
-    def _queue_up(self, node: Node) -> None:
+    def queue_up(self, node: Node) -> None:
+        """Lets a node be found when pages are wanted; nothing where something is behind it."""
         if not node.queued and not node.children and len(node.pages):
             node.queued = True
             self._pushed += 1
@@ -421,12 +276,12 @@ class PrefixTree:
         gone = node.pages[left:]
         if left:
             node.pages, node.tokens = node.pages[:left], left // self._pages * self._tokens
-            self._queue_up(node)
+            self.queue_up(node)
         else:
             del parent.children[self._place(parent, node.head)]
             node.pages = NO_PAGES
             parent.base, parent.tick = max(parent.base, node.base), max(parent.tick, node.tick)
-            self._queue_up(parent)
+            self.queue_up(parent)
             if parent.root is not None and not parent.children:
                 del self._roots[parent.root]
         self.pool.drop(gone)

@@ -40,7 +40,7 @@ LEVELS = {
         {"config", "errors", "files", "graphs", "layout"},
         {"kv_cache", "pages", "sampling", "score_pages"},
         {"prefix", "request", "step"},
-        {"attention", "scheduler", "text"},
+        {"attention", "block_tables", "scheduler", "text"},
         {"layers"},
         {"models"},
         {"loading", "place", "speculation"},

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from helix.block_tables import BlockTable, BlockTables
 from helix.layout import HelixLayout
 from helix.pages import PagePool, Stripes
-from helix.prefix import Hit, PrefixTree, SequencePages
+from helix.prefix import Hit, PrefixTree
 
 # kvp, append_block, page_size: pages smaller and larger than blocks, of no common measure, odd numbers of ranks
 GRIDS = [(1, 1, 2), (1, 2, 1), (1, 2, 3), (2, 1, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 2, 3), (5, 1, 1)]
@@ -38,7 +37,7 @@ class Run:
     salt: Hashable
     tokens: tuple[int, ...]
     done: int
-    held: SequencePages
+    held: BlockTable
 
 
 class Serving(RuleBasedStateMachine):
@@ -58,6 +57,7 @@ class Serving(RuleBasedStateMachine):
         self.pool = PagePool(stripes * self.m)
         self.least = least
         self.tree = PrefixTree(self.pool, self.stripes, lambda depth: 1.0 + slope * depth, least)
+        self.tables = BlockTables(self.tree)
         self.slots: dict[tuple[int, int, int], tuple[Hashable, tuple[int, ...]]] = {}
         self.known: dict[Key, tuple[int, ...]] = {}
         self.running: list[Run] = []
@@ -128,7 +128,7 @@ class Serving(RuleBasedStateMachine):
         hit = {p for n in range(self.S, shared + 1, self.S) for p in self.known[salt, start_of_hit, tokens[:n]]}
         need = self.stripes.pages_for(reserved) - len(hit)
         room = self.pool.pages - len(self.in_use() | hit)
-        held = self.tree.admit(array(tokens), reserved, start % self.layout.kvp, salt)
+        held = self.tables.admit(array(tokens), reserved, start % self.layout.kvp, salt)
         assert (held is not None) == (need <= room)
         if held is None:
             return
@@ -154,13 +154,13 @@ class Serving(RuleBasedStateMachine):
         start, entered, done = run.held.start, run.held.entered, run.done
         known = (tokens for salt, at, tokens in self.known if (salt, at) == (run.salt, start))
         most = max((alike(tokens, run.tokens[:-1]) // self.S * self.S for tokens in known), default=0)
-        run.done, changed = self.tree.advance(run.held, array(run.tokens), run.done)
+        run.done, changed = self.tables.advance(run.held, array(run.tokens), run.done)
         assert run.done == max(done, most)
         columns = range(entered // self.S * self.m, most // self.S * self.m)
         assert changed == (columns if most > done else range(0))
         self.write(run, data.draw(st.integers(run.done, len(run.tokens))))
         before = run.held.pages.copy()
-        changed = self.tree.enter(run.held, array(run.tokens[: run.done]))
+        changed = self.tables.enter(run.held, array(run.tokens[: run.done]))
         assert set(np.flatnonzero(before != run.held.pages)) == set(changed)
         self.enter(run, run.done, tail=False)
 
@@ -172,7 +172,7 @@ class Serving(RuleBasedStateMachine):
         length = len(run.tokens) + len(more)
         lacking = max(self.stripes.pages_for(length) - len(run.held.pages), 0)
         room = self.pool.pages - len(self.in_use())
-        taken = self.tree.grow(run.held, length)
+        taken = self.tables.grow(run.held, length)
         assert (taken is not None) == (lacking <= room)
         if taken is not None:
             assert len(taken) == lacking
@@ -185,9 +185,9 @@ class Serving(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         """It has ended, was aborted or preempted, wherever it is."""
         run = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.tree.end(run.held, array(run.tokens[: run.done]))
+        self.tables.end(run.held, array(run.tokens[: run.done]))
         whole = self.stripes.pages_for(run.done)
-        run.held = SequencePages(run.salt, run.held.start, self.before[id(run)][:whole])
+        run.held = BlockTable(run.salt, run.held.start, self.before[id(run)][:whole])
         for end in range(self.S, run.done + 1, self.S):  # pages that another one has entered meanwhile
             other = self.known.get((run.salt, run.held.start, run.tokens[:end]))
             if other is not None:
@@ -197,7 +197,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.tree.room))
+        count = data.draw(st.integers(0, self.pool.room))
         free = self.pool.free
         self.tree.evict(count)
         assert self.pool.free >= count
@@ -241,7 +241,7 @@ class Serving(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "tree"):
             for run in self.running:
-                self.tree.end(run.held, array(run.tokens[: run.done]))
+                self.tables.end(run.held, array(run.tokens[: run.done]))
             self.tree.evict(self.pool.pages)
             assert self.tree._roots == {}, "what is empty is kept"
             assert (self.pool.free, self.pool.used, self.tree.match(array((0, 1, 0)))) == (self.pool.pages, 0, Hit())
@@ -249,171 +249,3 @@ class Serving(RuleBasedStateMachine):
 
 Serving.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestServing = Serving.TestCase
-
-
-# ---- single cases: stripes of 4 tokens over two ranks, a page each
-
-
-def small(pages: int, cost: float = 0.0, least: int = 1, caching: bool = True) -> PrefixTree:
-    stripes = Stripes(HelixLayout.create(kvp=2), 2, 2)
-    return PrefixTree(PagePool(pages), stripes, lambda depth: cost * depth, least, caching)
-
-
-def word(text: str) -> np.ndarray:
-    return array(tuple(map(ord, text)))
-
-
-def serve(tree: PrefixTree, text: str, start: int = 0, salt: Hashable = None) -> int:
-    """Admits a sequence, computes and ends it; the tokens that were known."""
-    held = tree.admit(word(text), len(text), start, salt)
-    assert held is not None
-    tree.end(held, word(text))
-    return held.known
-
-
-def known(tree: PrefixTree, text: str) -> int:
-    return tree.match(word(f"{text}.")).tokens
-
-
-def test_a_sequence_goes_on_where_it_was_cut() -> None:
-    tree = small(8)
-    held = tree.admit(word("abcdefghijkl"), 12, 1)
-    assert held is not None
-    tree.enter(held, word("abcdefgh"))
-    tree.end(held, word("abcdefghij"))
-    again = tree.admit(word("abcdefghijkl"), 12, 0)
-    assert again is not None
-    assert (again.known, again.start, again.entered) == (10, 1, 8)
-    assert (again.pages[:2].tolist(), again.copy_to.tolist()) == (held_pages := [0, 1], again.pages[2:].tolist())
-    assert again.copy_from.tolist() == [2] and held_pages
-
-
-def test_the_last_token_is_computed() -> None:
-    tree = small(8)
-    serve(tree, "abcdefgh")
-    hit = tree.match(word("abcdefgh"))
-    assert (hit.shared, hit.copied) == (4, 3)
-
-
-def test_salts_do_not_meet_and_leave_nothing() -> None:
-    tree = small(4)
-    assert serve(tree, "abcdefghi", salt="one") == 0
-    assert serve(tree, "abcdefghi", salt="two") == 0  # takes pages from the other
-    assert tree.match(word("abcdefghi"), "two").tokens == 8
-    tree.evict(4)
-    assert tree._roots == {}
-
-
-def test_a_few_tokens_alike_do_not_choose_the_start() -> None:
-    tree = small(8, least=3)
-    serve(tree, "abcd", start=1)
-    assert tree.match(word("ab--")).start is None
-    assert tree.match(word("abc-")).start == 1
-
-
-def test_nothing_is_remembered_without_caching() -> None:
-    tree = small(4, caching=False)
-    assert serve(tree, "abcdefghi") == serve(tree, "abcdefghi") == 0
-    assert tree.pool.free == 4
-
-
-def test_two_that_compute_the_same_have_it_once() -> None:
-    tree = small(8)
-    one, two = (tree.admit(word("abcdefghi"), 9, 0) for _ in range(2))
-    assert one is not None and two is not None
-    assert tree.enter(one, word("abcd")) == range(0)
-    assert tree.enter(two, word("abcd")) == range(1)
-    assert tree.enter(one, word("abcdefgh")) == range(0)
-    assert tree.advance(two, word("abcdefghi"), 5) == (8, range(1, 2))
-    assert one.pages[:2].tolist() == two.pages[:2].tolist() and tree.pool.free == 4
-
-
-def test_two_go_on_differently_behind_the_same_stripes() -> None:
-    tree = small(12)
-    serve(tree, "abcd")
-    one, two = (tree.admit(word(text), 9, 0) for text in ("abcdefghi", "abcdEFGHI"))
-    assert one is not None and two is not None
-    tree.enter(one, word("abcdefgh"))
-    tree.enter(two, word("abcdEFGH"))
-    tree.end(one, word("abcdefgh"))
-    tree.end(two, word("abcdEFGH"))
-    assert known(tree, "abcdefgh") == known(tree, "abcdEFGH") == 8
-    tree.evict(tree.pool.free + 1)
-    assert (known(tree, "abcdefgh"), known(tree, "abcdEFGH")) == (4, 8)
-
-
-def test_the_source_of_a_copy_stays_until_it_is_copied() -> None:
-    tree = small(4)
-    serve(tree, "abc")  # the first to go
-    serve(tree, "wxyz")
-    serve(tree, "WXYZ")
-    held = tree.admit(word("abc-----"), 12, 0)
-    assert held is not None and held.known == 3
-    assert held.copy_from.tolist() == [0] and 0 not in held.pages and tree.pool.cached == 1
-    tree.end(held, word("abc-"))
-    tree.evict(4)
-
-
-def test_a_copy_is_given_up_where_all_pages_are_needed() -> None:
-    tree = small(3)
-    serve(tree, "abc")
-    held = tree.admit(word("abcdefghi"), 12, 0)
-    assert held is not None and (held.known, len(held.pages), tree.pool.used) == (0, 3, 3)
-
-
-def test_what_was_used_last_goes_last_and_ends_go_before_beginnings() -> None:
-    tree = small(6)
-    for text in ("abcdefgh", "ABCDEFGH", "abcd----"):
-        serve(tree, text)
-    left = []
-    while tree.pool.cached:
-        tree.evict(tree.pool.free + 1)
-        left.append([known(tree, text) for text in ("abcdefgh", "ABCDEFGH", "abcd----")])
-    assert left == [[4, 8, 8], [4, 4, 8], [4, 0, 8], [4, 0, 4], [0, 0, 0]]
-
-
-def test_what_takes_longer_to_compute_stays_longer_but_not_for_ever() -> None:
-    tree = small(6, cost=1.0)
-    serve(tree, "abcdefghijkl")
-    short = [f"{letter}---" for letter in "ABCDEFGHIJKLMN"]
-    left = []
-    for text in short:
-        serve(tree, text)
-        left.append(known(tree, "abcdefghijkl"))
-    assert left == sorted(left, reverse=True)
-    assert left[3:5] == [12, 12] and left[-1] == 0
-
-
-MILLION = 1_000_000
-
-
-def test_a_million_tokens_are_matched_at_once() -> None:
-    """A stripe of 512 tokens, as pages of 64 over eight ranks make them; whether in one run or in a hundred."""
-    stripes = Stripes(HelixLayout.create(kvp=8), 16, 64)
-    tokens = np.random.default_rng(0).integers(0, 1000, MILLION, dtype=np.int32)
-    for runs in (1, 100):
-        tree = PrefixTree(PagePool(8192), stripes, lambda depth: 1.0)
-        for length in np.linspace(MILLION / runs, MILLION, runs).astype(int):
-            part = tokens[:length]
-            held = tree.admit(part, length, 0)
-            assert held is not None
-            tree.end(held, part)
-            if runs > 1:  # somebody else leaves the way here, and the run is cut
-                other = np.append(part[: length // 512 * 512 - 512], [-1] * 512).astype(np.int32)
-                if (held := tree.admit(other, len(other), 0)) is not None:
-                    tree.end(held, other)
-        seconds = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            hit = tree.match(tokens)
-            seconds.append(time.perf_counter() - begin)
-        assert hit.tokens > MILLION - 1024
-        assert min(seconds) < 0.05, seconds
-        print(runs, seconds)
-
-
-@pytest.mark.parametrize("length", [0, 1])
-def test_a_prompt_of_nothing_is_not_known(length: int) -> None:
-    tree = small(4)
-    serve(tree, "abcdef")
-    assert tree.match(word("abcdef"[:length])) == Hit()

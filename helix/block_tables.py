@@ -1,0 +1,162 @@
+"""The tables of running sequences: which pages they take, which they find, and what they leave behind.
+
+A sequence's life, on rank 0's host: `admit`; before each chunk of its prompt `advance`, after it `enter`; `grow` as it
+draws tokens; `end` when it has ended, was aborted or preempted. Whoever comes again with the same tokens goes on where
+it was cut. Nothing costs by length of context, but runs of numpy over tokens that are matched or entered, and over page
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from helix.prefix import NO_PAGES, Node, PrefixTree, path
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """The pages of a running sequence.
+
+    Attributes:
+        start: kvp rank of its first block.
+        pages: [n] int32, the same on every rank.
+        known: tokens that were found in the cache at admission; prefill goes on behind them.
+        copy_from, copy_to: pages to copy on every rank, in the order of admissions, before anything is computed.
+        entered: tokens in whole stripes that the tree has; their pages may have other users.
+        node: where these end.
+    """
+
+    salt: Hashable
+    start: int
+    pages: np.ndarray
+    known: int = 0
+    copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    entered: int = 0
+    node: Node | None = None
+
+
+class BlockTables:
+    """Hands pages to sequences.
+
+    Args:
+        tree: where pages with the same tokens are looked for, and kept.
+        caching: whether any are kept.
+    """
+
+    def __init__(self, tree: PrefixTree, caching: bool = True) -> None:
+        self.tree, self.pool = tree, tree.pool
+        self._stripes, self._tokens = tree.stripes, tree.stripes.tokens
+        self._caching = caching
+
+    def admit(self, tokens: np.ndarray, reserved: int, start: int, salt: Hashable = None) -> BlockTable | None:
+        """Takes pages for `reserved` tokens of a sequence, with those that are known; None where they do not fit.
+
+        Args:
+            tokens: the prompt, int32 [n]; of a sequence that was preempted, what it has drawn as well.
+            start: to be taken where nothing is known.
+            salt: sequences of another one are not seen.
+        """
+        hit = self.tree.match(tokens, salt)
+        fresh = self._stripes.pages_for(reserved) - self._stripes.columns(0, hit.shared).stop
+        shared, source = self.tree.pages_of(hit)
+        idle = self.pool.idle(shared)
+        if fresh > self.pool.room - idle - self.pool.idle(source):
+            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # it may take all there is
+        if fresh > self.pool.room - idle:
+            return None
+        node = None if hit.node is None or not hit.shared else self.tree.ending(hit.node, hit.shared)
+        self.pool.share(shared)
+        self.pool.share(source)
+        own = self._take(fresh)
+        self.pool.release(source)
+        if hit.source is not None:
+            self.tree.queue_up(hit.source)
+        return BlockTable(
+            salt,
+            start if hit.start is None else hit.start,
+            np.concatenate((shared, own)),
+            hit.tokens,
+            source,
+            own[: len(source)],
+            hit.shared,
+            node,
+        )
+
+    def advance(self, held: BlockTable, tokens: np.ndarray, done: int) -> tuple[int, range]:
+        """Takes over what others have computed of a prompt meanwhile; to be called before a chunk of it.
+
+        Args:
+            done: tokens that its pages hold.
+
+        Returns:
+            how many they hold now, and the columns of its table that have changed.
+        """
+        node, at = self.tree.follow(self._node(held), tokens[:-1], held.entered)
+        return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
+
+    def enter(self, held: BlockTable, tokens: np.ndarray) -> range:
+        """Notes all tokens, int32 [n], that a sequence's pages hold; to be called when a chunk has been decided.
+
+        Returns:
+            columns of its table that have changed: another sequence has computed the same stripes before.
+        """
+        whole = len(tokens) // self._tokens * self._tokens
+        if not self._caching or whole <= held.entered:
+            return range(0)
+        node, at = self.tree.follow(self._node(held), tokens[:whole], held.entered)
+        changed = self._take_over(held, node, at)
+        if at < whole:
+            held.node = self.tree.add(self._node(held), tokens[at:whole], held.pages[self._stripes.columns(at, whole)])
+            held.entered = whole
+        return changed
+
+    def grow(self, held: BlockTable, reserved: int) -> np.ndarray | None:
+        """Further pages [n] int32 for `reserved` tokens in all, behind the others; None where they do not fit."""
+        count = max(self._stripes.pages_for(reserved) - len(held.pages), 0)
+        if count > self.pool.room:
+            return None
+        more = self._take(count)
+        held.pages = np.concatenate((held.pages, more))
+        return more
+
+    def end(self, held: BlockTable, tokens: np.ndarray) -> None:
+        """Gives a sequence's pages back, when it ends, is aborted or preempted; what they hold stays known.
+
+        Args:
+            tokens: all that its pages hold, int32 [n].
+        """
+        self.enter(held, tokens)
+        rest = tokens[held.entered :]
+        if self._caching and len(rest):
+            first = self._stripes.columns(0, held.entered).stop
+            pages = held.pages[first : first + self._stripes.pages_for(len(rest))]
+            self.tree.add_tail(self._node(held), rest, pages)
+        self.pool.release(held.pages)
+        held.pages = NO_PAGES
+        if held.node is not None:
+            self.tree.touch(held.node)
+
+    def _node(self, held: BlockTable) -> Node:
+        """Where a sequence's stripes end."""
+        return self.tree.root(held.salt, held.start) if held.node is None else held.node
+
+    def _take_over(self, held: BlockTable, node: Node, at: int) -> range:
+        """Puts the tree's pages of the first `at` tokens, which end in `node`, in place of a sequence's own."""
+        if at == held.entered:
+            return range(0)
+        node = self.tree.ending(node, at)
+        columns = self._stripes.columns(held.entered, at)
+        known = np.concatenate([n.pages for n in reversed([*path(node, held.node)])])
+        self.pool.share(known)
+        self.pool.release(held.pages[columns])
+        held.pages[columns] = known
+        held.node, held.entered = node, at
+        return range(columns.start, columns.stop)
+
+    def _take(self, count: int) -> np.ndarray:
+        self.tree.evict(count)
+        return self.pool.take(count)

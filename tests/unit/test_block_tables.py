@@ -1,0 +1,189 @@
+"""What becomes of a sequence's pages, case by case: stripes of 4 tokens over two ranks, a page each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+
+from helix.block_tables import BlockTables
+from helix.layout import HelixLayout
+from helix.pages import PagePool, Stripes
+from helix.prefix import Hit, PrefixTree
+from tests.agents import Agents, replay
+
+
+def small(pages: int, cost: float = 0.0, least: int = 1, caching: bool = True) -> BlockTables:
+    stripes = Stripes(HelixLayout.create(kvp=2), 2, 2)
+    return BlockTables(PrefixTree(PagePool(pages), stripes, lambda depth: cost * depth, least), caching)
+
+
+def word(text: str) -> np.ndarray:
+    return np.array([*map(ord, text)], dtype=np.int32)
+
+
+def serve(tables: BlockTables, text: str, start: int = 0, salt: Hashable = None) -> int:
+    """Admits a sequence, computes and ends it; the tokens that were known."""
+    held = tables.admit(word(text), len(text), start, salt)
+    assert held is not None
+    tables.end(held, word(text))
+    return held.known
+
+
+def known(tables: BlockTables, text: str) -> int:
+    return tables.tree.match(word(f"{text}.")).tokens
+
+
+def test_a_sequence_goes_on_where_it_was_cut() -> None:
+    tables = small(8)
+    held = tables.admit(word("abcdefghijkl"), 12, 1)
+    assert held is not None
+    tables.enter(held, word("abcdefgh"))
+    tables.end(held, word("abcdefghij"))
+    again = tables.admit(word("abcdefghijkl"), 12, 0)
+    assert again is not None
+    assert (again.known, again.start, again.entered) == (10, 1, 8)
+    assert again.pages[:2].tolist() == [0, 1]
+    assert (again.copy_from.tolist(), again.copy_to.tolist()) == ([2], again.pages[2:].tolist())
+
+
+def test_the_last_token_is_computed() -> None:
+    tables = small(8)
+    serve(tables, "abcdefgh")
+    hit = tables.tree.match(word("abcdefgh"))
+    assert (hit.shared, hit.copied) == (4, 3)
+
+
+def test_salts_do_not_meet_and_leave_nothing() -> None:
+    tables = small(4)
+    assert serve(tables, "abcdefghi", salt="one") == 0
+    assert serve(tables, "abcdefghi", salt="two") == 0  # takes pages from the other
+    assert tables.tree.match(word("abcdefghi"), "two").tokens == 8
+    tables.tree.evict(4)
+    assert tables.tree._roots == {}
+
+
+def test_a_few_tokens_alike_do_not_choose_the_start() -> None:
+    tables = small(8, least=3)
+    serve(tables, "abcd", start=1)
+    assert tables.tree.match(word("ab--")).start is None
+    assert tables.tree.match(word("abc-")).start == 1
+
+
+def test_nothing_is_remembered_without_caching() -> None:
+    tables = small(4, caching=False)
+    assert serve(tables, "abcdefghi") == serve(tables, "abcdefghi") == 0
+    assert tables.pool.free == 4
+
+
+def test_two_that_compute_the_same_have_it_once() -> None:
+    tables = small(8)
+    one, two = (tables.admit(word("abcdefghi"), 9, 0) for _ in range(2))
+    assert one is not None and two is not None
+    assert tables.enter(one, word("abcd")) == range(0)
+    assert tables.enter(two, word("abcd")) == range(1)
+    assert tables.enter(one, word("abcdefgh")) == range(0)
+    assert tables.advance(two, word("abcdefghi"), 5) == (8, range(1, 2))
+    assert one.pages[:2].tolist() == two.pages[:2].tolist() and tables.pool.free == 4
+
+
+def test_two_go_on_differently_behind_the_same_stripes() -> None:
+    tables = small(12)
+    serve(tables, "abcd")
+    one, two = (tables.admit(word(text), 9, 0) for text in ("abcdefghi", "abcdEFGHI"))
+    assert one is not None and two is not None
+    tables.enter(one, word("abcdefgh"))
+    tables.enter(two, word("abcdEFGH"))
+    tables.end(one, word("abcdefgh"))
+    tables.end(two, word("abcdEFGH"))
+    assert known(tables, "abcdefgh") == known(tables, "abcdEFGH") == 8
+    tables.tree.evict(tables.pool.free + 1)
+    assert (known(tables, "abcdefgh"), known(tables, "abcdEFGH")) == (4, 8)
+
+
+def test_the_source_of_a_copy_stays_until_it_is_copied() -> None:
+    tables = small(4)
+    serve(tables, "abc")  # the first to go
+    serve(tables, "wxyz")
+    serve(tables, "WXYZ")
+    held = tables.admit(word("abc-----"), 12, 0)
+    assert held is not None and held.known == 3
+    assert held.copy_from.tolist() == [0] and 0 not in held.pages and tables.pool.cached == 1
+    tables.end(held, word("abc-"))
+    tables.tree.evict(4)
+
+
+def test_a_copy_is_given_up_where_all_pages_are_needed() -> None:
+    tables = small(3)
+    serve(tables, "abc")
+    held = tables.admit(word("abcdefghi"), 12, 0)
+    assert held is not None and (held.known, len(held.pages), tables.pool.used) == (0, 3, 3)
+
+
+def test_what_was_used_last_goes_last_and_ends_go_before_beginnings() -> None:
+    tables = small(6)
+    for text in ("abcdefgh", "ABCDEFGH", "abcd----"):
+        serve(tables, text)
+    left = []
+    while tables.pool.cached:
+        tables.tree.evict(tables.pool.free + 1)
+        left.append([known(tables, text) for text in ("abcdefgh", "ABCDEFGH", "abcd----")])
+    assert left == [[4, 8, 8], [4, 4, 8], [4, 0, 8], [4, 0, 4], [0, 0, 0]]
+
+
+def test_what_takes_longer_to_compute_stays_longer_but_not_for_ever() -> None:
+    tables = small(6, cost=1.0)
+    serve(tables, "abcdefghijkl")
+    short = [f"{letter}---" for letter in "ABCDEFGHIJKLMN"]
+    left = []
+    for text in short:
+        serve(tables, text)
+        left.append(known(tables, "abcdefghijkl"))
+    assert left == sorted(left, reverse=True)
+    assert left[3:5] == [12, 12] and left[-1] == 0
+
+
+MILLION = 1_000_000
+
+
+def test_a_million_tokens_are_matched_at_once() -> None:
+    """A stripe of 512 tokens, as pages of 64 over eight ranks make them; whether in one run or in a hundred."""
+    stripes = Stripes(HelixLayout.create(kvp=8), 16, 64)
+    tokens = np.random.default_rng(0).integers(0, 1000, MILLION, dtype=np.int32)
+    for runs in (1, 100):
+        tables = BlockTables(PrefixTree(PagePool(8192), stripes, lambda depth: 1.0))
+        for length in np.linspace(MILLION / runs, MILLION, runs).astype(int):
+            part = tokens[:length]
+            held = tables.admit(part, length, 0)
+            assert held is not None
+            tables.end(held, part)
+            if runs > 1:  # somebody else leaves the way here, and the run is cut
+                other = np.append(part[: length // 512 * 512 - 512], [-1] * 512).astype(np.int32)
+                if (held := tables.admit(other, len(other), 0)) is not None:
+                    tables.end(held, other)
+        seconds = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            hit = tables.tree.match(tokens)
+            seconds.append(time.perf_counter() - begin)
+        assert hit.tokens > MILLION - 1024
+        assert min(seconds) < 0.05, seconds
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_prompt_of_nothing_is_not_known(length: int) -> None:
+    tables = small(4)
+    serve(tables, "abcdef")
+    assert tables.tree.match(word("abcdef"[:length])) == Hit()
+
+
+def test_what_is_costly_to_compute_again_is_worth_keeping() -> None:
+    """Agents of which one has a very long context: the cost of what is computed again, where pages are scarce."""
+    doubling = 38_000  # of Qwen2.5-7B: attention takes as many operations as the products at this depth
+    trace = [*Agents(turns=250, long=128_000).prompts(seed=0)]
+    for tokens in (250_000, 350_000):
+        latest = replay(iter(trace), tokens, doubling, lambda depth: 1.0)
+        costly = replay(iter(trace), tokens, doubling, lambda depth: 1 + depth / doubling)
+        assert costly.computed < 0.85 * latest.computed, (latest, costly)
