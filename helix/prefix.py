@@ -228,9 +228,7 @@ class PrefixTree:
             return node
         assert node.parent is not None and node.depth < at < node.end
         cut = self.stripes.columns(0, at - node.depth).stop
-        upper = Node(
-            node.parent, node.head, node.depth, at - node.depth, node.pages[:cut], [node], node.base, node.tick
-        )
+        upper = Node(node.parent, node.head, node.depth, at - node.depth, node.pages[:cut], [node])
         node.parent.children[self._place(node.parent, node.head)] = upper
         node.parent, node.depth, node.tokens, node.pages = upper, at, node.end - at, node.pages[cut:]
         node.head = self._stripe(node, 0).tobytes()
@@ -241,16 +239,19 @@ class PrefixTree:
     def evict(self, count: int) -> None:
         """Frees cached pages until `count` are free."""
         assert count <= self.pool.room, f"{count} pages wanted, {self.pool.room} can be had"
-        while self.pool.free < count:
+        gone, lacking = [NO_PAGES], count - self.pool.free
+        while lacking > 0:
             worth, tick, _, node = heappop(self._queue)
             node.queued = False
             if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
                 continue  # it is queued again once it can be freed
             if (worth, tick) == self._worth(node):
                 self._freed = max(self._freed, worth)
-                self._cut(node, count - self.pool.free)
+                gone.append(self._cut(node, lacking))
+                lacking -= self.pool.idle(gone[-1])  # one may be waiting to be copied
             else:
                 self.queue_up(node)
+        self.pool.drop(np.concatenate(gone))
 
     def touch(self, node: Node) -> None:
         """Notes that a node was used until now."""
@@ -268,8 +269,8 @@ class PrefixTree:
             self._pushed += 1
             heappush(self._queue, (*self._worth(node), self._pushed, node))
 
-    def _cut(self, node: Node, count: int) -> None:
-        """Frees at least `count` pages from a leaf's end, or all it has."""
+    def _cut(self, node: Node, count: int) -> np.ndarray:
+        """Takes at least `count` pages from a leaf's end, or all it has."""
         parent = node.parent
         assert parent is not None
         left = max(len(node.pages) - -(-count // self._pages) * self._pages, 0)
@@ -280,11 +281,10 @@ class PrefixTree:
         else:
             del parent.children[self._place(parent, node.head)]
             node.pages = NO_PAGES
-            parent.base, parent.tick = max(parent.base, node.base), max(parent.tick, node.tick)
-            self.queue_up(parent)
+            self.queue_up(parent)  # it counts less than what was behind it, and goes next
             if parent.root is not None and not parent.children:
                 del self._roots[parent.root]
-        self.pool.drop(gone)
+        return gone
 
 
 def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:

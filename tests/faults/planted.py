@@ -26,6 +26,9 @@ class Fault:
 LAYOUT = ("tests/unit/test_layout.py",)
 KV_CACHE = ("tests/unit/test_kv_cache.py",)
 SCHEDULER = ("tests/unit/test_scheduler.py",)
+PAGES = ("tests/unit/test_pages.py",)
+PREFIX = ("tests/unit/test_prefix.py",)
+BLOCK_TABLES = ("tests/unit/test_block_tables.py",)
 ADAPTIVE = ("tests/unit/test_adaptive.py",)
 SAMPLING = tuple(f"tests/unit/test_sampling.py::{kind}" for kind in ("TestTokens", "TestKeptSet"))
 ROTARY = ("tests/unit/test_rotary.py",)
@@ -122,6 +125,39 @@ FAULTS = [
     Fault(
         "a page is not given back", "helix/kv_cache.py",
         "self._free.extend(reversed(pages))", "self._free.extend(reversed(pages[1:]))", KV_CACHE,
+    ),
+    Fault(
+        "a page is freed while it is used", "helix/pages.py",
+        "idle = pages[self._users[pages] == 0]", "idle = pages", PAGES,
+    ),
+    Fault(
+        "a stripe shared across starts", "helix/block_tables.py",
+        "self.tree.root(held.salt, held.start)", "self.tree.root(held.salt, 0)", PREFIX,
+    ),
+    Fault(
+        "a reference to a shared page is lost", "helix/block_tables.py",
+        "self.pool.share(shared)", "self.pool.share(shared[1:])", PREFIX,
+    ),
+    Fault(
+        "a copied tail is one token too long", "helix/prefix.py",
+        "return int(differ[0]) if len(differ)", "return int(differ[0]) + 1 if len(differ)", PREFIX,
+    ),
+    Fault(
+        "the last token of a prompt is not computed", "helix/prefix.py",
+        "best, prompt = Hit(), tokens[:-1]", "best, prompt = Hit(), tokens", BLOCK_TABLES,
+    ),
+    Fault(
+        "a run grows under others that end in it", "helix/prefix.py",
+        " and self.pool.users(parent.pages[-1]) == 1:", ":", BLOCK_TABLES,
+    ),
+    Fault(
+        "the source of a copy is anybody's", "helix/block_tables.py",
+        "        self.pool.share(source)\n        own = self._take(fresh)\n        self.pool.release(source)\n",
+        "        own = self._take(fresh)\n", BLOCK_TABLES,
+    ),
+    Fault(
+        "salts meet", "helix/prefix.py",
+        "self._roots[parent.root] = parent", "self._roots[None, parent.root[1]] = parent", BLOCK_TABLES,
     ),
     Fault(
         "padding reads keys", "helix/kv_cache.py",

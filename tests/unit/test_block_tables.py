@@ -89,6 +89,14 @@ def test_two_that_compute_the_same_have_it_once() -> None:
     assert one.pages[:2].tolist() == two.pages[:2].tolist() and tables.pool.free == 4
 
 
+def test_a_prompt_that_others_have_computed_keeps_its_last_token() -> None:
+    tables = small(8)
+    one, two = (tables.admit(word("abcdefgh"), 8, 0) for _ in range(2))
+    assert one is not None and two is not None
+    tables.enter(one, word("abcdefgh"))
+    assert tables.advance(two, word("abcdefgh"), 0) == (4, range(1))
+
+
 def test_two_go_on_differently_behind_the_same_stripes() -> None:
     tables = small(12)
     serve(tables, "abcd")
@@ -183,7 +191,7 @@ def test_what_is_costly_to_compute_again_is_worth_keeping() -> None:
     """Agents of which one has a very long context: the cost of what is computed again, where pages are scarce."""
     doubling = 38_000  # of Qwen2.5-7B: attention takes as many operations as the products at this depth
     trace = [*Agents(turns=250, long=128_000).prompts(seed=0)]
-    for tokens in (250_000, 350_000):
+    for tokens in (200_000, 300_000, 400_000):
         latest = replay(iter(trace), tokens, doubling, lambda depth: 1.0)
         costly = replay(iter(trace), tokens, doubling, lambda depth: 1 + depth / doubling)
-        assert costly.computed < 0.85 * latest.computed, (latest, costly)
+        assert costly.computed < 0.92 * latest.computed, (latest, costly)
