@@ -4,6 +4,9 @@ A sequence's life, on rank 0's host: `admit`; before each chunk of its prompt `a
 draws tokens; `end` when it has ended, was aborted or preempted. Whoever comes again with the same tokens goes on where
 it was cut. Nothing costs by length of context, but runs of numpy over tokens that are matched or entered, and over page
 numbers.
+
+One decision does these in the order end, grow, admit, advance, enter. Ranks then copy pages in the order of admissions,
+and compute: pages that a decision fills may be read and copied from the next decision on.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ class BlockTables:
         )
 
     def advance(self, held: BlockTable, tokens: np.ndarray, done: int) -> tuple[int, range]:
-        """Takes over what others have computed of a prompt meanwhile; to be called before a chunk of it.
+        """Takes over what others have computed of a prompt meanwhile.
 
         Args:
             done: tokens that its pages hold.
@@ -99,7 +102,7 @@ class BlockTables:
         return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
 
     def enter(self, held: BlockTable, tokens: np.ndarray) -> range:
-        """Notes all tokens, int32 [n], that a sequence's pages hold; to be called when a chunk has been decided.
+        """Notes all tokens, int32 [n], that a sequence's pages hold once the decision is carried out.
 
         Returns:
             columns of its table that have changed: another sequence has computed the same stripes before.

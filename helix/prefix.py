@@ -111,6 +111,7 @@ class PrefixTree:
 
     def match(self, tokens: np.ndarray, salt: Hashable = None) -> Hit:
         """The most tokens of a prompt, int32 [n], that one start has; changes nothing."""
+        assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
         best, prompt = Hit(), tokens[:-1]
         for start in range(self._kvp):
             root = self._roots.get((salt, start))
@@ -193,6 +194,7 @@ class PrefixTree:
 
     def add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
         """The node that ends with these tokens, whole stripes or a tail, which follow `parent` and are not there."""
+        assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
         self.pool.keep(pages)
         rows = np.zeros((len(pages), self.stripes.page_tokens), dtype=np.int32)
         rows.ravel()[: len(tokens)] = tokens
