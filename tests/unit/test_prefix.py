@@ -46,7 +46,7 @@ class Serving(RuleBasedStateMachine):
     @initialize(
         grid=st.sampled_from(GRIDS),
         least=st.sampled_from([0, 1, 3]),
-        stripes=st.integers(3, 12),
+        stripes=st.integers(3, 24),
         slope=st.integers(0, 1),
     )
     def begin(self, grid: tuple[int, int, int], least: int, stripes: int, slope: int) -> None:
@@ -73,9 +73,9 @@ class Serving(RuleBasedStateMachine):
         return rank, int(run.held.pages[slot // page_size]), slot % page_size
 
     def write(self, run: Run, until: int) -> None:
-        for position in range(run.done, until):
+        for position in range(run.done, until):  # none where others have computed it meanwhile
             self.slots[self.place(run, position)] = run.salt, run.tokens[: position + 1]
-        run.done = until
+        run.done = max(run.done, until)
 
     def expected(self, salt: Hashable, tokens: tuple[int, ...]) -> tuple[int, int, int | None]:
         """Tokens shared, tokens copied, start."""
@@ -116,13 +116,28 @@ class Serving(RuleBasedStateMachine):
 
     # ---- what happens
 
-    @rule(data=st.data(), salt=st.sampled_from([None, None, "a"]), start=st.integers(0, 4))
-    def admit(self, data: st.DataObject, salt: Hashable, start: int) -> None:
-        old = data.draw(st.sampled_from(self.seen))
+    @precondition(lambda self: len(self.running) < 4)
+    @rule(
+        data=st.data(),
+        salt=st.sampled_from([None, None, None, "a"]),
+        starts=st.sampled_from([(0, 0), (0,), (1,), (3,), (0, 0, 0), (0, 1)]),
+        served=st.booleans(),
+    )
+    def come(self, data: st.DataObject, salt: Hashable, starts: tuple[int, ...], served: bool) -> None:
+        """Some sequences that begin alike are admitted at once, and maybe served to the end one by one."""
+        old = data.draw(st.sampled_from(self.seen[:-6:-1]))
         kept = data.draw(st.just(len(old)) | st.integers(0, len(old)))
-        more = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3 * self.S))
-        tokens = (*old[:kept], *more)[: self.pool.pages // self.m * self.S]
-        reserved = len(tokens) + data.draw(st.integers(0, self.S))
+        runs = []
+        for start in starts:
+            more = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=self.S + 1))
+            tokens = (*old[:kept], *more)[: self.pool.pages // self.m * self.S]
+            runs.append(self.admit(salt, tokens, len(tokens) + data.draw(st.integers(0, 2)), start))
+        for run in runs if served else []:
+            if run is not None:
+                self.compute(run, len(run.tokens))
+                self.leave(run)
+
+    def admit(self, salt: Hashable, tokens: tuple[int, ...], reserved: int, start: int) -> Run | None:
         shared, copied, start_of_hit = self.expected(salt, tokens)
         assert self.tree.match(array(tokens), salt).tokens == shared + copied
         hit = {p for n in range(self.S, shared + 1, self.S) for p in self.known[salt, start_of_hit, tokens[:n]]}
@@ -131,7 +146,7 @@ class Serving(RuleBasedStateMachine):
         held = self.tables.admit(array(tokens), reserved, start % self.layout.kvp, salt)
         assert (held is not None) == (need <= room)
         if held is None:
-            return
+            return None
         assert len(held.pages) == self.stripes.pages_for(reserved)
         assert held.start == (start % self.layout.kvp if start_of_hit is None else start_of_hit)
         assert held.known == shared + copied or (held.known == shared and need > room - self.m), "a hit was given up"
@@ -146,11 +161,15 @@ class Serving(RuleBasedStateMachine):
         run.done = held.known
         self.running.append(run)
         self.seen.append(tokens)
+        return run
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def chunk(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.running))
+        self.compute(run, data.draw(st.integers(run.done, len(run.tokens))))
+
+    def compute(self, run: Run, until: int) -> None:
         start, entered, done = run.held.start, run.held.entered, run.done
         known = (tokens for salt, at, tokens in self.known if (salt, at) == (run.salt, start))
         most = max((alike(tokens, run.tokens[:-1]) // self.S * self.S for tokens in known), default=0)
@@ -158,7 +177,7 @@ class Serving(RuleBasedStateMachine):
         assert run.done == max(done, most)
         columns = range(entered // self.S * self.m, most // self.S * self.m)
         assert changed == (columns if most > done else range(0))
-        self.write(run, data.draw(st.integers(run.done, len(run.tokens))))
+        self.write(run, until)
         before = run.held.pages.copy()
         changed = self.tables.enter(run.held, array(run.tokens[: run.done]))
         assert set(np.flatnonzero(before != run.held.pages)) == set(changed)
@@ -184,10 +203,14 @@ class Serving(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         """It has ended, was aborted or preempted, wherever it is."""
-        run = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.leave(data.draw(st.sampled_from(self.running)))
+
+    def leave(self, run: Run) -> None:
+        self.running.remove(run)
+        pages = run.held.pages.copy()
         self.tables.end(run.held, array(run.tokens[: run.done]))
         whole = self.stripes.pages_for(run.done)
-        run.held = BlockTable(run.salt, run.held.start, self.before[id(run)][:whole])
+        run.held = BlockTable(run.salt, run.held.start, pages[:whole])
         for end in range(self.S, run.done + 1, self.S):  # pages that another one has entered meanwhile
             other = self.known.get((run.salt, run.held.start, run.tokens[:end]))
             if other is not None:
@@ -197,7 +220,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.pool.room))
+        count = min(self.pool.free + data.draw(st.integers(1, 2 * self.m)), self.pool.room)
         free = self.pool.free
         self.tree.evict(count)
         assert self.pool.free >= count
@@ -213,7 +236,6 @@ class Serving(RuleBasedStateMachine):
     def pages_are_counted(self) -> None:
         if not hasattr(self, "tree"):
             return
-        self.before = {id(run): run.held.pages.copy() for run in self.running}
         users = Counter(int(page) for run in self.running for page in run.held.pages)
         kept = [page for pages in self.known.values() for page in pages]
         assert len(kept) == len(set(kept)), "a page holds two things"
@@ -247,5 +269,5 @@ class Serving(RuleBasedStateMachine):
             assert (self.pool.free, self.pool.used, self.tree.match(array((0, 1, 0)))) == (self.pool.pages, 0, Hit())
 
 
-Serving.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Serving.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestServing = Serving.TestCase
