@@ -19,8 +19,8 @@ an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, t
   prompts      of a task, at least 2 (default 30)
   new_tokens   of each prompt (default 128)
   policies     the product's: any, all, c2q, accepted, last, window, quest, full; ngram; and, made for comparison:
-               oracle (each draft chooses by its own logits), weights (all, by weights after the softmax), fixed (all, as
-               many keys as of a text that fills the model's context). Several with commas (default: all of them)
+               oracle (each draft chooses by its own logits), weights (all, by weights after the softmax), fixed (all,
+               as many keys as of a text that fills the model's context). Several with commas (default: all of them)
   gamma        drafts of an iteration (default 7)
   sparsity, recent, reach, block, heads, noise
                as of speculation=sparse; a block above 1 goes without reach
