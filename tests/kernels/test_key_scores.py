@@ -16,11 +16,11 @@ from tests.kernels.oracle import Case, check, make_case
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(counts=[3, 3, 3], lengths=[40, 3, 17]),
     "one-query": dict(counts=[1, 1], lengths=[90, 5]),
-    "group-7": dict(counts=[5, 5], lengths=[130, 0], heads=(14, 2), dim=80, page_size=48),
+    "group-7": dict(counts=[5, 5], lengths=[70, 0], heads=(14, 2), dim=80, page_size=48),
     "pages-of-1": dict(counts=[4, 4], lengths=[37, 9], heads=(6, 2), dim=96, page_size=1),
-    "64-rows": dict(counts=[8, 8], lengths=[301, 64], heads=(8, 1), dim=128, page_size=64),
-    "84-rows": dict(counts=[12, 12], lengths=[301, 140], heads=(7, 1), dim=128, page_size=128),
-    "pages-of-100-two-tiles": dict(counts=[20], lengths=[333], heads=(8, 1), dim=96, page_size=100),
+    "64-rows": dict(counts=[8, 8], lengths=[101, 40], heads=(8, 1), dim=128, page_size=64),
+    "84-rows": dict(counts=[12, 12], lengths=[141, 30], heads=(7, 1), dim=128, page_size=128),
+    "pages-of-100-two-tiles": dict(counts=[20], lengths=[133], heads=(8, 1), dim=96, page_size=100),
     "sinks": dict(counts=[2, 2], lengths=[75, 9], heads=(8, 2), dim=128, sinks=True),
 }
 OPS = [pytest.param(flash_decode, id="kernel"), pytest.param(reference, id="reference")]
