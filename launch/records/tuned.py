@@ -13,7 +13,8 @@ from helix.config import Config
 from launch.measure.tuning_steps import Measured, Tuned
 from launch.records.style import panels
 
-WRITTEN = "# Written by launch.tune"  # how the files begin that it may overwrite
+HEADER = "# @package _global_"  # which Hydra reads on the first lines alone
+WRITTEN = f"{HEADER}\n# Written by launch.tune"  # how the files begin that it may overwrite
 WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes for something else
 OPTIONS = {
     "none": (),
@@ -58,7 +59,7 @@ def as_yaml(config: Config, tuned: Tuned, where: str) -> str:
     gain = (
         f"{chosen.rate / tuned.plain.rate:.2f} times plain decoding" if chosen is not tuned.plain else "plain decoding"
     )
-    lines = [f"{WRITTEN} for {where}: {gain}.", "# @package _global_", "speculation:"]
+    lines = [f"{WRITTEN} for {where}: {gain}.", "speculation:"]
     lines += [f"  {key}: {_scalar(value)}" for key, value in {"drafter": chosen.way.drafter, **values}.items()]
     if chosen.way.sparsity is not None:
         lines += ["kv:", f"  append_block: {config.kv.append_block}"]

@@ -177,7 +177,7 @@ def test_the_fastest_is_written_and_runs(
     text = (tmp_path / "conf" / "speculation" / "mine.yaml").read_text()
     found = yaml.safe_load(text)["speculation"]
     assert written.items() <= found.items() and set(found) == {"drafter", *OPTIONS[found["drafter"]]}
-    assert text.startswith(f"# Written by launch.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: ")
+    assert text.startswith(f"# @package _global_\n# Written by launch.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: ")
     assert composed(*(f"speculation.{key}={str(value).lower()}" for key, value in found.items()))
     assert (tmp_path / "tuned" / "mine.png").stat().st_size > 1000
     assert not [m for m in (tmp_path / "tuned").iterdir() if m.suffix not in (".png", ".jsonl")]
