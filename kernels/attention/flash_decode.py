@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, tile_shape
+from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, mean_query, tile_shape
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import KeyScores, PagedKeys
@@ -109,10 +109,11 @@ def _flash_decode_kernel(
         pages = block_table + b * table_b + head * table_h
         if kept is not None:
             share = tl.where(_counts(t, lo + b * lo_b, hi + b * hi_b, lo_t, hi_t, T, COLLECT), scale_log2 / M, 0.0)
+            mean = mean_query(query, share)
             to = kept + head * PAGE + tile_m * kept_plane
             to_pages = kept_table + b * kept_b
         else:
-            share, to, to_pages = None, None, None
+            mean, share, to, to_pages = None, None, None, None
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
@@ -120,15 +121,15 @@ def _flash_decode_kernel(
             acc, total, peak = attend_tiles_masking_edges(
                 acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
                 pages, page_stride, slot_stride, head_stride, head, scale_log2,
-                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=to, kept_pages=to_pages,
-                kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
+                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=to,
+                kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
             )  # fmt: skip
         else:  # bound by bytes: there is time for masks
             acc, total, peak = attend_tiles(
                 acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
                 pages, page_stride, slot_stride, head_stride, head, scale_log2,
-                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, share=share, t=t, kept=to,
-                kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
+                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, share=share, t=t,
+                kept=to, kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
             )  # fmt: skip
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,

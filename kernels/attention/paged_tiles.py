@@ -36,10 +36,23 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
 
 
 @triton.jit
-def _collect(
-    scores, share, t, to, plane_stride, live, T: tl.constexpr, COLLECT: tl.constexpr
-):  # fmt: skip
-    """Stores a number for each key of a tile: its scores summed over rows by `share`, each query's for itself (COLLECT
+def mean_query(query, share):
+    """[16, BLOCK_D]: rows that add up to the sum of `query` [BLOCK_M, BLOCK_D] by `share`, in its dtype.
+
+    Scores are linear in queries: the sum of rows' scores is one row more, however many rows there are. It is rounded
+    twice, so that a product keeps twice the digits.
+    """
+    # A row that counts for nothing may be anything, no number among them.
+    mean = tl.sum(tl.where(share[:, None] > 0, query.to(tl.float32) * share[:, None], 0.0), 0)
+    rounded = mean.to(query.dtype)
+    rest = (mean - rounded.to(tl.float32)).to(query.dtype)
+    row = tl.arange(0, 16)[:, None]
+    return tl.where(row == 0, rounded[None, :], tl.where(row == 1, rest[None, :], 0.0)).to(query.dtype)
+
+
+@triton.jit
+def _collect(scores, k, mean, share, t, to, plane_stride, live, T: tl.constexpr, COLLECT: tl.constexpr):
+    """Stores a number for each key of a tile: the score of the `mean` query, each query's mean over its heads (COLLECT
     is each), or the best of the rows whose share is positive (any)."""
     if COLLECT == "any":
         found = tl.max(tl.where(share[:, None] > 0, scores * share[:, None], float("-inf")), 0)
@@ -50,8 +63,7 @@ def _collect(
             found = tl.sum(tl.where(of_query > 0, scores * of_query, 0.0), 0)
             tl.store(to + j * plane_stride, found.to(to.dtype.element_ty), mask=live)
     else:
-        # A row that counts for nothing may be anything, no number among them.
-        found = tl.sum(tl.where(share[:, None] > 0, scores * share[:, None], 0.0), 0)
+        found = tl.sum(tl.dot(mean, tl.trans(k), input_precision="ieee"), 0)
         tl.store(to, found.to(to.dtype.element_ty), mask=live)
 
 
@@ -60,15 +72,15 @@ def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HOLES: tl.constexpr = False, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
-    T: tl.constexpr = 1, COLLECT: tl.constexpr = "",
+    HOLES: tl.constexpr = False, mean=None, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
+    T: tl.constexpr = 1, COLLECT: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
     promises that every row reads every key of these tiles. With HOLES (and MASKED), negative entries of `pages` are
     pages without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, what `_collect` makes of each
-    key's scores goes to page `kept_pages[j]` of a plane of scores, for keys of page j; `t` is each row's query.
+    key goes to page `kept_pages[j]` of a plane of scores, for keys of page j; `t` is each row's query.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -102,7 +114,7 @@ def attend_tiles(
         if kept is not None:
             to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
             next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
-            _collect(scores, share, t, to, kept_plane, live, T, COLLECT)
+            _collect(scores, k, mean, share, t, to, kept_plane, live, T, COLLECT)
         if MASKED:
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             if HOLES:
@@ -135,8 +147,9 @@ def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.conste
 def attend_tiles_masking_edges(
     acc, total, peak, q, row_lo, row_hi, live, start, stop, first, last, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
-    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, share=None, t=None, kept=None,
-    kept_pages=None, kept_plane=0, kept_page=0, T: tl.constexpr = 1, COLLECT: tl.constexpr = "",
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    mean=None, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
+    T: tl.constexpr = 1, COLLECT: tl.constexpr = None,
 ):  # fmt: skip
     """`attend_tiles` with masks only where a tile holds keys that some row of `live` does not read."""
     full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
@@ -144,20 +157,20 @@ def attend_tiles_masking_edges(
         acc, total, peak = attend_tiles(
             acc, total, peak, q, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=kept,
             kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
         )  # fmt: skip
     acc, total, peak = attend_tiles(
         acc, total, peak, q, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
         page_stride, slot_stride, head_stride, head, scale_log2,
-        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
+        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=kept,
         kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
     )  # fmt: skip
     if full_stop < last:
         acc, total, peak = attend_tiles(
             acc, total, peak, q, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, share=share, t=t, kept=kept,
+            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=kept,
             kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
         )  # fmt: skip
     return acc, total, peak

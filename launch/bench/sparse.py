@@ -58,8 +58,9 @@ class Setting:
         """A table [B, Hkv, topk + 8] of the pages that are read."""
         ranges = self.first, self.last, self.pages
         return select_blocks(
-            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, "bounds", self.counted
-        )
+            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, "bounds", self.counted,
+            caches=(self.k, self.v),
+        )  # fmt: skip
 
     def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int) -> torch.Tensor:
         """Attention over the first keys of a table, of all KV heads together or of each."""
