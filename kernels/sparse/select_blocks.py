@@ -310,7 +310,7 @@ def select_blocks(
         width: columns of the result, at least what any query reads.
         score: bounds, mean or mean_std.
         counted: [2] int64, to which the pages in all tables, and the tables, are added.
-        caches: keys and values [pages, page_size, Hkv, D], contiguous: some pages that are read anyway are fetched early.
+        caches: keys and values [pages, page_size, Hkv, D], contiguous; some pages that are read anyway come early.
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
             number of the same order, and its place in the block table; what is left has the lowest number there is.
         sms: how many streaming multiprocessors to fill; all if None.

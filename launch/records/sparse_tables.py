@@ -16,7 +16,7 @@ def _long(tokens: int) -> str:
 def blocks() -> list[str]:
     """Choosing and attending blocks, beside dense attention."""
     lines = [
-        "| heads q/kv | sequences | k | choose | attend | both | target | dense: ours, cuDNN, flash | fastest dense over both |",
+        "| heads q/kv | sequences | k | choose | attend | both | target | dense: ours, cuDNN, flash | dense over both |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in _kind("sparse", "heads", "batch", "length", "topk"):
@@ -32,7 +32,7 @@ def blocks() -> list[str]:
 def collecting() -> list[str]:
     """Verification with scores of its keys, over verification without."""
     lines = [
-        "| heads a KV head | head dim | queries | sequences | plain | mean of all rows | of two | best row | each row |",
+        "| heads a KV head | head dim | queries | sequences | plain | all rows' mean | of two | best row | each row |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in _kind("collect", "group", "dim", "queries", "batch", "length"):
