@@ -34,6 +34,7 @@ class Step:
         append_slots: flat cache slots [N] int64, -1 where this rank stores nothing.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: the most tokens that one sequence has here.
+        max_k: the most keys that one of them reads on this rank, about; of prefill.
         chunks: into how many runs of sequences attention and exchange are cut (HOP-B).
         first: slot of the first sequence of a decode step, whose slots follow one another.
         shared: tensors [N] that all layers read, by what they are.
@@ -48,6 +49,7 @@ class Step:
     append_slots: Tensor
     cu_q: Tensor | None
     max_q: int
+    max_k: int = 0
     chunks: int = 1
     first: int = 0
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -255,4 +257,5 @@ class DecodeState:
             append_slots=self.placement.cache_slots(positions, starts, live, tables, sequence),
             cu_q=offsets.to(device, torch.int32),
             max_q=max(counts),
+            max_k=-(-max(at + len(tokens) for _, at, tokens in segments) // self.placement.layout.kvp),
         )

@@ -36,7 +36,8 @@ class DenseAttention(AttentionPolicy):
         if step.cu_q is not None:
             keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, scale, sinks)
             prefill = mla_prefill if latents else flash_prefill
-            return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q))
+            most = step.max_k if window is None else min(step.max_k, window + step.max_q)
+            return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q, most))
         of_sequences = (len(step.block_tables), -1)
         bounds = lo.view(of_sequences), hi.view(of_sequences)
         keys = PagedKeys(cache.keys, cache.values, step.block_tables, *bounds, scale, sinks)

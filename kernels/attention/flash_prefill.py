@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.paged_tiles import attend_tiles, tile_shape, tiles_read_whole, with_sink
+from kernels.attention.split_prefill import attend_split, tiles_of_split
 from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 
@@ -18,14 +19,15 @@ from kernels.reference.flash_prefill import flash_prefill as reference
 @triton.jit
 def _flash_prefill_kernel(
     q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
-    q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_n, out_h, lse_n, lse_h,
-    scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    splits, scale_log2, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    segment = tl.program_id(2).to(tl.int64)
+    segment = (tl.program_id(2) // splits).to(tl.int64)
+    split = tl.program_id(2) % splits
     begin = tl.load(cu_q + segment)
     length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length * GROUP:
@@ -40,7 +42,7 @@ def _flash_prefill_kernel(
         stop = tl.max(tl.where(reads, row_hi, 0), 0)
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
-        first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+        first, last = tiles_of_split(start // BLOCK_N, tl.cdiv(stop, BLOCK_N), split, splits)
         full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
 
         d = tl.arange(0, BLOCK_D)
@@ -70,8 +72,11 @@ def _flash_prefill_kernel(
         acc /= tl.where(empty, 1.0, total)[:, None]
         log2 = tl.where(empty, float("-inf"), peak + tl.log2(total))
         if SINKS:
-            log2, factor = with_sink(log2, tl.load(sinks + q_head))
-            acc *= factor[:, None]
+            if split == 0:  # a sink is a key, and counts once
+                log2, factor = with_sink(log2, tl.load(sinks + q_head))
+                acc *= factor[:, None]
+        out += split.to(tl.int64) * out_s
+        lse += split.to(tl.int64) * lse_s
         tl.store(out + (n * out_n + q_head * out_h)[:, None] + d[None, :], acc, mask=inside)
         tl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
 
@@ -81,6 +86,7 @@ def flash_prefill(
     keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
+    max_k: int,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -93,6 +99,7 @@ def flash_prefill(
             segment.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
+        max_k: keys that a query reads, at most or about; only speed depends on it.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
@@ -104,9 +111,9 @@ def flash_prefill(
         FlashAttention-2, with the queries of a KV head's group packed into one tile.
     """
     if not dispatch.on_gpu(q):
-        return reference(q, keys, cu_q, max_q, out=out, lse=lse)
+        return reference(q, keys, cu_q, max_q, max_k, out=out, lse=lse)
     k, v, table, lo, hi, sinks = keys.k, keys.v, keys.table, keys.lo, keys.hi, keys.sinks
-    Hq, D = q.shape[1:]
+    N, Hq, D = q.shape
     Hkv = k.shape[2]
     group = Hq // Hkv
     assert Hq == group * Hkv and k.dtype == v.dtype == q.dtype and table.dim() == 2
@@ -116,15 +123,18 @@ def flash_prefill(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     assert out.stride(2) == 1 and (sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (Hq,)))
 
-    if q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q):
-        flash_prefill_sm90.launch(q, keys, cu_q, max_q, out, lse)
+    if q.is_cuda and flash_prefill_sm90.fits(q, keys, max_q, max_k):
+        flash_prefill_sm90.launch(q, keys, cu_q, max_q, max_k, out, lse)
         return out, lse
     tile = tile_shape(max_q * group, 64, D, q.dtype)
-    grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, cu_q.shape[0] - 1
-    _flash_prefill_kernel[grid](
-        q, k, v, table, cu_q, lo, hi, sinks, out, lse,
-        *q.stride()[:2], *k.stride()[:3], table.stride(0),
-        *out.stride()[:2], *lse.stride(),
-        keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None, **tile,
-    )  # fmt: skip
+
+    def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
+        grid = triton.cdiv(max_q * group, tile["BLOCK_M"]), Hkv, (cu_q.shape[0] - 1) * splits
+        _flash_prefill_kernel[grid](
+            q, k, v, table, cu_q, lo, hi, sinks, part, part_lse,
+            *q.stride()[:2], *k.stride()[:3], table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
+            keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None, **tile,
+        )  # fmt: skip
+
+    attend_split(out, lse, tile, N * Hq, max_k, attend)
     return out, lse

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.paged_tiles import with_sink
+from kernels.attention.split_prefill import attend_split, tiles_of_split
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
@@ -38,7 +39,10 @@ PIECE = gl.constexpr(64)  # keys of one load, all in one page
 STAGES = gl.constexpr(3)  # pairs in shared memory
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT.value, k_width=2))
-MIN_ROWS = 24 << 10  # queries x heads; fewer are faster in programs of one group, which start sooner
+# From so many rows (queries x heads) or keys on; less is faster in programs of one group, which start sooner.
+MIN_ROWS = 24 << 10
+MIN_KEYS = 16 << 10
+TILE = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": KEYS.value, "num_warps": 8}  # and a warp that loads
 
 
 @gluon.jit
@@ -111,7 +115,7 @@ def _attend(
     """A group's 64 rows, over all tiles."""
     out_n, out_h, lse_n, lse_h = strides
     k_shared, v_shared, ready, free = pairs
-    begin, length, row_0, head = chunk
+    begin, length, row_0, head, split = chunk
     start, stop, full, full_stop, first, last = tiles
     dtype: gl.constexpr = out.dtype.element_ty
     row = row_0 + side * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, PRODUCT))
@@ -178,8 +182,9 @@ def _attend(
     log2 = gl.where(empty, float("-inf"), peak + gl.log2(total))
     factor = 1.0 / gl.where(empty, 1.0, total)
     if SINKS:
-        log2, shrink = with_sink(log2, gl.load(sinks + q_head))
-        factor = factor * shrink
+        if split == 0:  # a sink is a key, and counts once
+            log2, shrink = with_sink(log2, gl.load(sinks + q_head))
+            factor = factor * shrink
     gl.store(lse + n * lse_n + q_head * lse_h, log2 * 0.6931471805599453, mask=live)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, PRODUCT))
     rows = out + n * out_n + q_head * out_h
@@ -189,13 +194,14 @@ def _attend(
 @gluon.jit
 def _flash_prefill_sm90_kernel(
     keys, values, q, block_table, cu_q, lo, hi, sinks, out, lse,
-    q_n, q_h, page_rows, table_i, out_n, out_h, lse_n, lse_h, scale_log2,
+    q_n, q_h, page_rows, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
     GROUP: gl.constexpr, PAGE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     row_0 = (gl.num_programs(0) - 1 - gl.program_id(0)) * 2 * ROWS
     head = gl.program_id(1)
-    segment = gl.program_id(2).to(gl.int64)
+    segment = (gl.program_id(2) // splits).to(gl.int64)
+    split = gl.program_id(2) % splits
     begin = gl.load(cu_q + segment)
     length = gl.load(cu_q + segment + 1) - begin
     if row_0 < length * GROUP:
@@ -226,15 +232,16 @@ def _flash_prefill_sm90_kernel(
         reads = row_lo < row_hi
         stop = gl.max(gl.where(reads, row_hi, 0), 0)
         start = gl.min(gl.where(reads, row_lo, stop), 0)
-        first = start // KEYS
-        last = (stop + KEYS - 1) // KEYS
+        first, last = tiles_of_split(start // KEYS, (stop + KEYS - 1) // KEYS, split, splits)
         # Tiles of [full, full_stop) are read whole by every row and need no mask.
         full = (gl.max(gl.where(live, row_lo, 0), 0) + KEYS - 1) // KEYS
         full_stop = gl.min(gl.where(live, row_hi, stop), 0) // KEYS
         tl.debug_barrier()
         pairs = (k_shared, v_shared, ready, free)
         strides = (out_n, out_h, lse_n, lse_h)
-        chunk = (begin, length, row_0, head)
+        chunk = (begin, length, row_0, head, split)
+        out += split.to(gl.int64) * out_s
+        lse += split.to(gl.int64) * lse_s
         tiles = (start, stop, full, full_stop, first, last)
         gl.warp_specialize(
             [
@@ -259,12 +266,14 @@ def _flash_prefill_sm90_kernel(
         )  # fmt: skip
 
 
-def fits(q: torch.Tensor, keys: PagedKeys, max_q: int) -> bool:
+def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
     """Whether `launch` takes these arguments of `kernels.attention.flash_prefill`, and is the faster one."""
     k = keys.k
     page_size, heads, dim = k.shape[1:]
+    rows = max_q * q.shape[1]
     return (
-        max_q * q.shape[1] >= MIN_ROWS
+        # One group's rows are read once by a program of one group as well.
+        (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * heads))
         and dim == D.value
         and q.dtype in (torch.bfloat16, torch.float16)
         and page_size % PIECE.value == 0
@@ -289,6 +298,7 @@ def launch(
     keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
+    max_k: int,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -300,10 +310,15 @@ def launch(
     k = keys.k
     heads = k.shape[2]
     group = q.shape[1] // heads
-    grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, cu_q.shape[0] - 1
-    _flash_prefill_sm90_kernel[grid](
-        _slots(k), _slots(keys.v), q, keys.table, cu_q, keys.lo, keys.hi, keys.sinks, out, lse,
-        *q.stride()[:2], k.stride(0) // k.stride(1), keys.table.stride(0),
-        *out.stride()[:2], *lse.stride(),
-        keys.scale * math.log2(math.e), GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None, num_warps=4,
-    )  # fmt: skip
+    slots = _slots(k), _slots(keys.v)
+
+    def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
+        grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, (cu_q.shape[0] - 1) * splits
+        _flash_prefill_sm90_kernel[grid](
+            *slots, q, keys.table, cu_q, keys.lo, keys.hi, keys.sinks, part, part_lse,
+            *q.stride()[:2], k.stride(0) // k.stride(1), keys.table.stride(0),
+            *part.stride()[:3], *part_lse.stride(), splits,
+            keys.scale * math.log2(math.e), GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None, num_warps=4,
+        )  # fmt: skip
+
+    attend_split(out, lse, TILE, len(q) * q.shape[1], max_k, attend)

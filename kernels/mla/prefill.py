@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
+from kernels.attention.split_prefill import attend_split, tiles_of_split
 from kernels.mla.latent_tiles import attend_latents, latent_tile
 from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_prefill import mla_prefill as reference
@@ -17,13 +18,14 @@ from kernels.reference.mla_prefill import mla_prefill as reference
 @triton.jit
 def _mla_prefill_kernel(
     q, cache, block_table, cu_q, lo, hi, out, lse,
-    q_n, q_h, page_stride, table_i, out_n, out_h, lse_n, lse_h,
-    scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
+    q_n, q_h, page_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,
+    splits, scale_log2, GROUP: tl.constexpr, R: tl.constexpr, P: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
     tile_m = tl.num_programs(0) - 1 - tl.program_id(0)
-    segment = tl.program_id(1).to(tl.int64)
+    segment = (tl.program_id(1) // splits).to(tl.int64)
+    split = tl.program_id(1) % splits
     begin = tl.load(cu_q + segment)
     length = tl.load(cu_q + segment + 1) - begin
     if tile_m * BLOCK_M < length * GROUP:
@@ -39,7 +41,7 @@ def _mla_prefill_kernel(
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
         # Tiles of [full, full_stop) are read whole by every row and need no mask; the rest lies left and right of them.
-        first, last = start // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+        first, last = tiles_of_split(start // BLOCK_N, tl.cdiv(stop, BLOCK_N), split, splits)
         shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
         shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
         full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
@@ -73,6 +75,8 @@ def _mla_prefill_kernel(
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]
         natural = tl.where(empty, float("-inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        out += split.to(tl.int64) * out_s
+        lse += split.to(tl.int64) * lse_s
         tl.store(out + (n * out_n + head * out_h)[:, None] + r[None, :], acc, mask=inside)
         tl.store(lse + n * lse_n + head * lse_h, natural, mask=live)
 
@@ -82,6 +86,7 @@ def mla_prefill(
     keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
+    max_k: int,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -95,6 +100,7 @@ def mla_prefill(
         keys: latents in q's dtype; row i of the table belongs to segment i.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
+        max_k: keys that a query reads, at most or about; only speed depends on it.
         out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 
@@ -106,7 +112,7 @@ def mla_prefill(
         DeepSeek-V2 (arXiv:2405.04434), section 2.1, absorbed; FlashAttention-2.
     """
     if not dispatch.on_gpu(q):
-        return reference(q, keys, cu_q, max_q, out=out, lse=lse)
+        return reference(q, keys, cu_q, max_q, max_k, out=out, lse=lse)
     N, Hq, width = q.shape
     cache, table, lo, hi, latent = keys.k, keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     P = width - latent
@@ -118,9 +124,13 @@ def mla_prefill(
     assert out.stride(2) == 1
 
     tile = latent_tile(max_q * Hq, latent, P, q.dtype)
-    _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), cu_q.shape[0] - 1](
-        q, cache, table, cu_q, lo, hi, out, lse,
-        *q.stride()[:2], cache.stride(0), table.stride(0), *out.stride()[:2], *lse.stride(),
-        keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
-    )  # fmt: skip
+
+    def attend(part: torch.Tensor, part_lse: torch.Tensor, splits: int) -> None:
+        _mla_prefill_kernel[triton.cdiv(max_q * Hq, tile["BLOCK_M"]), (cu_q.shape[0] - 1) * splits](
+            q, cache, table, cu_q, lo, hi, part, part_lse,
+            *q.stride()[:2], cache.stride(0), table.stride(0), *part.stride()[:3], *part_lse.stride(), splits,
+            keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
+        )  # fmt: skip
+
+    attend_split(out, lse, tile, N * Hq, max_k, attend)
     return out, lse

@@ -17,6 +17,7 @@ def flash_prefill(
     keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
+    max_k: int,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,

@@ -14,11 +14,12 @@ def mla_prefill(
     keys: PagedKeys,
     cu_q: torch.Tensor,
     max_q: int,
+    max_k: int,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention in latent space; shapes as in `kernels.mla.prefill.mla_prefill`."""
-    full, lse = flash_prefill(q, whole(keys), cu_q, max_q, lse=lse)
+    full, lse = flash_prefill(q, whole(keys), cu_q, max_q, max_k, lse=lse)
     latent = keys.v.shape[-1]
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse

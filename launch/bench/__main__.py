@@ -37,6 +37,7 @@ BENCHMARKS = {
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
     "prefill": prefill.BENCHMARK,
+    "prefill-kernels": prefill.KERNELS_ALONE,
     "hopb": hopb.BENCHMARK,
 }
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -54,7 +55,7 @@ def keys(benchmark: Benchmark) -> list[str]:
 def taught(what: str | None) -> str:
     """The list of subjects, or what one of them measures and takes."""
     if what is None:
-        listed = "\n".join(f"  {name:<12} {benchmark.about}" for name, benchmark in BENCHMARKS.items())
+        listed = "\n".join(f"  {name:<15} {benchmark.about}" for name, benchmark in BENCHMARKS.items())
         return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs, to show that it does."
     benchmark = BENCHMARKS[what]
     taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))

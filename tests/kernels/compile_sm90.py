@@ -87,7 +87,7 @@ SPECIAL = {
     **dict.fromkeys(("peers", "squares", "slots", "sent", "received", "count", "turns"), ("*i64", True)),
     **dict.fromkeys(("scale_log2", "eps", "scale", "clamp_at"), ("fp32", False)),
     **dict.fromkeys(("T", "B", "W", "N", "R", "rank", "lanes", "spins", "n", "steps", "programs"), ("i32", False)),
-    **dict.fromkeys(("P", "first", "G", "target_b", "shares"), ("i32", False)),
+    **dict.fromkeys(("P", "first", "G", "target_b", "shares", "splits"), ("i32", False)),
     **dict.fromkeys(("draft", "target", "accepted", "next_tokens", "offsets", "shared"), ("*i64", True)),
     **dict.fromkeys(("last_key", "tokens", "sums", "greedy", "seed", "position"), ("*i64", True)),
     **dict.fromkeys(("last", "lengths", "limits", "taken", "outcome"), ("*i64", True)),

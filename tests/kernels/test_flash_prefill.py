@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention import flash_prefill_sm90
+from kernels.attention import flash_prefill_sm90, split_prefill
 from kernels.attention.flash_prefill import flash_prefill
+from kernels.attention.split_prefill import split_count
 from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, make_case
 
@@ -31,7 +32,12 @@ SHAPES = {
 
 def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
-    return op(case.q, case.paged(), cu_q, max(case.counts), **options)
+    longest = max(len(keys) for keys in case.keys)
+    return op(case.q, case.paged(), cu_q, max(case.counts), longest, **options)
+
+
+def split_into(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    monkeypatch.setattr(split_prefill, "split_count", lambda items, tiles, slots: splits)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,6 +50,37 @@ def test_reference(shape: str) -> None:
 def test_kernel(shape: str, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
     check(*run(flash_prefill, case), case)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_split_keys(shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys shared by programs, more of them than tiles of keys at times: a sink counts once, no key twice."""
+    split_into(monkeypatch, 3)
+    case = make_case(**SHAPES[shape], device=device)
+    check(*run(flash_prefill, case), case)
+
+
+@pytest.mark.parametrize(
+    "items, tiles, slots, at_most",
+    [
+        (56, 4096, 132, 1.05),  # 256 queries of 28 / 4 heads behind 512K keys
+        (24, 512, 132, 1.10),  # 100 queries behind 64K
+        (24, 4096, 132, 1.03),
+        (2, 8192, 132, 1.10),
+        (224, 512, 132, 1.08),  # 1,024 queries
+        (1792, 512, 132, 1.05),  # 8,192
+    ],
+)
+def test_splits_leave_few_programs_idle(items: int, tiles: int, slots: int, at_most: float) -> None:
+    """Tiles of keys that the busiest slot gets, beside an even share of all."""
+    splits = split_count(items, tiles, slots)
+    busiest = -(-items * splits // slots) * -(-tiles // splits)
+    assert busiest <= at_most * items * tiles / slots
+
+
+@pytest.mark.parametrize("items, tiles, slots", [(24, 2, 132), (24, 0, 132), (132, 4096, 132), (264, 64, 132)])
+def test_no_splits_where_none_pay(items: int, tiles: int, slots: int) -> None:
+    assert split_count(items, tiles, slots) == 1
 
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
@@ -117,12 +154,14 @@ LONG = {
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("shape", LONG)
-def test_hopper(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper(shape: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into outputs full of NaN, and bitwise the same when repeated."""
     monkeypatch.setattr(flash_prefill_sm90, "MIN_ROWS", 1)
+    split_into(monkeypatch, splits)
     case = make_case(**dict(dim=128, page_size=64, dtype=torch.bfloat16, device="cuda") | LONG[shape])
-    assert flash_prefill_sm90.fits(case.q, case.paged(), max(case.counts))
+    assert flash_prefill_sm90.fits(case.q, case.paged(), max(case.counts), max(len(keys) for keys in case.keys))
     out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype, device="cuda")
     lse = torch.full(case.q.shape[:2], torch.nan, device="cuda")
     check(*run(flash_prefill, case, out=out, lse=lse), case)
@@ -165,6 +204,9 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
         ({}, True),
         ({"dtype": torch.float16, "page_size": 192}, True),
         ({"max_q": 6143}, False),
+        ({"max_q": 100, "max_k": 16 << 10}, True),
+        ({"max_q": 100, "max_k": (16 << 10) - 1}, False),
+        ({"max_q": 32, "max_k": 16 << 10}, False),  # a program of one group reads the keys once as well
         ({"dim": 64}, False),
         ({"dtype": torch.float32}, False),
         ({"page_size": 96}, False),
@@ -177,11 +219,11 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
     ids=str,
 )
 def test_shapes_of_the_kernel_for_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (
-        dict(max_q=6144, scale=0.1, kv_heads=2, capability=(9, 0), dim=128, dtype=torch.bfloat16, page_size=64) | change
-    )
-    max_q, scale, kv_heads, capability = (given.pop(name) for name in ("max_q", "scale", "kv_heads", "capability"))
+    given: dict[str, Any] = dict(max_q=6144, max_k=3, scale=0.1, kv_heads=2, capability=(9, 0))
+    given |= dict(dim=128, dtype=torch.bfloat16, page_size=64) | change
+    names = "max_q", "max_k", "scale", "kv_heads", "capability"
+    max_q, max_k, scale, kv_heads, capability = (given.pop(name) for name in names)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     case = make_case([2], [3], heads=(4, 2), **given)
     keys = replace(case.paged(), k=case.k_cache[:, :, :kv_heads], v=case.v_cache[:, :, :kv_heads], scale=scale)
-    assert flash_prefill_sm90.fits(case.q, keys, max_q) == fits
+    assert flash_prefill_sm90.fits(case.q, keys, max_q, max_k) == fits

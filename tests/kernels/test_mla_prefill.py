@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention import split_prefill
 from kernels.mla.prefill import mla_prefill
 from kernels.reference.mla_prefill import mla_prefill as reference
 from tests.kernels.mla_oracle import LatentCase, make_latent_case
@@ -28,7 +29,7 @@ SHAPES = {
 
 def run(op: Any, case: LatentCase, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
-    return op(case.q, case.paged(), cu_q, max(case.counts), **options)
+    return op(case.q, case.paged(), cu_q, max(case.counts), 1000, **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -39,6 +40,13 @@ def test_reference(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel(shape: str, device: torch.device) -> None:
+    case = make_latent_case(**SHAPES[shape], device=device)
+    check(*run(mla_prefill, case), case)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_split_keys(shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_prefill, "split_count", lambda items, tiles, slots: 3)
     case = make_latent_case(**SHAPES[shape], device=device)
     check(*run(mla_prefill, case), case)
 

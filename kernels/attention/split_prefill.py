@@ -1,0 +1,75 @@
+"""The keys of a tile of prompt rows, split among programs where too few tiles would leave a GPU idle.
+
+Prefill attention has a program for each tile of rows. Of a short chunk these are few, however long its keys are: then
+several programs share the keys of a tile, and `kernels.attention.lse_combine` merges what they found. How many is
+chosen on the host from sizes alone, so that no launch waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention.lse_combine import lse_combine
+from kernels.overlap import sm_count
+
+# What a program takes besides its tiles of keys, in tiles: each is a microsecond or two on an H200.
+START = 3  # to begin and to end
+PART = 2  # to store and to merge a part of a result
+MERGE = 3  # to launch the merge
+
+
+@triton.jit
+def tiles_of_split(first, last, split, splits):
+    """The key tiles of one of the `splits` programs that share those from `first` to `last` - 1."""
+    run = (last - first + splits - 1) // splits
+    begin = tl.minimum(first + split * run, last)
+    return begin, tl.minimum(begin + run, last)
+
+
+@lru_cache
+def split_count(items: int, tiles: int, slots: int) -> int:
+    """Among how many programs to split the keys of each tile of rows, so that all are done soonest.
+
+    Args:
+        items: tiles of rows.
+        tiles: of keys that each of them reads, about.
+        slots: programs that the GPU runs at a time.
+    """
+
+    def cost(splits: int) -> int:
+        rounds, length = -(-items * splits // slots), -(-tiles // splits) + START
+        return rounds * length if splits == 1 else rounds * (length + PART) + MERGE
+
+    return min(range(1, max(1, min(slots, tiles)) + 1), key=cost)
+
+
+def attend_split(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile: dict[str, int],
+    rows: int,
+    max_k: int,
+    attend: Callable[[torch.Tensor, torch.Tensor, int], None],
+) -> None:
+    """Attention by `attend` of as many splits as are fastest, merged into `out` [N, Hq, D] and `lse` [N, Hq].
+
+    Args:
+        tile: launch options of the kernel.
+        rows: of all tiles together.
+        max_k: keys that a row reads, at most or about.
+        attend: writes each split's partial result into [splits, N, Hq, D] and [splits, N, Hq].
+    """
+    slots = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps an SM hold its registers
+    items, tiles = triton.cdiv(rows, tile["BLOCK_M"]), triton.cdiv(max_k, tile["BLOCK_N"])
+    splits = split_count(items, tiles, slots)
+    if splits == 1:
+        attend(out[None], lse[None], 1)
+        return
+    parts, part_lse = out.new_empty(splits, *out.shape), lse.new_empty(splits, *lse.shape)
+    attend(parts, part_lse, splits)
+    lse_combine(parts, part_lse, out=out, out_lse=lse)
