@@ -130,7 +130,7 @@ def test_every_benchmark_is_listed_and_teaches(
 ) -> None:
     listed = said(monkeypatch, capsys)
     for what, benchmark in BENCHMARKS.items():
-        assert f"{what:<12} {benchmark.about}" in listed
+        assert f"{what:<15} {benchmark.about}" in listed
         taught = said(monkeypatch, capsys, what, "--help")
         assert f"python -m launch.bench {what}" in taught and "output" in taught
         assert ("ranks " in taught, "models:" in taught) == (benchmark.emulated, bool(benchmark.models))
