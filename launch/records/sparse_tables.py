@@ -16,7 +16,7 @@ def _long(tokens: int) -> str:
 def blocks() -> list[str]:
     """Choosing and attending blocks, beside dense attention."""
     lines = [
-        "| heads q/kv | sequences | k | choose | attend | both | target | dense: ours, cuDNN, flash | dense over both |",
+        "| heads q/kv | batch | k | choose | attend | both | target | dense: ours, cuDNN, flash | dense over both |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in _kind("sparse", "heads", "batch", "length", "topk"):
