@@ -83,6 +83,7 @@ class Hardware:
             drafts for itself, and None where it is not known.
         collect_share: of the attention of a step that leaves scores of its keys: what this takes besides.
         select_s: choosing the keys of the next drafts in all layers, beyond the bytes of scores.
+        select_bytes_per_s: at which scores go through this choice, whose instructions take longer than its reads.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Hardware:
     gather_share: Constant | None
     collect_share: Constant | None
     select_s: Constant | None
+    select_bytes_per_s: Constant | None
     collectives: Mapping[str, Collective]
     nccl: Mapping[str, Collective]
 
@@ -160,6 +162,7 @@ class Hardware:
             optional("gather_share"),
             optional("collect_share"),
             optional("select_s"),
+            optional("select_bytes_per_s"),
             own,
             collectives("nccl") if "nccl" in data else {},
         )

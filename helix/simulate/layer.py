@@ -20,7 +20,6 @@ from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
 
 SEVERAL = 32  # rows, beyond which a projection is the library's; experts are not
-SELECT_READS = 2  # of the scores, as choosing takes as long as
 SELECT_LAUNCHES = 4  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
 
@@ -211,8 +210,8 @@ class Layer:
         """Choosing the keys of the next drafts, in all layers at once."""
         scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
         read = scores * self.spec.windows.count(None)
-        price, rate = self.price("select_s"), self.hardware.read_bytes_per_s
-        seconds = price.value + SELECT_READS * read / rate.value
+        price, rate = self.price("select_s"), self.price("select_bytes_per_s")
+        seconds = price.value + read / rate.value
         level = self.zeros.astype(int) + max(INTERPOLATED, price.level, rate.level)
         return Phase("select", seconds, read, self.zeros, self.zeros, self.zeros + SELECT_LAUNCHES, level)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from helix.simulate import cost
 from helix.simulate.drafting import compared, pays_from
+from helix.simulate.hardware import EXTRAPOLATED, Constant
 from helix.simulate.plan import Question, Ranking, plan
 from helix.simulate.points import Options, Points, Speculation
 from helix.simulate.step import Step, predict
@@ -27,7 +28,14 @@ from launch.records.recorded_steps import RECORDED, read_cells
 from tests.unit.test_config import composed
 
 K, M = 1 << 10, 1 << 20
-H200 = load_hardware("h200")
+# With prices as they were expected before any was measured.
+H200 = replace(
+    load_hardware("h200"),
+    gather_share=Constant(0.9, EXTRAPOLATED, "expected"),
+    collect_share=Constant(0.03, EXTRAPOLATED, "expected"),
+    select_s=Constant(20e-6, EXTRAPOLATED, "expected"),
+    select_bytes_per_s=Constant(4.46e12 / 2, EXTRAPOLATED, "expected"),
+)
 EIGHT = {"kvp": 2, "tpa": 4}
 
 
@@ -243,5 +251,8 @@ def test_recorded_steps_with_drafts_are_compared(tmp_path: Path) -> None:
     assert [c.drafts and (c.drafts.gamma, c.drafts.sparsity) for c in cells] == [None, (4, 0.07), (8, 0.07), (8, 0.07)]
     assert cells[0].is_dense and not any(cell.is_dense for cell in cells[1:]), "constants are not fitted on drafts"
     p90 = np.percentile([0.04, 0.04, 0.08], 90)
-    assert drafted_errors(cells) == f"3 steps with drafts of the model itself: off by 4.0% (median), {p90:.1%} (p90)"
+    assert (
+        drafted_errors(cells, lambda _: H200)
+        == f"3 steps with drafts of the model itself: off by 4.0% (median), {p90:.1%} (p90)"
+    )
     assert drafted_errors(cells[:1]) is None
