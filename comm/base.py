@@ -74,6 +74,10 @@ class Communicator(ABC):
         The result may alias `send` when K = 1.
         """
 
+    def gather_in_group(self, x: Tensor) -> Tensor:
+        """`x [...]`, of one shape on all ranks of the kvp group, from each -> `[K, ...]` in kvp order."""
+        return self.all_to_all(x.expand(len(self.kvp_group), *x.shape).contiguous())
+
     def all_reduce_norm(
         self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ class Step:
         max_k: the most keys that one of them reads on this rank, about; of prefill.
         chunks: into how many runs of sequences attention and exchange are cut (HOP-B).
         first: slot of the first sequence of a decode step, whose slots follow one another.
+        overlapped: whether another half of a prefill step computes while messages of this one are on their way.
         shared: tensors [N] that all layers read, by what they are.
     """
 
@@ -52,6 +53,7 @@ class Step:
     max_k: int = 0
     chunks: int = 1
     first: int = 0
+    overlapped: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -59,6 +61,27 @@ class Step:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
+
+    def halves(self) -> tuple[Step, Step]:
+        """A prefill step cut in two: its first tokens, and those behind them, of all sequences."""
+        middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
+        return self._part(0, middle), self._part(middle, end)
+
+    def _part(self, begin: int, end: int) -> Step:
+        assert self.cu_q is not None
+        rows = slice(begin, end)
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            starts=self.starts[rows],
+            live=self.live[rows],
+            append_slots=self.append_slots[rows],
+            cu_q=self.cu_q.clamp(begin, end) - begin,
+            max_q=min(self.max_q, end - begin),
+            overlapped=True,
+            shared={},
+        )
 
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
         """Local keys `[lo, hi)` of each query, int32 [N]; computed once for each window that the model has."""

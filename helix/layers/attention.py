@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
@@ -16,6 +17,7 @@ from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
+from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append
 
@@ -41,28 +43,40 @@ class AttentionSpec:
 
 
 class ShardedAttention:
-    """What lies between the projections: partial attention over this rank's shard, then the exchange.
+    """What lies behind the queries: partial attention over this rank's shard, the exchange, the output projection.
 
     Attributes:
+        index: of the layer.
+        latent: R of a cache of latents.
         shares: query heads that each rank of the kvp group keeps.
         pipeline: what runs the chunks that decode steps are cut into.
         sinks: learned sinks of the query heads, on the rank that adds them.
     """
 
+    output: RowParallel
+
     def __init__(
         self,
         comm: Communicator,
         pipeline: Pipeline,
+        index: int,
         shares: list[int],
         scale: float,
         window: int | None = None,
+        latent: int | None = None,
     ) -> None:
         self.comm = comm
+        self.index = index
+        self.latent = latent
         self.pipeline = pipeline
         self.shares = shares
         self.scale = scale
         self.window = window
         self.sinks: Tensor | None = None
+
+    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """Queries of `project` -> this rank's part [N, H]."""
+        return self.output(self.attend(q, cache.layer(self.index, self.latent), step, policy).flatten(1))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """[N, Hq_local, D] over one layer's cache -> what all ranks found for this one's own heads [N, heads, D]."""
@@ -89,9 +103,10 @@ class Attention(ShardedAttention):
     """Replicated QKV in the kvp group, partial attention, one exchange, output projection over all ranks.
 
     Query, key and value rows are cut by TPA alone, so the ranks of a kvp group compute the same QKV for the whole batch
-    and no query has to be gathered. The exchange leaves each rank with the exact output of its own query heads, whose
-    columns of the output projection it holds. A learned sink is one more key of its head and enters the merge once, as
-    every key does: with kvp rank 0.
+    and no query has to be gathered. Of a long prompt chunk each computes QKV of a part of the tokens, for all of the
+    group. The exchange leaves each rank with the exact output of its own query heads, whose columns of the output
+    projection it holds. A learned sink is one more key of its head and enters the merge once, as every key does: with
+    kvp rank 0.
     """
 
     def __init__(
@@ -105,9 +120,8 @@ class Attention(ShardedAttention):
         pipeline: Pipeline,
     ) -> None:
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
-        super().__init__(comm, pipeline, layout.head_shares(*heads), spec.scale, spec.window)
+        super().__init__(comm, pipeline, index, layout.head_shares(*heads), spec.scale, spec.window)
         self.spec = spec
-        self.index = index
 
         def rows(part: str, total: int, share: range) -> Rows:
             dim = spec.head_dim
@@ -140,12 +154,18 @@ class Attention(ShardedAttention):
             spec.output_bias,
         )
 
-    def __call__(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step, policy: AttentionPolicy
-    ) -> PendingProjection:
-        """x [N, H], the same on every rank -> this rank's part [N, H]."""
+    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        """x [N, H], the same on every rank -> queries [N, Hq, D] of this TPA slice; keys and values are appended."""
         mine = cache.layer(self.index)
-        q = qkv_append(
-            x, self.qkv.weight, self.qkv.bias, *angles, mine.keys, mine.values, step.append_slots, self.norms
-        )  # [N, Hq, D], this TPA slice
-        return self.output(self.attend(q, mine, step, policy).flatten(1))
+        to = *angles, mine.keys, mine.values, step.append_slots, self.norms
+        if len(self.shares) > 1 and step.overlapped:
+            return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
+        return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """QKV [N, rows], each rank of the kvp group for its run of tokens; another half computes while they meet."""
+        each = -(-len(x) // len(self.shares))
+        begin = self.comm.kvp_rank * each
+        own = self.qkv(x[begin : begin + each])
+        own = F.pad(own, (0, 0, 0, each - len(own)))
+        return self.comm.gather_in_group(own).flatten(0, 1)[: len(x)]

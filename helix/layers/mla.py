@@ -18,6 +18,7 @@ it would take on an H200:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,6 @@ from torch import Tensor
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from comm.pending import PendingProjection
-from helix.attention.base import AttentionPolicy
 from helix.kv_cache import KVCache
 from helix.layers.attention import ShardedAttention
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
@@ -126,9 +125,8 @@ class MLA(ShardedAttention):
         pipeline: Pipeline,
     ) -> None:
         heads = (comm.rank, spec.q_heads, 1)
-        super().__init__(comm, pipeline, layout.head_shares(*heads), spec.scale)
+        super().__init__(comm, pipeline, index, layout.head_shares(*heads), spec.scale, latent=spec.latent)
         self.spec = spec
-        self.index = index
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head a kvp group of more than one rank is the world, which is whom all_gather reaches.
         gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize)
@@ -172,27 +170,25 @@ class MLA(ShardedAttention):
             False,
         )
 
-    def __call__(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step, policy: AttentionPolicy
-    ) -> PendingProjection:
-        """x [N, H], the same on every rank -> this rank's part [N, H]."""
+    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        """x [N, H], the same on every rank -> absorbed queries [N, Hq_local, R + P]; latents are appended."""
         spec = self.spec
-        mine = cache.layer(self.index, spec.latent)
+        latents = cache.layer(self.index, self.latent).keys
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, mine.keys, step.append_slots)
-        if self.gathered:
-            absorbed = self._gather(absorbed)
-        return self.output(self.attend(absorbed, mine, step, policy).flatten(1))
+        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, latents, step.append_slots)
+        if not self.gathered:
+            return absorbed
+        return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)
 
-    def _gather(self, q: Tensor) -> Tensor:
+    def _gather(self, q: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """[N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send one that is not read."""
         lanes = max(self.gathered)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
-        parts = self.comm.all_gather(q)  # [K, N, lanes, D]
+        parts = gather(q)  # [K, N, lanes, D]
         if min(self.gathered) == lanes:
             return parts.transpose(0, 1).flatten(1, 2)
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from comm import turns
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
@@ -84,7 +86,10 @@ class DecoderSpec:
 
 
 class DecoderLayer:
-    """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks."""
+    """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks.
+
+    Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
+    """
 
     def __init__(
         self,
@@ -122,23 +127,6 @@ class DecoderLayer:
         else:
             self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
-    def __call__(
-        self,
-        x: Tensor | None,
-        parts: Tensor | PendingSum,
-        angles: tuple[Tensor, Tensor],
-        cache: KVCache,
-        step: Step,
-        policy: AttentionPolicy,
-    ) -> tuple[Tensor, Tensor | PendingSum]:
-        """The residual stream x [N, H] and this rank's part of what is to be added -> the same after this layer.
-
-        Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
-        """
-        normed, x = self.input_norm(parts, x)
-        normed, x = self.ffn_norm(self.attention(normed, angles, cache, step, policy), x)
-        return x, self.ffn(normed)
-
 
 class Decoder:
     """This rank's part of the model.
@@ -149,6 +137,7 @@ class Decoder:
 
     Attributes:
         pipeline: runs the chunks of all layers' attention phases.
+        turns: runs the halves of long prefill steps.
     """
 
     def __init__(
@@ -160,10 +149,12 @@ class Decoder:
         device: torch.device,
     ) -> None:
         self.spec = spec
+        self.comm = comm
         self.weights = weights = Weights(dtype, device)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
         self.embedding = Embedding(weights, "model.embed_tokens", rows, spec.vocab, spec.hidden)
         self.pipeline = Pipeline(device if comm.capturable else None)
+        self.turns = turns.Turns(device if comm.capturable else None)
         parts = weights, comm, layout, spec
         self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(spec.layers)]
         self.norm = AllReduceNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
@@ -176,13 +167,28 @@ class Decoder:
         Args:
             policy: which keys a query reads, in this step; steps of different policies may share a cache.
         """
+        if step.cu_q is None or self.comm.world_size == 1 or len(step.tokens) < 2 * turns.LEAST:
+            *_, normed = self._through(cache, step, policy)
+            assert normed is not None
+            return normed
+        return torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
+
+    def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
+        """`hidden`, in turns (`comm.turns.Turns`): KV is appended in a turn before the one that attends to it."""
         x: Tensor | None = None
         parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
         policy.prepare(step, set(self.spec.windows))
         for layer in self.layers:
-            x, parts = layer(x, parts, angles, cache, step, policy)
-        return self.norm(parts, x)[0]
+            normed, x = layer.input_norm(parts, x)
+            q = layer.attention.project(normed, angles, cache, step)
+            yield None
+            parts = layer.attention.finish(q, cache, step, policy)
+            yield None
+            normed, x = layer.ffn_norm(parts, x)
+            parts = layer.ffn(normed)
+            yield None
+        yield self.norm(parts, x)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V_local] fp32: this rank's rows of the vocabulary."""

@@ -1,0 +1,99 @@
+"""Long prompt chunks go through the layers in two halves: tokens and logits stay those of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from comm import turns
+from comm.loopback import run_ranks
+from helix.engine import Engine
+from helix.layers import mla
+from helix.layout import HelixLayout
+from helix.step import Step
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import build_engine, check, loopback
+from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Chunks of 14 tokens and more are cut; the tokens of the halves, as they come."""
+    monkeypatch.setattr(turns, "LEAST", 7)
+    cut, seen = Step.halves, []
+
+    def spy(step: Step) -> tuple[Step, Step]:
+        halves = cut(step)
+        seen.append((len(halves[0].tokens), len(halves[1].tokens)))
+        return halves
+
+    monkeypatch.setattr(Step, "halves", spy)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        ("qwen2", HelixLayout.create("helix", 2, 1)),
+        ("qwen2", HelixLayout.create("helix", 2, 2)),
+        ("qwen2", HelixLayout.create("tp", 1, 2)),
+        ("qwen2", HelixLayout.create("medha", 3, 1)),
+        ("gpt-oss", HelixLayout.create("helix", 2, 1, ep=2)),
+    ],
+    ids=str,
+)
+def test_halves_change_nothing(family: str, layout: HelixLayout, halved: list[tuple[int, int]]) -> None:
+    wanted = oracle(family, *((MOE_LENGTHS, MOE_TOKENS) if family == "gpt-oss" else (LENGTHS, NEW_TOKENS)))
+    check(loopback(checkpoint(family), layout, 16, wanted), wanted)
+    assert (32, 32) in halved
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_halves_of_latents(gathers: bool, halved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "gathers_queries", lambda spec, ranks, item: gathers)
+    wanted = oracle("deepseek-v3-yarn", MOE_LENGTHS, MOE_TOKENS)
+    check(loopback(checkpoint("deepseek-v3-yarn"), HelixLayout.create("helix", 3), 16, wanted), wanted)
+    assert halved
+
+
+def test_a_half_that_takes_its_queries_for_the_other_s_is_caught(
+    halved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = Step.halves
+
+    def mistaken(step: Step) -> tuple[Step, Step]:
+        first, second = cut(step)
+        return first, replace(second, positions=second.positions - 1)
+
+    monkeypatch.setattr(Step, "halves", mistaken)
+    wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
+    results = loopback(checkpoint("qwen2"), HelixLayout.create("helix", 2, 1), 16, wanted)
+    with pytest.raises(AssertionError, match="prompt"):
+        check(results, wanted)
+
+
+@pytest.mark.gpu
+def test_halves_on_two_streams() -> None:
+    """The second half reads what the first has appended, and memory of neither is given to the other too soon."""
+
+    def body(world: object, rank: int) -> None:
+        engine: Engine = build_engine(
+            checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), 16, max_batch=1, max_length=8192
+        )  # type: ignore[attr-defined]
+        runner, model = engine.runner, engine.runner.model
+        tokens = torch.randint(0, model.spec.vocab, (8000,))
+        pages = runner.cache.take(runner.placement.pages(8000, 0))
+        runner.state.admit(0, 0, pages, 8000, tokens.tolist())
+        step = runner.state.prefill_step([(0, 0, tokens)])
+        whole = model.hidden(runner.cache, step, runner.dense).clone()
+        model.turns = turns.Turns(torch.device("cuda"))
+        model.comm = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+        for _ in range(10):
+            for tensor in runner.cache.tensors:
+                tensor.fill_(torch.nan)
+            torch.testing.assert_close(model.hidden(runner.cache, step, runner.dense), whole, atol=1e-4, rtol=1e-4)
+
+    run_ranks(1, body, timeout_s=120.0, device="cuda")
