@@ -134,14 +134,13 @@ def build_engine(
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
     needed = pages_for_tokens(layout, wanted, kv.append_block, kv.page_size, max_batch)
 
-    def tokens_of(pages: int) -> int:
-        return min(wanted, pages * kv.page_size * layout.kvp)
+    page_tokens = kv.page_size * layout.kvp
 
     def bytes_of(pages: int) -> int:
-        """The bytes of this many pages, with the draft model's for the tokens that are let in with them."""
+        """The bytes of this many pages, with the draft model's for the tokens that they can hold."""
         if draft is None:
             return pages * of_page
-        own = draft.pages(tokens_of(pages), kv.append_block, kv.page_size, max_batch)
+        own = draft.pages(pages * page_tokens, kv.append_block, kv.page_size, max_batch)
         return pages * of_page + own * kv.page_size * draft.bytes_per_token
 
     free = int(free_bytes(device) * kv.memory_fraction)
@@ -159,10 +158,10 @@ def build_engine(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes: raise "
             "it, or take a layout whose ranks hold fewer weights"
         )
-    budget = tokens_of(pages)
+    budget = min(wanted, pages * page_tokens)
     max_length = min(budget, spec.max_positions)
     cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device, score)
-    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length, budget)
+    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length, pages * page_tokens)
     runner = ModelRunner(
         model,
         layout,

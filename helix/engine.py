@@ -18,12 +18,18 @@ import numpy as np
 import torch
 
 from helix.autotune import choose_chunks, fill, step_seconds
+from helix.block_tables import BlockTables
 from helix.model_runner import ModelRunner, StepTokens
+from helix.pages import PagePool, Stripes
+from helix.prefill_time import PrefillTime
+from helix.prefix import PrefixTree
 from helix.request import Output, Request
-from helix.scheduler import Decision, Running, Scheduler
+from helix.scheduler import Decision, Scheduled, Scheduler
 from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
 from helix.text import OutputStream
 from helix.timings import Timings
+
+DOUBLING = 32768.0  # depth at which a prompt's token takes twice as long as its first one
 
 
 class Engine:
@@ -67,8 +73,11 @@ class Engine:
         self.timings = Timings()
         self._broken: str | None = None  # by what
         self._serving = False
-        # Pages are a host matter of each rank, but admission is rank 0's: it counts for all of them.
-        self._kvp_free_pages = self._free_pages_by_kvp_rank()
+        self._scheduler: Scheduler | None = None
+        self.prefill_time = PrefillTime(DOUBLING)
+        placement, pages = runner.placement, min(self.comm.all_gather_object(runner.cache.pages))
+        stripes = Stripes(runner.layout, placement.append_block, placement.page_size)
+        self.tables = BlockTables(PrefixTree(PagePool(pages), stripes, self.prefill_time.cost), caching=False)
 
     @torch.inference_mode()  # around each resumption: the caller's code between two outputs is not in it
     def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
@@ -155,42 +164,44 @@ class Engine:
         runner = self.runner
         self.timings = Timings(kv_tokens=[0] * runner.layout.kvp, acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
-        scheduler = Scheduler(
-            runner.placement.pages,
-            self._kvp_free_pages,
-            self.token_budget,
-            runner.max_batch,
-            self.prefill_chunk,
-            self.run_steps,
-            runner.drafts,
-            policy.pace,
-            runner.policy.from_tokens,
+        self._scheduler = scheduler = Scheduler(
+            self.tables,
+            self.prefill_time,
+            max_batch=runner.max_batch,
+            prefill_chunk=self.prefill_chunk,
+            run_steps=self.run_steps,
+            lease=runner.max_length,
+            drafts=runner.drafts,
+            pace=policy.pace,
+            sparse_from=runner.policy.from_tokens,
         )
-        streams: dict[int, OutputStream] = {}
+        streams: dict[str | int, OutputStream] = {}
         prompt_tokens = 0
         for request in requests:
-            reason = self.refusal(request) or scheduler.submit(request)
+            reason = self.refusal(request) or scheduler.submit(request, perf_counter())
             if reason:
                 yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
-        while (decision := scheduler.decide()) is not None:
+            else:
+                streams[request.id] = OutputStream(request, runner.model.spec.eos, self.tokenizer)
+        while (decision := scheduler.decide(perf_counter())) is not None:
             prompt_tokens += sum(len(a.prompt) for a in decision.admit)
-            for a in decision.admit:
-                request = scheduler.running[a.slot].request
-                streams[a.slot] = OutputStream(request, runner.model.spec.eos, self.tokenizer)
+            for slot in decision.retire:
+                policy.forget(slot)
             with self._together():
                 self.comm.broadcast_object(decision)
                 begin = perf_counter()
                 drawn = runner.execute(decision)
             for step_tokens in self._timed(drawn, begin, decision, prompt_tokens, scheduler, policy):
                 for slot, token in step_tokens:
-                    if scheduler.running[slot].finished:
+                    sequence = scheduler.record_token(slot, token)
+                    if sequence is None:
                         continue  # computed past its stop, thrown away
-                    output = streams[slot].push(token)
-                    scheduler.record_token(slot, output.finish_reason is not None)
+                    output = streams[sequence.request.id].push(token)
+                    if output.finish_reason is not None:
+                        scheduler.end(sequence.request.id)
                     yield output
             runner.check()
-            for slot in (s.slot for s in scheduler.running.values() if s.finished):
-                policy.forget(slot)  # with what it showed in this run
+            scheduler.landed()
             self._note_kv(scheduler.running.values())
 
     def refusal(self, request: Request) -> str | None:
@@ -210,10 +221,11 @@ class Engine:
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed the model's "
                 f"{spec.context}"
             )
-        if self.runner.max_length < length <= self.token_budget:  # beyond that the scheduler says why
+        if length > self.runner.max_length:
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones exceed max_length="
-                f"{self.runner.max_length}"
+                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {length} tokens, "
+                f"more than max_length={self.runner.max_length} (raise kv.tokens or kv.memory_fraction, or take "
+                "a larger layout.kvp)"
             )
         if request.stop and self.tokenizer is None:
             return "stop texts need a tokenizer, and the model directory has none"
@@ -236,6 +248,8 @@ class Engine:
             self.timings.prefill_s += prefill.came - last
             last = prefill.came
             self.timings.prefill_tokens += sum(s.end - s.begin for s in decision.prefill)
+            work = sum(self.prefill_time.work(s.begin, s.end) for s in decision.prefill)
+            self.prefill_time.observe(work, prefill.came - begin)
             if self.on_prefill:
                 self.on_prefill(self.timings.prefill_tokens, prompt_tokens)
             yield tokens
@@ -246,20 +260,25 @@ class Engine:
             seconds.append(step.came - last)
             last = step.came
             of_step = [
-                Outcome(slot, min(decision.drafts, policy.limit(slot), scheduler.running[slot].left - 1), taken - 1)
+                Outcome(
+                    slot,
+                    min(decision.drafts, policy.limit(slot), s.undrawn - 1),
+                    taken - 1,
+                )
                 for slot, taken in Counter(slot for slot, _ in tokens).items()
-                if not scheduler.running[slot].finished
+                if not (s := scheduler.running[slot]).ended
             ]
             self.timings.step(seconds[-1], decision.drafts, of_step)
             outcomes += of_step
             yield tokens
         policy.observe(decision.rows, decision.drafts, seconds, outcomes)
 
-    def _note_kv(self, running: Iterable[Running]) -> None:
+    def _note_kv(self, running: Iterable[Scheduled]) -> None:
         held = [0] * self.runner.layout.kvp
         for s in running:
             for k in range(self.runner.layout.kvp):
-                held[k] += self.runner.layout.local_length(s.cached, k, self.runner.placement.append_block, s.start)
+                start = 0 if s.held is None else s.held.start
+                held[k] += self.runner.layout.local_length(s.cached, k, self.runner.placement.append_block, start)
         self.timings.kv_tokens = [max(a, b) for a, b in zip(self.timings.kv_tokens, held, strict=True)]
 
     def _release_all(self) -> None:
@@ -267,9 +286,11 @@ class Engine:
         if self._broken is not None:
             return
         with self._together():
-            if held := tuple(self.runner.admitted):
-                self.comm.broadcast_object(decision := Decision(0, held, (), (), 0, 0, False, False))
-                self.runner.execute(decision)
+            if self._scheduler is not None:
+                self._scheduler.end_all()
+                if (decision := self._scheduler.decide(perf_counter())) is not None:
+                    self.comm.broadcast_object(decision)
+                    self.runner.execute(decision)
                 self.runner.check()
             self.comm.broadcast_object(None)
 
@@ -291,11 +312,6 @@ class Engine:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             raise
-
-    def _free_pages_by_kvp_rank(self) -> list[int]:
-        free = self.comm.all_gather_object(self.runner.cache.free_pages)
-        groups = self.runner.layout.kvp_groups()
-        return [min(free[group[k]] for group in groups) for k in range(self.runner.layout.kvp)]
 
 
 __all__ = ["Engine", "Output", "Request"]

@@ -87,7 +87,6 @@ class ModelRunner:
         self.hopb_chunks: dict[int, int] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs(self.step) if comm.capturable else None
-        self._pages: dict[int, list[int]] = {}
         self._drafting = True  # whether the last steps had drafts
         self._slots = torch.arange(max_batch, device=self.device)
 
@@ -107,10 +106,11 @@ class ModelRunner:
 
         for slot in decision.retire:
             self.state.retire(slot)
-            self.cache.give_back(self._pages.pop(slot))
             del self.admitted[slot]
             if self.drafter is not None:
                 self.drafter.retire(slot)
+        for write in decision.tables:
+            self.state.write_table(write.slot, write.column, write.pages)
         for admission in decision.admit:
             self.admit(admission)
         if decision.prefill:
@@ -138,10 +138,9 @@ class ModelRunner:
 
     def admit(self, admission: Admission) -> None:
         """Takes a slot and its pages; every rank alike."""
-        pages = self.cache.take(self.placement.pages(admission.reserved, admission.start))
+        assert not len(admission.copy_from), "pages cannot be copied yet"
         self.admitted[admission.slot] = admission
-        self._pages[admission.slot] = pages
-        self.state.admit(admission.slot, admission.start, pages, admission.limit, admission.prompt)
+        self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.prompt)
         self.state.sampling.set(admission.slot, admission.sampling)
         if self.drafter is not None:
             self.drafter.admit(admission)

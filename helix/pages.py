@@ -102,6 +102,10 @@ class PagePool:
         """How many of these pages nobody uses."""
         return len(pages) - int(np.count_nonzero(self._users[pages]))
 
+    def shared(self, pages: np.ndarray) -> int:
+        """How many of these pages several sequences use."""
+        return int(np.count_nonzero(self._users[pages] > 1))
+
     def take(self, count: int) -> np.ndarray:
         """Pages [count] int32 for a sequence that is their only user."""
         assert 0 <= count <= self.free, f"{count} pages wanted, {self.free} free: admission let too much in"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,29 +11,34 @@ import numpy as np
 from helix.sampling import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One prompt to continue.
 
     Attributes:
-        id: names the request in what comes out.
-        prompt: token ids, from any sequence of integers; kept as an array of 32 bits where they fit.
+        id: names the request in what comes out, and when it is to be aborted; no other one under way has the same.
+        prompt: token ids, from any sequence of integers; kept as int32 [n] where they fit.
         max_new_tokens: at most so many tokens are drawn, the EOS token included.
         stop: texts that end the continuation; they are not part of the text.
+        priority: a higher one is admitted first.
+        salt: what is cached under another one is not seen, so that nobody learns from a fast answer what others sent.
     """
 
     id: str | int
-    prompt: Sequence[int]
+    prompt: np.ndarray | Sequence[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
+    priority: int = 0
+    salt: Hashable = None
 
     def __post_init__(self) -> None:
-        ids: array[int] | np.ndarray
-        try:
-            ids = array("i", self.prompt)
-        except OverflowError:  # no vocabulary has such an id: the engine refuses the request
-            ids = np.array(self.prompt, dtype=object)
+        ids = self.prompt
+        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32):
+            try:
+                ids = np.asarray(array("i", ids))
+            except OverflowError:  # no vocabulary has such an id: the engine refuses the request
+                ids = np.array(ids, dtype=object)
         object.__setattr__(self, "prompt", ids)
 
 

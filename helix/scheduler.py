@@ -1,35 +1,71 @@
 """The control plane's choices, made on rank 0's host alone: who is admitted, what is prefilled, how far decode runs.
 
-Pure bookkeeping, no torch: a `Decision` is all that the ranks need to do the same thing.
+Pure bookkeeping, no torch: a `Decision` is all that the ranks need to do the same thing. They carry decisions out in
+order, on one stream, and each in the order of its fields: retire, write tables, admit and copy, prefill, decode.
+
+So the next decision may be made, and launched, while the one before is still computed. A sequence whose tokens are not
+read yet counts with the most that it may have taken. A slot and its pages are free as soon as a decision says so: what
+was launched before may still write to them, and is over before anything that was launched later begins.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from array import array
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from helix.block_tables import BlockTable, BlockTables
+from helix.prefill_time import PrefillTime
+from helix.prefix import NO_PAGES
 from helix.request import Request
 from helix.sampling import SamplingParams
 
+LEAST_CHUNK = 32  # tokens: shorter chunks cost as much, whatever time there is
+LOOK_AHEAD = 32  # so many of those that wait are looked at for one decision
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Admission:
-    """A sequence that takes a slot: its whole prompt, and the tokens for which pages are taken now.
+    """A sequence that takes a slot.
 
     Attributes:
+        prompt: its tokens, int32 [n]; of one that comes back after a preemption, what it had drawn as well.
+        start: kvp rank of its first block.
+        pages: the beginning of its table, int32 [m], the same on every rank.
+        reserved: tokens for which these are taken.
         limit: tokens in the cache at which it ends.
+        known: the first so many tokens are in its pages already, or in those to copy; prefill goes on behind them.
+        copy_from, copy_to: pages to copy on every rank, in the order of admissions.
+        drawn: the last so many tokens of `prompt` were drawn.
     """
 
     id: str | int
     slot: int
-    prompt: Sequence[int]
+    prompt: np.ndarray
     start: int
+    pages: np.ndarray
     reserved: int
     limit: int
     sampling: SamplingParams
+    known: int = 0
+    copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
+    drawn: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class TableWrite:
+    """Pages, int32 [n], that a slot's table has from a column on; the others stay."""
+
+    slot: int
+    column: int
+    pages: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -51,19 +87,22 @@ class StepPlan:
         tokens: how many a sequence is expected to take of a step.
         steps: at most so many under one decision; None for as many as there may be.
         draft_limits: drafts of slots 0, 1, .. that are verified, empty where they stay what they were.
+        seconds: of a step; None where it is not known.
     """
 
     drafts: int = 0
     tokens: float = 1.0
     steps: int | None = None
     draft_limits: tuple[int, ...] = ()
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do next: retire, admit, prefill one chunk, then decode so many steps back to back.
+    """What all ranks do next, in this order; the decode steps follow each other back to back.
 
     Attributes:
+        tables: of slots that are in use before `admit`.
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
         drafts, draft_limits: of the decode steps; see `StepPlan`.
         sparse: whether the decode steps choose which keys they read: some sequence is long enough.
@@ -71,6 +110,7 @@ class Decision:
 
     number: int
     retire: tuple[int, ...]
+    tables: tuple[TableWrite, ...]
     admit: tuple[Admission, ...]
     prefill: tuple[Segment, ...]
     decode_steps: int
@@ -82,182 +122,421 @@ class Decision:
     sparse: bool = False
 
 
-@dataclass
-class Running:
-    """A sequence in a slot."""
+@dataclass(eq=False, slots=True)
+class Scheduled:
+    """A request that waits, or runs in a slot.
+
+    Attributes:
+        order: who comes first: by priority, then by arrival.
+        drawn: tokens that it has drawn and rank 0 has read.
+        least, most: further tokens that it has drawn in what is under way.
+        slot: None while it waits.
+        held: its pages, while it runs.
+        tokens: what goes through prefill, int32 [n]: the prompt, and what it had drawn when it was admitted.
+        prefilled: of these, what is computed once all that was launched is.
+        reserved: tokens for which it has pages.
+        ended: nothing that it draws counts any more.
+        leased: it was preempted, and is not once more before it needs more pages than it comes back with.
+        refused: when it was found not to fit.
+        room: so many pages must be had before it is worth trying again.
+    """
 
     request: Request
-    slot: int
-    start: int
-    pages: tuple[int, ...]  # on each kvp rank
-    reserved: int
+    order: tuple[int, float, int]
+    tokens: np.ndarray
+    drawn: array[int] = field(default_factory=lambda: array("i"))
+    least: int = 0
+    most: int = 0
+    slot: int | None = None
+    held: BlockTable | None = None
     prefilled: int = 0
-    produced: int = 0
-    finished: bool = False
+    reserved: int = 0
+    ended: bool = False
+    leased: bool = False
+    refused: float | None = None
+    room: int = 0
 
     @property
-    def decoding(self) -> bool:
-        return not self.finished and self.prefilled == len(self.request.prompt)
+    def known(self) -> int:
+        """Tokens of prompt and continuation that rank 0 knows."""
+        return len(self.request.prompt) + len(self.drawn)
+
+    @property
+    def undrawn(self) -> int:
+        """Tokens that it may still draw, as far as rank 0 has read."""
+        return self.request.max_new_tokens - len(self.drawn)
 
     @property
     def left(self) -> int:
-        """Tokens that it may still take."""
-        return self.request.max_new_tokens - self.produced
+        """Tokens that it may still draw behind those under way, at most."""
+        return self.undrawn - self.least
+
+    @property
+    def decoding(self) -> bool:
+        return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
 
     @property
     def cached(self) -> int:
-        """Tokens in the cache: the last one drawn is not, until the next step appends it."""
-        return self.prefilled + max(self.produced - 1, 0)
+        """Tokens in the cache, as far as rank 0 knows: the last one drawn is not, until the next step appends it."""
+        return self.prefilled if self.known == len(self.tokens) else self.known - 1
 
 
 class Scheduler:
-    """First come, first served; a request waits until a slot and, on every kvp rank, its pages are free.
+    """Decides for all ranks. Nothing that it does costs by length of context but numpy over tokens that are matched.
 
     Args:
-        pages: pages that `length` tokens take on a kvp rank, `(length, start, kvp_rank) -> pages`.
-        free_pages: free pages of each kvp rank.
-        token_budget: most tokens reserved at a time.
+        tables: hands out pages.
+        times: predicts chunks, and orders preemptions.
         max_batch: slots.
         prefill_chunk: most prompt tokens in one prefill step.
         run_steps: most decode steps under one decision.
+        run_s: most seconds of the decode steps under one decision.
+        stall_s: most seconds of a chunk while somebody decodes.
+        decode_share: of the time that decode steps have while somebody decodes.
+        patience_s: so long others may pass a request that does not fit; then pages are kept for it.
+        lease: tokens beyond those that are known for which pages are taken at a time.
         drafts: the most tokens that a step appends beyond those that may count.
         pace: how steps of so many rows go on; called before each run of them.
         sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
+
+    Attributes:
+        running: by slot.
+        preemptions: how many there were.
     """
 
     def __init__(
         self,
-        pages: Callable[[int, int, int], int],
-        free_pages: Sequence[int],
-        token_budget: int,
+        tables: BlockTables,
+        times: PrefillTime,
+        *,
         max_batch: int,
         prefill_chunk: int,
-        run_steps: int,
+        run_steps: int = 8,
+        run_s: float = 0.020,
+        stall_s: float = 0.050,
+        decode_share: float = 0.25,
+        patience_s: float = 30.0,
+        lease: int = 1024,
         drafts: int = 0,
         pace: Callable[[int], StepPlan] = lambda rows: StepPlan(),
         sparse_from: int | None = None,
     ) -> None:
-        self._pace = pace
-        self._drafts = drafts
+        self._tables, self._times, self._pace = tables, times, pace
+        self._max_batch, self._prefill_chunk, self._drafts = max_batch, prefill_chunk, drafts
+        self._run_steps, self._run_s, self._stall_s = run_steps, run_s, stall_s
+        self._owed_per_second = decode_share / (1 - decode_share)
+        self._patience_s = patience_s
+        self._run_tokens = run_steps * (1 + drafts)
+        self._lease = max(lease, 1 + self._run_tokens)  # a prompt that ends decodes in the same decision
         self._sparse_from = math.inf if sparse_from is None else sparse_from
-        self._pages = pages
-        self._free_pages = list(free_pages)
-        self._free_tokens = token_budget
-        self._max_batch = max_batch
         self._free_slots = list(range(max_batch))  # a heap: low slots first, so that steps have few rows
-        self._prefill_chunk = prefill_chunk
-        self._run_steps = run_steps
-        self._waiting: deque[Request] = deque()
-        self._capacity = (list(free_pages), token_budget)
-        self._number = 0
-        self._admissions = 0
-        self.running: dict[int, Running] = {}
+        self._requests: dict[str | int, Scheduled] = {}
+        self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
+        self._launched: deque[dict[int, tuple[Scheduled, int, int]]] = deque()  # by slot: at least and at most drawn
+        self._changed: list[_Change] = []  # by the chunk of the last decision
+        self._owed = 0.0  # seconds of decode steps before the next chunk
+        self._number = self._submitted = self._admissions = 0
+        self.running: dict[int, Scheduled] = {}
+        self.preemptions = 0
 
-    def submit(self, request: Request) -> str | None:
-        """Queues a request; returns the reason where it can never fit."""
-        need = self._need(request)
-        pages, tokens = self._capacity
-        kvp = len(pages)
-        lacking, k = max((self._pages(need, start, k) - pages[k], k) for start in range(kvp) for k in range(kvp))
-        if need > tokens or lacking > 0:
+    # ---- requests
+
+    def submit(self, request: Request, now: float) -> str | None:
+        """Queues a request; returns the reason where it can never be served."""
+        if request.id in self._requests:
+            return f"a request with id={request.id!r} is under way: take another id"
+        pool, stripes = self._tables.pool, self._tables.tree.stripes
+        need = len(request.prompt) + request.max_new_tokens + self._drafts
+        pages = stripes.pages_for(need)
+        if pages > pool.pages:
             drafts = f" and {self._drafts} drafts" if self._drafts else ""
-            holds = f"the cache holds {tokens}"
-            if need <= tokens:
-                holds = f"kvp rank {k} has {pages[k]} pages, and these may take {pages[k] + lacking} of them"
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
-                f"tokens of KV; {holds} (raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp)"
+                f"tokens of KV, {pages} pages; the cache holds {pool.pages * stripes.page_tokens}, "
+                f"{pool.pages} pages (raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp)"
             )
-        self._waiting.append(request)
+        self._submitted += 1
+        tokens = np.asarray(request.prompt, dtype=np.int32)
+        s = Scheduled(request, (-request.priority, now, self._submitted), tokens)
+        self._requests[request.id] = s
+        insort(self._waiting, (s.order, s))
         return None
 
-    def decide(self) -> Decision | None:
-        """The next decision, or None where nothing is left to do."""
-        retire = tuple(slot for slot, s in self.running.items() if s.finished)
-        for slot in retire:
-            self._release(self.running.pop(slot))
-        admit = self._admit()
-        if not self.running:
+    def end(self, request_id: str | int) -> bool:
+        """Ends a request, whether it waits or runs: it was aborted, or what it drew says so; False if it is not there.
+
+        The next decision frees what it holds.
+        """
+        s = self._requests.pop(request_id, None)
+        if s is None:
+            return False
+        s.ended = True
+        if s.slot is None:
+            del self._waiting[self._place(s)]
+        return True
+
+    def end_all(self) -> None:
+        """Ends all requests."""
+        for request_id in list(self._requests):
+            self.end(request_id)
+
+    def record_token(self, slot: int, token: int) -> Scheduled | None:
+        """Notes a token of the first decision that has not landed; None where it does not count: its request has ended.
+
+        A request ends here with its last token by `max_new_tokens`, else by `end`.
+        """
+        s = self._launched[0][slot][0]
+        if s.ended:
             return None
-        rows = min(1 << max(self.running).bit_length(), self._max_batch)
-        pace = self._pace(rows)
-        prefill = self._prefill_segments()
+        s.drawn.append(token)
+        if len(s.drawn) == s.request.max_new_tokens:
+            self.end(s.request.id)
+        return s
+
+    def landed(self) -> None:
+        """All tokens of the first decision that had not landed are recorded; to be called before the next `decide`."""
+        for s, least, most in self._launched.popleft().values():
+            s.least -= least
+            s.most -= most
+
+    @property
+    def under_way(self) -> int:
+        """Decisions that have not landed."""
+        return len(self._launched)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    # ---- decisions
+
+    def decide(self, now: float) -> Decision | None:
+        """The next decision, or None where nothing can be done until a decision lands or a request comes.
+
+        Where none is under way and None is returned, no request is left.
+        """
+        retire = [slot for slot, s in self.running.items() if s.ended]
+        for slot in retire:
+            self._leave(self.running[slot])
+        writes, self._changed = self._changed, []
+        short = [s for s in self.running.values() if s.decoding and s.reserved < self._room(s, self._run_tokens)]
+        for s in sorted(short, key=lambda s: s.order):
+            if s.slot is not None:  # else it was preempted for one before it
+                retire += self._extend(s, writes)
+        admit = tuple(self._admit(now))
+        prefill = tuple(self._chunk(writes))
+        drawing = {segment.slot: (self.running[segment.slot], 1, 1) for segment in prefill if segment.last}
+        for s, least, most in drawing.values():
+            s.least, s.most = s.least + least, s.most + most
         decoding = [s for s in self.running.values() if s.decoding]
-        steps = 0
+        rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
+        plan, steps = StepPlan(), 0
         if decoding:
-            # Alternate while prompts come in; else run at most until the first sequence must end, which frees its slot.
-            first = {segment.slot for segment in prefill}  # their first token is drawn by the prefill
-            left = [s.left - (s.slot in first) for s in decoding]
-            most = 1 if len(decoding) < len(self.running) else self._run_steps
-            steps = min(math.ceil(min(left) / pace.tokens), most, pace.steps or most)
-            # Some may end with the prefill: they take no further token, and the others do not wait for them.
-            steps = max(steps, int(max(left) > 0))
-        sampling = [s.request.sampling for s in self.running.values()]
+            plan = self._pace(rows)
+            steps = self._steps(plan, min(s.left for s in decoding))
+        most = steps * (1 + plan.drafts)
+        for s in decoding:
+            assert s.slot is not None
+            _, first, _ = drawing.get(s.slot, (s, 0, 0))
+            drawing[s.slot] = s, first + steps, first + most
+            s.least, s.most = s.least + steps, s.most + most
+        tables = tuple(write for change in writes if (write := change.write()) is not None)
+        if not (retire or tables or admit or prefill or steps):
+            return None
+        self._launched.append(drawing)
         self._number += 1
+        sampling = [s.request.sampling for s in self.running.values()]
         return Decision(
             self._number,
-            retire,
+            tuple(retire),
+            tables,
             admit,
             prefill,
             steps,
             rows,
             stochastic=any(not p.is_greedy for p in sampling),
             filtered=any(p.is_filtered for p in sampling),
-            drafts=pace.drafts,
-            draft_limits=pace.draft_limits,
+            drafts=plan.drafts,
+            draft_limits=plan.draft_limits,
             # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.
-            sparse=any(s.cached + steps * (1 + pace.drafts) >= self._sparse_from for s in decoding),
+            sparse=any(s.known + s.most > self._sparse_from for s in decoding),
         )
 
-    def record_token(self, slot: int, finished: bool) -> None:
-        """Notes a token drawn for a slot, and whether it is the sequence's last."""
-        sequence = self.running[slot]
-        sequence.produced += 1
-        sequence.finished = finished
+    # ---- slots and pages
 
-    def _admit(self) -> tuple[Admission, ...]:
-        admitted = []
-        while self._waiting and self._free_slots:
-            request = self._waiting[0]
-            # The first block goes to another kvp rank each time, so that short sequences spread out.
-            start = self._admissions % len(self._free_pages)
-            need = self._need(request)
-            pages = tuple(self._pages(need, start, k) for k in range(len(self._free_pages)))
-            if need > self._free_tokens or any(n > free for n, free in zip(pages, self._free_pages, strict=True)):
-                break
-            self._waiting.popleft()
+    def _admit(self, now: float) -> Iterator[Admission]:
+        at = 0
+        while self._free_slots and at < min(len(self._waiting), LOOK_AHEAD):
+            _, s = self._waiting[at]
+            held = self._fit(s)
+            if held is None:
+                s.refused = now if s.refused is None else s.refused
+                if now - s.refused >= self._patience_s:
+                    return
+                at += 1
+                continue
+            del self._waiting[at]
+            s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots), held, held.known
+            self.running[s.slot] = s
             self._admissions += 1
-            self._free_tokens -= need
-            self._free_pages = [free - n for free, n in zip(self._free_pages, pages, strict=True)]
-            sequence = Running(request, heapq.heappop(self._free_slots), start, pages, need)
-            self.running[sequence.slot] = sequence
-            admitted.append(
-                Admission(
-                    request.id,
-                    sequence.slot,
-                    request.prompt,
-                    start,
-                    need,
-                    len(request.prompt) + request.max_new_tokens - 1,  # the last token is never appended
-                    request.sampling,
-                )
+            request = s.request
+            yield Admission(
+                request.id,
+                s.slot,
+                s.tokens,
+                held.start,
+                held.pages.copy(),  # the table changes while this is carried out
+                s.reserved,
+                len(request.prompt) + request.max_new_tokens - 1,  # the last token is never appended
+                request.sampling,
+                held.known,
+                held.copy_from,
+                held.copy_to,
+                len(s.drawn),
             )
-        return tuple(admitted)
 
-    def _need(self, request: Request) -> int:
-        return len(request.prompt) + request.max_new_tokens + self._drafts
+    def _fit(self, s: Scheduled) -> BlockTable | None:
+        """Pages for one that waits; None where they do not fit, or it has drawn tokens that are not read yet."""
+        pool = self._tables.pool
+        if s.most or pool.room < s.room:
+            return None
+        if s.known > len(s.tokens):
+            s.tokens = np.concatenate((s.tokens, s.drawn[len(s.tokens) - s.known :]))
+        s.reserved = self._room(s, self._lease)
+        # The first block goes to another kvp rank each time, so that short sequences spread out.
+        start = self._admissions % self._tables.tree.stripes.layout.kvp
+        held = self._tables.admit(s.tokens, s.reserved, start, s.request.salt)
+        if held is None:
+            s.room = pool.room + 1
+        return held
 
-    def _release(self, sequence: Running) -> None:
-        heapq.heappush(self._free_slots, sequence.slot)
-        self._free_tokens += sequence.reserved
-        self._free_pages = [free + n for free, n in zip(self._free_pages, sequence.pages, strict=True)]
+    def _extend(self, s: Scheduled, writes: list[_Change]) -> list[int]:
+        """Gets a sequence the pages of its next run, at best of a lease; returns slots of those preempted for it."""
+        gone: list[int] = []
+        while s.held is not None:
+            column = len(s.held.pages)
+            for count in (self._lease, self._run_tokens):
+                reserved = self._room(s, count)
+                if (more := self._tables.grow(s.held, reserved)) is not None:
+                    s.reserved, s.leased = reserved, False
+                    writes.append(_Change(s, s.held, column, len(more)))
+                    return gone
+            gone.append(self._preempt_for(s))
+        return gone
 
-    def _prefill_segments(self) -> tuple[Segment, ...]:
-        budget, segments = self._prefill_chunk, []
-        for s in self.running.values():
-            count = min(budget, len(s.request.prompt) - s.prefilled)
-            if count > 0:
-                end = s.prefilled + count
-                segments.append(Segment(s.slot, s.prefilled, end, end == len(s.request.prompt)))
-                s.prefilled, budget = end, budget - count
-        return tuple(segments)
+    def _preempt_for(self, s: Scheduled) -> int:
+        """Preempts whoever is the cheapest to compute again, of no higher priority, maybe `s` itself."""
+
+        def loss(other: Scheduled) -> tuple[int, float]:
+            assert other.held is not None
+            stripes = self._tables.tree.stripes
+            kept = self._tables.pool.shared(other.held.pages) // stripes.pages * stripes.tokens
+            return other.request.priority, self._times.work(min(kept, other.cached), other.cached)
+
+        priority = s.request.priority
+        others = [o for o in self.running.values() if not o.leased and o.request.priority <= priority]
+        victim = min([*others, s], key=loss)
+        slot = victim.slot
+        assert slot is not None
+        self._leave(victim)
+        victim.leased, victim.refused, victim.room = True, None, 0
+        insort(self._waiting, (victim.order, victim))
+        self.preemptions += 1
+        return slot
+
+    def _leave(self, s: Scheduled) -> None:
+        """Frees a slot and its pages, whose tokens stay known."""
+        assert s.slot is not None and s.held is not None
+        tokens = np.concatenate((s.tokens, s.drawn[len(s.tokens) - s.known :])) if s.known > len(s.tokens) else s.tokens
+        self._tables.end(s.held, tokens[: s.cached])
+        heapq.heappush(self._free_slots, s.slot)
+        del self.running[s.slot]
+        s.slot, s.held, s.prefilled = None, None, 0
+
+    def _room(self, s: Scheduled, more: int) -> int:
+        """Tokens for which it needs pages to draw so many more."""
+        return min(s.known + s.most + more, len(s.request.prompt) + s.request.max_new_tokens) + self._drafts
+
+    def _place(self, s: Scheduled) -> int:
+        return bisect_left(self._waiting, s.order, key=lambda entry: entry[0])
+
+    # ---- time
+
+    def _chunk(self, writes: list[_Change]) -> Iterator[Segment]:
+        """A chunk of prompts, where it is time for one: half of it the oldest one's, then the shortest ones first."""
+        prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
+        decoding = any(s.decoding for s in self.running.values())
+        if not decoding:
+            self._owed = 0.0
+        if not prompts or self._owed > 0:
+            return
+        tokens, work = self._prefill_chunk, self._times.within(self._stall_s) if decoding else math.inf
+        oldest = min(prompts, key=lambda s: s.order[1:])
+        others = sorted(
+            (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
+        )
+        self._advance(oldest, writes)
+        half = self._cut(oldest, -(-tokens // 2), work / 2)
+        of_half = self._times.work(oldest.prefilled, oldest.prefilled + half)
+        tokens, work = tokens - half, work - of_half
+        ends = {}
+        for s in others:
+            if tokens <= 0 or work < 1:
+                break
+            self._advance(s, writes)
+            count = self._cut(s, tokens, work)
+            tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
+            ends[s] = s.prefilled + count
+        count = max(self._cut(oldest, half + tokens, of_half + work), min(LEAST_CHUNK, self._prefill_chunk))
+        ends[oldest] = min(oldest.prefilled + count, len(oldest.tokens))
+        done = 0.0
+        for s, end in ends.items():
+            if end > s.prefilled:
+                assert s.slot is not None and s.held is not None
+                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens))
+                done += self._times.work(s.prefilled, end)
+                s.prefilled = end
+                columns = self._tables.enter(s.held, s.tokens[:end])
+                self._changed.append(_Change(s, s.held, columns.start, len(columns)))
+        if decoding:
+            self._owed += self._times.seconds(done) * self._owed_per_second
+
+    def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
+        """Takes over what others have computed of a prompt meanwhile."""
+        assert s.held is not None
+        s.prefilled, columns = self._tables.advance(s.held, s.tokens, s.prefilled)
+        writes.append(_Change(s, s.held, columns.start, len(columns)))
+
+    def _cut(self, s: Scheduled, tokens: int, work: float) -> int:
+        """How much of a prompt comes next, within so many tokens and so much work."""
+        tokens = min(tokens, len(s.tokens) - s.prefilled)
+        return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.prefilled, work))
+
+    def _steps(self, plan: StepPlan, left: int) -> int:
+        """Decode steps under one decision, at least one: until the first sequence must end, which frees its slot."""
+        most = min(self._run_steps, math.ceil(left / plan.tokens), plan.steps or self._run_steps)
+        prompts = any(s.prefilled < len(s.tokens) for s in self.running.values())
+        if plan.seconds is None:
+            self._owed = 0.0
+            return 1 if prompts else most
+        most = min(most, int(self._run_s / plan.seconds))
+        if prompts:
+            most = min(most, math.ceil(self._owed / plan.seconds))
+        self._owed = max(self._owed - max(most, 1) * plan.seconds, 0.0)
+        return max(most, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """Columns `[first, first + count)` of a table that the ranks do not have yet."""
+
+    s: Scheduled
+    held: BlockTable
+    first: int
+    count: int
+
+    def write(self) -> TableWrite | None:
+        """What tells them; None where there is nothing to tell, or the sequence has left."""
+        if not self.count or self.s.held is not self.held or self.s.slot is None:
+            return None
+        return TableWrite(self.s.slot, self.first, self.held.pages[self.first : self.first + self.count].copy())

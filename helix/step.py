@@ -149,11 +149,10 @@ class DecodeState:
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, row: int, start: int, pages: list[int], limit: int, prompt: Sequence[int]) -> None:
+    def admit(self, row: int, start: int, pages: np.ndarray, limit: int, prompt: Sequence[int] | np.ndarray) -> None:
         """Gives a row to a new sequence; it decodes once `activate` has set its first token."""
-        table = torch.zeros(self.block_tables.shape[1], dtype=torch.int32)
-        table[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self.block_tables[row] = table.to(self.block_tables.device)
+        self.block_tables[row] = 0
+        self.write_table(row, 0, pages)
         self.starts[row] = start
         self.limits[row] = limit
         self.active[row] = False
@@ -161,6 +160,12 @@ class DecodeState:
             self.history[row, : len(prompt)] = torch.from_numpy(np.asarray(prompt, dtype=np.int32)).to(
                 self.history.device
             )
+
+    def write_table(self, row: int, column: int, pages: np.ndarray) -> None:
+        """Puts pages, int32 [n], in a row's table from a column on."""
+        self.block_tables[row, column : column + len(pages)] = torch.as_tensor(pages, dtype=torch.int32).to(
+            self.block_tables.device
+        )
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Starts decoding in `rows` [n] int64, from their first tokens, after `lengths` tokens of prompt."""

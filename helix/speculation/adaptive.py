@@ -106,7 +106,11 @@ class DraftPolicy:
             drafts = min(sorted(others), key=lambda n: self._last_run.get((rows, n), -1))
         is_new = len(self.sizes) > 1 and (rows, drafts) not in self._seconds
         return StepPlan(
-            drafts, tokens[drafts], TRIAL_STEPS if trial or is_new else None, self._new_limits(rows, drafts)
+            drafts,
+            tokens[drafts],
+            TRIAL_STEPS if trial or is_new else None,
+            self._new_limits(rows, drafts),
+            self._seconds.get((rows, drafts), self._timed.get((rows, drafts))),
         )
 
     def limit(self, slot: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from comm.base import Communicator
@@ -92,7 +93,7 @@ class ModelDrafter(Drafter):
         self._admissions += 1
         pages = self.cache.take(self.placement.pages(admission.reserved, start))
         self._pages[admission.slot] = pages
-        self.sequences.admit(admission.slot, start, pages, admission.limit, admission.prompt)
+        self.sequences.admit(admission.slot, start, np.array(pages, dtype=np.int32), admission.limit, admission.prompt)
 
     def retire(self, slot: int) -> None:
         self.cache.give_back(self._pages.pop(slot))

@@ -16,6 +16,7 @@ from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_tokenizer, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.pages import PagePool, Stripes
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
 from helix.speculation import Drafter
@@ -101,8 +102,10 @@ def prefilled(
     entries = model.spec.entries(layout, comm.rank)
     cache = KVCache(model.spec.layers, pages, page, entries, model.weights.dtype, comm.device, score)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
+    pool, each = PagePool(pages), Stripes(layout, append_block, page).pages_for(room)
     for slot, prompt in enumerate(prompts):
-        runner.admit(Admission(slot, slot, prompt.tolist(), slot % layout.kvp, room, room, SamplingParams()))
+        tokens, start = prompt.int().cpu().numpy(), slot % layout.kvp
+        runner.admit(Admission(slot, slot, tokens, start, pool.take(each), room, room, SamplingParams()))
     for first in range(0, n, TOGETHER):
         slots = range(first, min(first + TOGETHER, n))
         for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):

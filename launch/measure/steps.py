@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -18,6 +19,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.autotune import choose_chunks
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
+from helix.pages import PagePool, Stripes
 from helix.sampling import SamplingParams
 from helix.scheduler import Admission
 from helix.speculation import DraftModel, ModelDrafter
@@ -154,8 +156,12 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
     for tensor in (tensor for cache in caches for tensor in cache.tensors):
         for layer in tensor:
             layer.normal_(generator=generator)
+    placement, pool = runner.placement, PagePool(runner.cache.pages)
+    each = Stripes(runner.layout, placement.append_block, placement.page_size).pages_for(reserved)
+    nothing = np.empty(0, dtype=np.int32)
     for slot in range(batch):
-        runner.admit(Admission(slot, slot, (), slot % runner.layout.kvp, reserved, reserved, SamplingParams()))
+        start, pages = slot % runner.layout.kvp, pool.take(each)
+        runner.admit(Admission(slot, slot, nothing, start, pages, reserved, reserved, SamplingParams()))
     rewind(runner, batch, length)
     state = runner.state
     tables, starts, lengths = state.block_tables[:batch], state.starts[:batch], state.lengths[:batch]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from helix.errors import ConfigError, RankError
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.model_runner import StepTokens
 from helix.models import Decoder
+from helix.pages import PagePool, Stripes
 from helix.request import Request
 from helix.scheduler import Admission, Decision, Segment
 from helix.simulate.cost import tokens_per_step
@@ -182,9 +184,7 @@ class PromptSample(_Sample):
         for request in requests:
             if reason := engine.refusal(request):
                 raise ConfigError(f"{config.decode.prompts}, prompt {request.id!r}: {reason}")
-        free, lacking = engine.runner.cache.free_pages, 0
-        for turn in self.turns:
-            lacking = max(lacking, sum(map(self._pages, turn, range(rows))) - free)
+        lacking = max(sum(map(self._pages, turn)) for turn in self.turns) - engine.runner.cache.pages
         if (most := max(comm.all_gather_object(lacking))) > 0:
             raise ConfigError(
                 f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts lack {most} pages of the "
@@ -199,9 +199,9 @@ class PromptSample(_Sample):
     def _need(self, request: Request) -> int:
         return len(request.prompt) + request.max_new_tokens + self.drafts
 
-    def _pages(self, request: Request, slot: int) -> int:
+    def _pages(self, request: Request) -> int:
         placement = self.runner.placement
-        return placement.pages(self._need(request), slot % placement.layout.kvp)
+        return Stripes(placement.layout, placement.append_block, placement.page_size).pages_for(self._need(request))
 
     @torch.inference_mode()
     def measure(self, way: Way) -> tuple[Measured, dict[str, Any]]:
@@ -229,7 +229,7 @@ class PromptSample(_Sample):
         """Brings the prompts of a turn into the cache, where others are; then state is as after their prefill."""
         runner, requests = self.runner, self.turns[turn]
         if turn != self.turn:
-            retire = tuple(runner.admitted)
+            retire, self._pool = tuple(runner.admitted), PagePool(runner.cache.pages)
             admit = tuple(self._admission(slot, request) for slot, request in enumerate(requests))
             self._execute(retire=retire, admit=admit)
             chunk, done, total = self.config.decode.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
@@ -250,7 +250,8 @@ class PromptSample(_Sample):
     def _admission(self, slot: int, request: Request) -> Admission:
         need, limit = self._need(request), len(request.prompt) + request.max_new_tokens - 1
         start = slot % self.runner.layout.kvp
-        return Admission(request.id, slot, request.prompt, start, need, limit, request.sampling)
+        prompt, pages = np.asarray(request.prompt, dtype=np.int32), self._pool.take(self._pages(request))
+        return Admission(request.id, slot, prompt, start, pages, need, limit, request.sampling)
 
     def _execute(
         self,
@@ -258,7 +259,7 @@ class PromptSample(_Sample):
         admit: tuple[Admission, ...] = (),
         prefill: tuple[Segment, ...] = (),
     ) -> None:
-        decision = Decision(0, retire, admit, prefill, 0, 0, self.stochastic, self.filtered)
+        decision = Decision(0, retire, (), admit, prefill, 0, 0, self.stochastic, self.filtered)
         for drawn in self.runner.execute(decision):
             drawn.read()
         self.runner.check()

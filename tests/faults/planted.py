@@ -423,35 +423,14 @@ FAULTS = [
         ("tests/kernels/test_merge_exchange.py::test_as_one_after_the_other[plain-40-torch.float32]",),
     ),
     # ---- the control plane
-    Fault(
-        "tokens are not given back", "helix/scheduler.py",
-        "        self._free_tokens += sequence.reserved\n", "", SCHEDULER,
-    ),
-    Fault(
-        "pages are not counted", "helix/scheduler.py",
-        "[free - n for free, n in zip(self._free_pages, pages, strict=True)]", "list(self._free_pages)", SCHEDULER,
-    ),
-    Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, sequence.slot)", "pass", SCHEDULER),
+    Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER),
     Fault(
         "all sequences start on rank 0", "helix/scheduler.py",
-        "start = self._admissions % len(self._free_pages)", "start = 0", SCHEDULER,
-    ),
-    Fault(
-        "every prompt has a chunk of its own", "helix/scheduler.py",
-        "s.prefilled, budget = end, budget - count", "s.prefilled, budget = end, budget", SCHEDULER,
-    ),
-    Fault(
-        "a run goes on to the last end", "helix/scheduler.py",
-        "math.ceil(min(left) / pace.tokens)", "math.ceil(max(left) / pace.tokens)", SCHEDULER,
+        "start = self._admissions % self._tables.tree.stripes.layout.kvp", "start = 0", SCHEDULER,
     ),
     Fault(
         "as many rows as sequences", "helix/scheduler.py",
         "min(1 << max(self.running).bit_length(), self._max_batch)", "min(len(self.running), self._max_batch)",
-        SCHEDULER,
-    ),
-    Fault(
-        "no room for drafts", "helix/scheduler.py",
-        "len(request.prompt) + request.max_new_tokens + self._drafts", "len(request.prompt) + request.max_new_tokens",
         SCHEDULER,
     ),
     Fault(

@@ -164,14 +164,15 @@ def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
 
     runner = engine.runner
     scheduler = Scheduler(
-        runner.placement.pages, [runner.cache.pages], engine.token_budget, max_batch, 64, 8, runner.drafts
+        engine.tables, engine.prefill_time, max_batch=max_batch, prefill_chunk=64, drafts=runner.drafts
     )
     for i, length in enumerate(lengths):
-        scheduler.submit(Request(i, tuple(range(length)), 5))
-    while (decision := scheduler.decide()) is not None:
+        scheduler.submit(Request(i, tuple(range(length)), 5), 0.0)
+    while (decision := scheduler.decide(0.0)) is not None:
         for slot in decision.retire:
             drafter.retire(slot)
         for admission in decision.admit:
             drafter.admit(admission)  # would fail if a page were missing
-        for slot in scheduler.running:
-            scheduler.record_token(slot, True)
+        for s in scheduler.running.values():
+            scheduler.end(s.request.id)
+        scheduler.landed()

@@ -114,4 +114,4 @@ def test_a_prompt_of_a_million_tokens_travels_as_bytes() -> None:
     request = Request(0, list(range(100)) * 10_000, 1)
     assert list(request.prompt[5:8]) == [5, 6, 7] and len(request.prompt) == 1_000_000
     assert len(pickle.dumps(request)) < 4_010_000
-    assert pickle.loads(pickle.dumps(request)) == request
+    assert (pickle.loads(pickle.dumps(request)).prompt == request.prompt).all()
