@@ -135,6 +135,10 @@ class Communicator(ABC):
     def broadcast_object(self, obj: T | None) -> T:
         """Rank 0's picklable object, on every rank; what the others pass is ignored."""
 
+    def limit_waits(self, seconds: float | None) -> None:
+        """From now on the control plane waits so long for other ranks, then RuntimeError; None: as it did at first."""
+        return
+
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
         """Every rank's picklable object, in rank order."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from comm.base import Communicator, T, sum_in_rank_order
 
@@ -48,7 +49,8 @@ class TorchDistCommunicator(Communicator):
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []
         self._kvp = self._connect(kvp_groups)
-        self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        self._patience = CONTROL_TIMEOUT
+        self._gloo: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._patience)
         # A rank may close its end only when all others have connected to it: creation itself does not wait for them.
         self._meet(timeout)
 
@@ -94,9 +96,21 @@ class TorchDistCommunicator(Communicator):
 
     def broadcast_object(self, obj: T | None) -> T:
         box: list[Any] = [obj]
-        dist.broadcast_object_list(box, src=0, group=self._control)
+        try:
+            dist.broadcast_object_list(box, src=0, group=self._control)
+        except RuntimeError as error:
+            if "Timed out" not in str(error):
+                raise
+            raise RuntimeError(
+                f"rank {self.rank} heard nothing of rank 0 for {self._patience.total_seconds():g} s (comm.timeout_s): "
+                "its host hangs or is slower than that"
+            ) from error
         received: T = box[0]
         return received
+
+    def limit_waits(self, seconds: float | None) -> None:
+        self._patience = CONTROL_TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        _set_pg_timeout(self._patience, self._control)
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered: list[Any] = [None] * dist.get_world_size()

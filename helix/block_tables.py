@@ -11,6 +11,7 @@ and compute: pages that a decision fills may be read and copied from the next de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
@@ -48,12 +49,14 @@ class BlockTables:
     Args:
         tree: where pages with the same tokens are looked for, and kept.
         caching: whether any are kept.
+        most: pages of all tables together, where a shared one counts in each; None for any number.
     """
 
-    def __init__(self, tree: PrefixTree, caching: bool = True) -> None:
+    def __init__(self, tree: PrefixTree, caching: bool = True, most: int | None = None) -> None:
         self.tree, self.pool = tree, tree.pool
         self._stripes, self._tokens = tree.stripes, tree.stripes.tokens
         self._caching = caching
+        self._left = math.inf if most is None else most
 
     def admit(self, tokens: np.ndarray, reserved: int, start: int, salt: Hashable = None) -> BlockTable | None:
         """Takes pages for `reserved` tokens of a sequence, with those that are known; None where they do not fit.
@@ -64,13 +67,15 @@ class BlockTables:
             salt: sequences of another one are not seen.
         """
         hit = self.tree.match(tokens, salt)
-        fresh = self._stripes.pages_for(reserved) - self._stripes.columns(0, hit.shared).stop
+        count = self._stripes.pages_for(reserved)
+        fresh = count - self._stripes.columns(0, hit.shared).stop
         shared, source = self.tree.pages_of(hit)
         idle = self.pool.idle(shared)
         if fresh > self.pool.room - idle - self.pool.idle(source):
             hit, source = replace(hit, copied=0, source=None), NO_PAGES  # it may take all there is
-        if fresh > self.pool.room - idle:
+        if fresh > self.pool.room - idle or count > self._left:
             return None
+        self._left -= count
         node = None if hit.node is None or not hit.shared else self.tree.ending(hit.node, hit.shared)
         self.pool.share(shared)
         self.pool.share(source)
@@ -120,8 +125,9 @@ class BlockTables:
     def grow(self, held: BlockTable, reserved: int) -> np.ndarray | None:
         """Further pages [n] int32 for `reserved` tokens in all, behind the others; None where they do not fit."""
         count = max(self._stripes.pages_for(reserved) - len(held.pages), 0)
-        if count > self.pool.room:
+        if count > min(self.pool.room, self._left):
             return None
+        self._left -= count
         more = self._take(count)
         held.pages = np.concatenate((held.pages, more))
         return more
@@ -139,6 +145,7 @@ class BlockTables:
             pages = held.pages[first : first + self._stripes.pages_for(len(rest))]
             self.tree.add_tail(self._node(held), rest, pages)
         self.pool.release(held.pages)
+        self._left += len(held.pages)
         held.pages = NO_PAGES
         if held.node is not None:
             self.tree.touch(held.node)

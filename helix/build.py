@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any
 
 from comm.base import Communicator
@@ -11,7 +10,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.config import AttentionConfig, Config, SpeculationConfig
 from helix.engine import Engine
 from helix.errors import ConfigError
-from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, page_bytes, pages_for_tokens
+from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, page_bytes
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
@@ -42,10 +41,9 @@ def make_drafter(
     placement: Placement,
     max_batch: int,
     max_length: int,
-    token_budget: int,
 ) -> Drafter | None:
     """The drafter that a config names, for an engine of these sizes; None for none."""
-    speculation, kv = config.speculation, config.kv
+    speculation = config.speculation
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
@@ -72,9 +70,8 @@ def make_drafter(
                 vocab=model.spec.vocab,
                 max_batch=max_batch,
                 max_length=max_length,
-                token_budget=token_budget,
-                append_block=kv.append_block,
-                page_size=kv.page_size,
+                target=placement,
+                pages=cache.pages,
             )
         case _:
             return None
@@ -115,7 +112,7 @@ def build_engine(
     """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
 
     Args:
-        draft: of speculation.drafter=model; its cache holds as many tokens.
+        draft: of speculation.drafter=model; its cache has as many pages.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not a single page does.
@@ -132,25 +129,16 @@ def build_engine(
     if config.speculation.drafter == "sparse":
         of_page += draft_budget(config.speculation).page_bytes(spec, layout, comm.rank, drafts, dtype, kv.page_size)
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
-    needed = pages_for_tokens(layout, wanted, kv.append_block, kv.page_size, max_batch)
+    if draft is not None:
+        of_page += draft.page_bytes(placement)
+    needed = placement.stripes.pages_for_all(wanted, max_batch)
 
-    page_tokens = kv.page_size * layout.kvp
-
-    def bytes_of(pages: int) -> int:
-        """The bytes of this many pages, with the draft model's for the tokens that they can hold."""
-        if draft is None:
-            return pages * of_page
-        own = draft.pages(pages * page_tokens, kv.append_block, kv.page_size, max_batch)
-        return pages * of_page + own * kv.page_size * draft.bytes_per_token
-
-    free = int(free_bytes(device) * kv.memory_fraction)
-    fitting = max(0, bisect_right(range(needed + 1), free, key=bytes_of) - 1)
+    fitting = min(int(free_bytes(device) * kv.memory_fraction) // of_page, needed)
     pages = min(comm.all_gather_object(fitting))
     if kv.tokens is not None and pages < needed:
-        own_pages = "" if draft is None else ", besides those of the draft model"
         raise ConfigError(
             f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but "
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}{own_pages}: "
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}: "
             "take fewer tokens, or a larger layout.kvp"
         )
     if pages == 0:
@@ -158,10 +146,10 @@ def build_engine(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes: raise "
             "it, or take a layout whose ranks hold fewer weights"
         )
-    budget = min(wanted, pages * page_tokens)
+    budget = min(wanted, pages * placement.stripes.page_tokens)
     max_length = min(budget, spec.max_positions)
     cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device, score)
-    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length, pages * page_tokens)
+    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length)
     runner = ModelRunner(
         model,
         layout,
@@ -177,7 +165,9 @@ def build_engine(
     )
     return Engine(
         runner,
-        token_budget=budget,
+        serving=config.serve,
+        prefix_cache=kv.prefix_cache,
+        timeout_s=config.comm.timeout_s,
         prefill_chunk=config.decode.prefill_chunk,
         run_steps=config.decode.run_steps,
         adaptive=config.speculation.adaptive,

@@ -50,12 +50,14 @@ class KVConfig:
     page_size: tokens a page.
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
+    prefix_cache: whether what was computed is kept for prompts that begin alike.
     """
 
     append_block: int = 16
     page_size: int = 64
     tokens: int | None = None
     memory_fraction: float = 0.9
+    prefix_cache: bool = True
 
 
 @dataclass
@@ -186,7 +188,7 @@ class DecodeConfig:
     resume: bool = False
     max_batch: int = 8
     prefill_chunk: int = 1024
-    run_steps: int = 8
+    run_steps: int = 32
     stream: bool = True
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -195,6 +197,25 @@ class DecodeConfig:
     min_p: float = 0.0
     seed: int = 0
     stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ServeConfig:
+    """How requests share the ranks.
+
+    Attributes:
+        stall_ms: most milliseconds of a chunk of prompts while somebody decodes.
+        decode_share: share of the time that decode steps have while somebody decodes.
+        run_ms: most milliseconds of decode steps between two decisions of rank 0.
+        patience_s: so many seconds others may pass a request that does not fit; then pages are kept for it.
+        lease: new tokens for which a sequence takes pages at a time.
+    """
+
+    stall_ms: float = 50.0
+    decode_share: float = 0.25
+    run_ms: float = 20.0
+    patience_s: float = 30.0
+    lease: int = 1024
 
 
 @dataclass
@@ -237,6 +258,7 @@ class Config:
     hopb: HopBConfig = field(default_factory=HopBConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     record: str | None = None
     seed: int = 0
@@ -298,6 +320,11 @@ def check(config: Config) -> None:
         "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
+        "serve.stall_ms": (1, 60_000),
+        "serve.decode_share": (0.0, 0.99),
+        "serve.run_ms": (0.1, 10_000),
+        "serve.patience_s": (0, 86_400),
+        "serve.lease": (1, 1 << 24),
         "comm.timeout_s": (0.1, 600),  # kernels that wait for other GPUs count no further (comm/symm_mem.py)
     }
     for key, (least, most) in ranges.items():

@@ -1,94 +1,103 @@
 """Requests in, tokens out.
 
-One control plane: rank 0 schedules, and broadcasts each decision on the CPU before any rank launches what it says. A
-decision covers a run of decode steps. Rank 0 has launched all of a decision before it hands a token out: no rank waits
-in a step for what a caller does with a token.
+One control plane: rank 0 decides, and broadcasts each decision on the CPU before any rank launches what it says. A
+decision covers a chunk of prompts and a run of decode steps. Rank 0 hands tokens out while what comes next is computed:
+no rank waits in a step for what a caller does with a token.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from helix.autotune import choose_chunks, fill, step_seconds
 from helix.block_tables import BlockTables
+from helix.config import ServeConfig
+from helix.inbox import Inbox
 from helix.model_runner import ModelRunner, StepTokens
-from helix.pages import PagePool, Stripes
+from helix.pages import PagePool
 from helix.prefill_time import PrefillTime
 from helix.prefix import PrefixTree
-from helix.request import Output, Request
-from helix.scheduler import Decision, Scheduled, Scheduler
-from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
+from helix.request import Delta, Output, Request
+from helix.scheduler import Decision, Scheduler
+from helix.serving import Serving
+from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 from helix.text import OutputStream
 from helix.timings import Timings
 
+T = TypeVar("T")
 DOUBLING = 32768.0  # depth at which a prompt's token takes twice as long as its first one
+BEATS = 4  # times that the others hear from an idle rank 0 before they give up
 
 
 class Engine:
-    """Serves requests on all ranks of a layout; every rank builds one and calls `generate` alike.
+    """Serves requests on all ranks of a layout; every rank builds one and calls `generate` or `serve` alike.
 
     Args:
         runner: this rank's part of all that a decision needs.
-        token_budget: the most tokens that all sequences may reserve together.
+        serving: how requests share the ranks.
         prefill_chunk: the most prompt tokens in one step.
-        run_steps: the most decode steps between two decisions.
+        run_steps: the most decode steps of a decision.
         adaptive: whether rank 0 chooses how many drafts a step has, up to the drafter's limit, or all have that many.
-        tokenizer: for text and stop texts, on rank 0; without one, tokens alone.
+        prefix_cache: whether what was computed is kept for prompts that begin alike.
+        timeout_s: so long the other ranks wait for a word of rank 0 in `serve`.
+        tokenizer: for text and stop texts of `generate`, on rank 0; without one, tokens alone.
         on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
 
     Attributes:
         draft_sizes: how many drafts a step may have.
         step_seconds: (rows, drafts) -> seconds of a step, from `warm_up`.
-        timings: of the last call of `generate`, on rank 0.
+        timings: of the last call, on rank 0.
+        tables: who has which page, on rank 0.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         *,
-        token_budget: int,
+        serving: ServeConfig | None = None,
         prefill_chunk: int = 1024,
         run_steps: int = 8,
         adaptive: bool = True,
+        prefix_cache: bool = True,
+        timeout_s: float = 300.0,
         tokenizer: Any | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
     ) -> None:
         self.runner = runner
         self.comm = runner.comm
-        self.token_budget = token_budget
+        self.serving = serving or ServeConfig()
         self.prefill_chunk = prefill_chunk
         self.run_steps = run_steps
         self.draft_sizes = draft_sizes(runner.drafts, adaptive)
         self.step_seconds: dict[tuple[int, int], float] = {}
+        self.prefix_cache = prefix_cache
+        self.timeout_s = timeout_s
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
         self.timings = Timings()
         self._broken: str | None = None  # by what
-        self._serving = False
-        self._scheduler: Scheduler | None = None
-        self.prefill_time = PrefillTime(DOUBLING)
-        placement, pages = runner.placement, min(self.comm.all_gather_object(runner.cache.pages))
-        stripes = Stripes(runner.layout, placement.append_block, placement.page_size)
-        self.tables = BlockTables(PrefixTree(PagePool(pages), stripes, self.prefill_time.cost), caching=False)
+        self._calling = False
+        self._times = PrefillTime(DOUBLING)
+        # One number is a page on every rank: rank 0 counts for all of them.
+        self._pages = min(self.comm.all_gather_object(runner.cache.pages))
+        self.tables = self._empty_tables()
 
     @torch.inference_mode()  # around each resumption: the caller's code between two outputs is not in it
     def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
-        """Serves requests; a collective call.
+        """Serves a list of requests, with text; a collective call.
 
         What rank 0 raises between steps ends the call on all ranks and frees all slots: an error of `requests`, of the
         tokenizer, of `on_prefill` or of a stop by the caller. What any rank raises in a step, as `observer` may, breaks
         the engine on all of them, since others are waiting in that step: it needs new communicators and a new engine.
 
         Args:
-            requests: rank 0's are served, the other ranks' argument is ignored.
+            requests: rank 0's are served, the other ranks' argument is ignored; no two have one id.
 
         Yields:
             On rank 0, an output for each token of each request, and one for each request that is refused. On the
@@ -97,21 +106,24 @@ class Engine:
         Raises:
             RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
         """
-        if self._broken is not None:
-            self.comm.abort(self._broken)  # others may be waiting for this rank
-            raise RuntimeError(
-                f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
-            )
-        if self._serving:
-            raise RuntimeError("a call of generate is under way on this engine: iterate it to its end, or close() it")
-        self._serving = True
-        try:
-            if self.comm.rank == 0:
-                yield from self._lead(requests)
-            else:
-                self._follow()
-        finally:
-            self._serving = False
+        yield from self._call(lambda: self._texts(requests), None)
+
+    @torch.inference_mode()
+    def serve(self, inbox: Inbox | None) -> Iterator[Delta]:
+        """Serves what comes in until the inbox is closed and all has ended; a collective call.
+
+        Whoever iterates on rank 0 takes outputs at once: a run is not followed by another one before they are taken.
+        The other ranks give up where they hear nothing of rank 0 for `timeout_s`. Errors are as in `generate`.
+
+        Args:
+            inbox: rank 0's; the other ranks' argument is ignored.
+
+        Yields:
+            On rank 0, what is new of a request: tokens, how far its prompt is, or why it has ended. Stop texts are
+            not looked for.
+        """
+        assert inbox is not None or self.comm.rank > 0, "rank 0 serves an inbox"
+        yield from self._call(lambda: self._deltas(inbox or Inbox()), self.timeout_s)
 
     @torch.inference_mode()
     def warm_up(self, variants: Iterable[tuple[bool, bool]]) -> None:
@@ -122,12 +134,14 @@ class Engine:
         """
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
+        self.tables = self._empty_tables()  # what follows writes to any page
         runner = self.runner
         if runner.graphs is None:
             return
         sizes = {min(1 << slot.bit_length(), runner.max_batch) for slot in range(runner.max_batch)}
+        tokens = self._pages * runner.placement.stripes.page_tokens
         for rows in sorted(sizes):
-            fill(runner, rows, max(1, min(runner.max_length, self.token_budget // rows)) - 1)
+            fill(runner, rows, max(1, min(runner.max_length, tokens // rows)) - 1)
             choose_chunks(runner, rows)
             if len(self.draft_sizes) > 1:
                 chunks = runner.chunks(rows)
@@ -147,9 +161,9 @@ class Engine:
 
     # ---- rank 0
 
-    def _lead(self, requests: Iterable[Request]) -> Iterator[Output]:
+    def _lead(self, outputs: Iterator[T]) -> Iterator[T]:
         try:
-            yield from self._serve(requests)
+            yield from outputs
             self._release_all()
         except BaseException as error:
             try:
@@ -160,49 +174,75 @@ class Engine:
                 error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
             raise
 
-    def _serve(self, requests: Iterable[Request]) -> Iterator[Output]:
-        runner = self.runner
-        self.timings = Timings(kv_tokens=[0] * runner.layout.kvp, acceptance=Acceptance(runner.drafts))
+    def _texts(self, requests: Iterable[Request]) -> Iterator[Output]:
+        inbox, streams = Inbox(), dict[str | int, OutputStream]()
+        for request in requests:
+            if reason := self._text_refusal(request, streams):
+                yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
+            else:
+                streams[request.id] = OutputStream(request, self.runner.model.spec.eos, self.tokenizer)
+                inbox.submit(request)
+        inbox.close()
+        for delta in self._deltas(inbox):
+            if delta.finish_reason == "error":
+                yield Output(delta.id, delta.prompt_tokens, (), "", "", "error", delta.reason)
+            for token in delta.new_ids:
+                if streams[delta.id].ended:
+                    break  # computed behind its stop text, thrown away
+                yield (output := streams[delta.id].push(token))
+                if output.finish_reason is not None:
+                    inbox.abort(delta.id)
+
+    def _text_refusal(self, request: Request, streams: dict[str | int, OutputStream]) -> str | None:
+        if request.stop and self.tokenizer is None:
+            return "stop texts need a tokenizer, and the model directory has none"
+        return f"two requests have id={request.id!r}" if request.id in streams else None
+
+    def _deltas(self, inbox: Inbox) -> Iterator[Delta]:
+        runner, settings = self.runner, self.serving
+        self.timings = timings = Timings(acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
-        self._scheduler = scheduler = Scheduler(
+        scheduler = Scheduler(
             self.tables,
-            self.prefill_time,
+            self._times,
             max_batch=runner.max_batch,
             prefill_chunk=self.prefill_chunk,
             run_steps=self.run_steps,
-            lease=runner.max_length,
+            run_s=settings.run_ms / 1e3,
+            stall_s=settings.stall_ms / 1e3,
+            decode_share=settings.decode_share,
+            patience_s=settings.patience_s,
+            lease=settings.lease,
             drafts=runner.drafts,
+            keep_drawn=runner.drafter is None or not runner.drafter.lags,
             pace=policy.pace,
             sparse_from=runner.policy.from_tokens,
         )
-        streams: dict[str | int, OutputStream] = {}
-        prompt_tokens = 0
-        for request in requests:
-            reason = self.refusal(request) or scheduler.submit(request, perf_counter())
-            if reason:
-                yield Output(request.id, len(request.prompt), (), "", "", "error", reason)
-            else:
-                streams[request.id] = OutputStream(request, runner.model.spec.eos, self.tokenizer)
-        while (decision := scheduler.decide(perf_counter())) is not None:
-            prompt_tokens += sum(len(a.prompt) for a in decision.admit)
-            for slot in decision.retire:
-                policy.forget(slot)
-            with self._together():
-                self.comm.broadcast_object(decision)
-                begin = perf_counter()
-                drawn = runner.execute(decision)
-            for step_tokens in self._timed(drawn, begin, decision, prompt_tokens, scheduler, policy):
-                for slot, token in step_tokens:
-                    sequence = scheduler.record_token(slot, token)
-                    if sequence is None:
-                        continue  # computed past its stop, thrown away
-                    output = streams[sequence.request.id].push(token)
-                    if output.finish_reason is not None:
-                        scheduler.end(sequence.request.id)
-                    yield output
-            runner.check()
-            scheduler.landed()
-            self._note_kv(scheduler.running.values())
+        serving = Serving(
+            runner,
+            scheduler,
+            self._times,
+            policy,
+            timings,
+            refusal=self.refusal,
+            launch=self._launch,
+            beat_s=self.timeout_s / BEATS,
+            on_prefill=self.on_prefill,
+        )
+        try:
+            yield from serving.outputs(inbox)
+        finally:
+            timings.preemptions = scheduler.preemptions
+            layout, block = runner.layout, runner.placement.append_block
+            timings.kv_tokens = [
+                sum(layout.local_length(length, k, block, start) for length, start in timings.held)
+                for k in range(layout.kvp)
+            ]
+
+    def _launch(self, decision: Decision) -> list[StepTokens]:
+        with self._together():
+            self.comm.broadcast_object(decision)
+            return self.runner.execute(decision)
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be served by this engine, whatever else it serves; None where it can."""
@@ -223,86 +263,64 @@ class Engine:
             )
         if length > self.runner.max_length:
             return (
-                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {length} tokens, "
-                f"more than max_length={self.runner.max_length} (raise kv.tokens or kv.memory_fraction, or take "
-                "a larger layout.kvp)"
+                f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {length} tokens of "
+                f"KV, and a sequence may have max_length={self.runner.max_length} (raise kv.tokens or "
+                "kv.memory_fraction, or use a larger layout.kvp)"
             )
-        if request.stop and self.tokenizer is None:
-            return "stop texts need a tokenizer, and the model directory has none"
         return None
-
-    def _timed(
-        self,
-        drawn: Sequence[StepTokens],
-        begin: float,
-        decision: Decision,
-        prompt_tokens: int,
-        scheduler: Scheduler,
-        policy: DraftPolicy,
-    ) -> Iterator[list[tuple[int, int]]]:
-        """Passes a decision's tokens on and notes when they came, and which drafts were kept."""
-        last, steps = begin, iter(drawn)
-        if decision.prefill:
-            prefill = next(steps)
-            tokens = prefill.read()
-            self.timings.prefill_s += prefill.came - last
-            last = prefill.came
-            self.timings.prefill_tokens += sum(s.end - s.begin for s in decision.prefill)
-            work = sum(self.prefill_time.work(s.begin, s.end) for s in decision.prefill)
-            self.prefill_time.observe(work, prefill.came - begin)
-            if self.on_prefill:
-                self.on_prefill(self.timings.prefill_tokens, prompt_tokens)
-            yield tokens
-        seconds: list[float] = []
-        outcomes: list[Outcome] = []
-        for step in steps:
-            tokens = step.read()
-            seconds.append(step.came - last)
-            last = step.came
-            of_step = [
-                Outcome(
-                    slot,
-                    min(decision.drafts, policy.limit(slot), s.undrawn - 1),
-                    taken - 1,
-                )
-                for slot, taken in Counter(slot for slot, _ in tokens).items()
-                if not (s := scheduler.running[slot]).ended
-            ]
-            self.timings.step(seconds[-1], decision.drafts, of_step)
-            outcomes += of_step
-            yield tokens
-        policy.observe(decision.rows, decision.drafts, seconds, outcomes)
-
-    def _note_kv(self, running: Iterable[Scheduled]) -> None:
-        held = [0] * self.runner.layout.kvp
-        for s in running:
-            for k in range(self.runner.layout.kvp):
-                start = 0 if s.held is None else s.held.start
-                held[k] += self.runner.layout.local_length(s.cached, k, self.runner.placement.append_block, start)
-        self.timings.kv_tokens = [max(a, b) for a, b in zip(self.timings.kv_tokens, held, strict=True)]
 
     def _release_all(self) -> None:
         """Frees every slot on every rank and ends their loops; nothing where the engine is broken."""
         if self._broken is not None:
             return
         with self._together():
-            if self._scheduler is not None:
-                self._scheduler.end_all()
-                if (decision := self._scheduler.decide(perf_counter())) is not None:
-                    self.comm.broadcast_object(decision)
-                    self.runner.execute(decision)
+            if held := tuple(self.runner.admitted):
+                self.tables = self._empty_tables()  # what was under way leaves nothing that can be relied on
+                self.comm.broadcast_object(decision := Decision.nothing(held))
+                self.runner.execute(decision)
                 self.runner.check()
             self.comm.broadcast_object(None)
 
+    def _empty_tables(self) -> BlockTables:
+        stripes = self.runner.placement.stripes
+        tree = PrefixTree(PagePool(self._pages), stripes, self._times.cost)
+        drafter = self.runner.drafter
+        return BlockTables(tree, self.prefix_cache, self._pages if drafter is not None and drafter.own_pages else None)
+
     # ---- every rank
 
-    def _follow(self) -> None:
+    def _call(self, lead: Callable[[], Iterator[T]], patience_s: float | None) -> Iterator[T]:
+        """Rank 0's outputs of a call, which the others follow; they wait so long for a word of it."""
+        if self._broken is not None:
+            self.comm.abort(self._broken)  # others may be waiting for this rank
+            raise RuntimeError(
+                f"this engine is broken, make a new one over new communicators: it failed with {self._broken}"
+            )
+        if self._calling:
+            raise RuntimeError("a call is under way on this engine: iterate it to its end, or close() it")
+        self._calling = True
+        try:
+            if self.comm.rank == 0:
+                yield from self._lead(lead())
+            else:
+                self._follow(patience_s)
+        finally:
+            self._calling = False
+
+    def _follow(self, patience_s: float | None) -> None:
         """Does what rank 0 decides until it says that this was all."""
         decision: Decision | None = None
+        before: torch.cuda.Event | None = None
         with self._together():
+            self.comm.limit_waits(patience_s)
             while (decision := self.comm.broadcast_object(decision)) is not None:
                 self.runner.execute(decision)
-                self.runner.check()
+                if before is not None:
+                    before.synchronize()  # no further ahead than rank 0
+                if self.comm.device.type == "cuda":
+                    (before := torch.cuda.Event()).record()
+                self.runner.check(wait=False)
+            self.runner.check()
 
     @contextmanager
     def _together(self) -> Iterator[None]:

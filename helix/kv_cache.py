@@ -13,6 +13,7 @@ from torch import Tensor
 
 from helix.config import MAX_QUERIES
 from helix.layout import HelixLayout
+from helix.pages import Stripes
 from kernels import dispatch
 from kernels.attention import placement
 from kernels.sparse.block_bounds import fold_blocks
@@ -182,10 +183,10 @@ class Placement:
         sparse = touched(budget.sink_blocks * self.page_size) + budget.topk + touched(fixed)
         return min(max(sparse, touched(min(budget.from_tokens, max_length))), touched(max_length) + budget.topk)
 
-    def pages(self, length: int, start: int, kvp_rank: int | None = None) -> int:
-        """Pages that `length` tokens of a sequence take on a kvp rank (this one by default)."""
-        rank = self.kvp_rank if kvp_rank is None else kvp_rank
-        return -(-self.layout.local_length(length, rank, self.append_block, start) // self.page_size)
+    @property
+    def stripes(self) -> Stripes:
+        """How sequences fill pages, on all ranks alike."""
+        return Stripes(self.layout, self.append_block, self.page_size)
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,10 @@ class LayerCache:
 
 
 class KVCache:
-    """What this rank stores of the tokens it owns, paged, for every layer, and the list of free pages.
+    """What this rank stores of the tokens it owns, paged, for every layer.
 
-    Pages are taken at admission and returned at retirement; the block table of a sequence does not change between.
-    Memory is left uninitialised: whatever reads it masks by length.
+    Rank 0 says who has which page (`helix.block_tables`). Memory is left uninitialised: whatever reads it masks by
+    length.
 
     Args:
         entries: shapes of what one token stores in one layer: `(Hkv, D)` twice for keys and values, `(R + P,)` for a
@@ -240,7 +241,6 @@ class KVCache:
         if score is not None:
             heads, dim = entries[0]
             self.bounds = torch.empty(layers, pages, heads, 2, dim, dtype=dtype, device=device)
-        self._free = list(range(pages - 1, -1, -1))
 
     def layer(self, index: int, latent: int | None = None) -> LayerCache:
         """One layer's part; `latent` is R of a cache of latents."""
@@ -265,16 +265,10 @@ class KVCache:
                 self.tensors[0], self.bounds, tables, starts, before, after, pages, self.score, **placement.grid
             )
 
-    def take(self, count: int) -> list[int]:
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: admission let too much in"
-        return [self._free.pop() for _ in range(count)]
-
-    def give_back(self, pages: list[int]) -> None:
-        self._free.extend(reversed(pages))
-
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
+    def copy(self, sources: Tensor, to: Tensor) -> None:
+        """Copies pages `sources` [n] int32 to the pages `to`, which nobody has yet, in all layers."""
+        for tensor in [*self.tensors, *([] if self.bounds is None else [self.bounds])]:
+            tensor[:, to] = tensor[:, sources]
 
 
 def page_bytes(
@@ -299,11 +293,3 @@ def free_bytes(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
     raise RuntimeError("/proc/meminfo has no MemAvailable: set kv.tokens and run on Linux")
-
-
-def pages_for_tokens(layout: HelixLayout, tokens: int, append_block: int, page_size: int, max_batch: int) -> int:
-    """Pages a rank needs so that any `max_batch` sequences of `tokens` tokens in all fit."""
-    cycle = append_block * layout.kvp
-    local = -(-tokens // cycle) * append_block  # the fullest rank, of one sequence
-    # Each further sequence can round up to one more block, and to one more page, on the same rank.
-    return -(-local // page_size) + (max_batch - 1) * (-(-append_block // page_size) + 1)

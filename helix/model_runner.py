@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Segment
 from helix.speculation import Draft, Drafter, accepted_tokens
 from helix.step import PAST, DecodeState
+from helix.transfers import to_device, to_host
 
 
 class ModelRunner:
@@ -80,7 +80,7 @@ class ModelRunner:
         self.hopb = hopb
         self.observer = observer
         self.device = cache.device
-        max_pages = max(placement.pages(max_length + self.drafts, start) for start in range(layout.kvp))
+        max_pages = placement.stripes.pages_for(max_length + self.drafts)
         history = max_length + self.drafts + 1 if self.drafts else 0
         self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
         self.admitted: dict[int, Admission] = {}
@@ -109,8 +109,10 @@ class ModelRunner:
             del self.admitted[slot]
             if self.drafter is not None:
                 self.drafter.retire(slot)
-        for write in decision.tables:
-            self.state.write_table(write.slot, write.column, write.pages)
+        for table in decision.tables:
+            self.state.write(table.slot, table.column, table.pages)
+            if self.drafter is not None:
+                self.drafter.write(table)
         for admission in decision.admit:
             self.admit(admission)
         if decision.prefill:
@@ -120,8 +122,8 @@ class ModelRunner:
                 self.drafter.catch_up(self.state)
             self._drafting = decision.drafts > 0
         if decision.draft_limits:
-            limits = torch.tensor(decision.draft_limits)
-            self.state.draft_limits[: len(limits)] = limits.to(self.device)
+            limits = to_device(torch.tensor(decision.draft_limits), self.device)
+            self.state.draft_limits[: len(limits)] = limits
         for _ in range(decision.decode_steps):
             keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered, decision.sparse))
         return drawn
@@ -137,43 +139,44 @@ class ModelRunner:
             self.drafter.check(wait)
 
     def admit(self, admission: Admission) -> None:
-        """Takes a slot and its pages; every rank alike."""
-        assert not len(admission.copy_from), "pages cannot be copied yet"
+        """Takes a slot, with the pages of its sequence, into some of which others are copied."""
         self.admitted[admission.slot] = admission
         self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.prompt)
         self.state.sampling.set(admission.slot, admission.sampling)
         if self.drafter is not None:
             self.drafter.admit(admission)
+        if len(admission.copy_from):
+            sources, to = (
+                to_device(torch.from_numpy(pages), self.device) for pages in (admission.copy_from, admission.copy_to)
+            )
+            self.cache.copy(sources, to)
+            if self.drafter is not None:
+                self.drafter.copy(sources, to)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
         prompts = [
-            (s.slot, s.begin, torch.from_numpy(np.asarray(self.admitted[s.slot].prompt[s.begin : s.end])).long())
-            for s in segments
+            (s.slot, s.begin, torch.from_numpy(self.admitted[s.slot].prompt[s.begin : s.end]).long()) for s in segments
         ]
         step = self.state.prefill_step(prompts)
         hidden = self.model.hidden(self.cache, step, self.dense)
-        if self.cache.bounds is not None:
-            rows = [s.slot for s in segments]
-            begins, counts = (
-                torch.tensor(x, device=self.device) for x in zip(*((s.begin, s.end) for s in segments), strict=True)
-            )
-            self.cache.fold(self.placement, step.block_tables, self.state.starts[rows], begins, counts, step.max_q)
+        slots, begins, ends = (
+            to_device(torch.tensor(x), self.device)
+            for x in zip(*((s.slot, s.begin, s.end) for s in segments), strict=True)
+        )
+        self.cache.fold(self.placement, step.block_tables, self.state.starts[slots], begins, ends, step.max_q)
         if self.drafter is not None:
             self.drafter.prefill(self.state, prompts)
-        ends = torch.tensor([s.end - s.begin for s in segments]).cumsum(0) - 1
         last = [i for i, s in enumerate(segments) if s.last]
         if not last:
             return self._slots.new_full((1, 1), PAST), [segments[0].slot]
-        ending = [segments[i].slot for i in last]
-        slots = torch.tensor(ending, device=self.device)
-        lengths = torch.tensor([segments[i].end for i in last], device=self.device)
+        of_last = to_device(torch.tensor(last), self.device)
+        rows = (ends - begins).cumsum(0)[of_last] - 1
+        slots, lengths = slots[of_last], ends[of_last]
         live = torch.ones_like(slots, dtype=torch.bool)
-        tokens = self._draw(
-            hidden[ends[last].to(self.device)], slots, lengths, live, decision.stochastic, decision.filtered
-        )
+        tokens = self._draw(hidden[rows], slots, lengths, live, decision.stochastic, decision.filtered)
         self.state.activate(slots, tokens, lengths)
-        return tokens[:, None], ending
+        return tokens[:, None], [segments[i].slot for i in last]
 
     def decode(
         self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False, sparse: bool = False
@@ -265,13 +268,18 @@ class StepTokens:
     """
 
     def __init__(self, tokens: Tensor, slots: Sequence[int] | None, check: Callable[[bool], None]) -> None:
-        self._tokens = _to_host(tokens)
+        self._tokens = to_host(tokens)
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
         self._event = torch.cuda.Event() if tokens.is_cuda else None
         if self._event:
             self._event.record()
         self.came = time.perf_counter()
+
+    @property
+    def there(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._event is None or self._event.query()
 
     def read(self) -> list[tuple[int, int]]:
         """(slot, token) of each token."""
@@ -282,11 +290,6 @@ class StepTokens:
         taken = self._tokens != PAST
         slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]
         return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """A copy that is there once the stream has come so far; pinned, so that the host need not wait for it."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
 
 
 def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:

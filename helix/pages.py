@@ -64,6 +64,11 @@ class Stripes:
         """
         return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
 
+    def pages_for_all(self, tokens: int, sequences: int) -> int:
+        """Pages in which any so many sequences of `tokens` tokens in all fit."""
+        # Each sequence but one can round up to one more block, and to one more page.
+        return self.pages_for(tokens) + (sequences - 1) * (-(-self.append_block // self.page_size) + 1)
+
 
 class PagePool:
     """Who has which page. Sequences that use a page are counted; the prefix cache keeps a page by a mark beside that.

@@ -43,6 +43,27 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """What is new of one request, in token ids.
+
+    Attributes:
+        cached_tokens: of the prompt, so many were in the cache when it was admitted.
+        prefilled: of the prompt, so many are in the cache.
+        new_ids: tokens drawn since the last one, the EOS token included.
+        finish_reason: None while it goes on, then `stop` (EOS), `length`, `abort` or `error`.
+        reason: why, where finish_reason is `error`.
+    """
+
+    id: str | int
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled: int
+    new_ids: tuple[int, ...]
+    finish_reason: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True)
 class Output:
     """What is new of one request, and all of it where it has ended: what an output costs does not grow with the text.
 

@@ -121,6 +121,11 @@ class Decision:
     draft_limits: tuple[int, ...] = ()
     sparse: bool = False
 
+    @classmethod
+    def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
+        """A decision that computes nothing."""
+        return cls(0, retire, (), (), (), 0, 0, False, False)
+
 
 @dataclass(eq=False, slots=True)
 class Scheduled:
@@ -129,7 +134,7 @@ class Scheduled:
     Attributes:
         order: who comes first: by priority, then by arrival.
         drawn: tokens that it has drawn and rank 0 has read.
-        least, most: further tokens that it has drawn in what is under way.
+        least, most, likely: further tokens that it has drawn in what is under way.
         slot: None while it waits.
         held: its pages, while it runs.
         tokens: what goes through prefill, int32 [n]: the prompt, and what it had drawn when it was admitted.
@@ -147,6 +152,7 @@ class Scheduled:
     drawn: array[int] = field(default_factory=lambda: array("i"))
     least: int = 0
     most: int = 0
+    likely: float = 0.0
     slot: int | None = None
     held: BlockTable | None = None
     prefilled: int = 0
@@ -196,6 +202,7 @@ class Scheduler:
         patience_s: so long others may pass a request that does not fit; then pages are kept for it.
         lease: tokens beyond those that are known for which pages are taken at a time.
         drafts: the most tokens that a step appends beyond those that may count.
+        keep_drawn: whether what was drawn is kept for others, like prompts.
         pace: how steps of so many rows go on; called before each run of them.
         sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
 
@@ -218,6 +225,7 @@ class Scheduler:
         patience_s: float = 30.0,
         lease: int = 1024,
         drafts: int = 0,
+        keep_drawn: bool = True,
         pace: Callable[[int], StepPlan] = lambda rows: StepPlan(),
         sparse_from: int | None = None,
     ) -> None:
@@ -226,13 +234,14 @@ class Scheduler:
         self._run_steps, self._run_s, self._stall_s = run_steps, run_s, stall_s
         self._owed_per_second = decode_share / (1 - decode_share)
         self._patience_s = patience_s
+        self._keep_drawn = keep_drawn
         self._run_tokens = run_steps * (1 + drafts)
         self._lease = max(lease, 1 + self._run_tokens)  # a prompt that ends decodes in the same decision
         self._sparse_from = math.inf if sparse_from is None else sparse_from
         self._free_slots = list(range(max_batch))  # a heap: low slots first, so that steps have few rows
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
-        self._launched: deque[dict[int, tuple[Scheduled, int, int]]] = deque()  # by slot: at least and at most drawn
+        self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
         self._changed: list[_Change] = []  # by the chunk of the last decision
         self._owed = 0.0  # seconds of decode steps before the next chunk
         self._number = self._submitted = self._admissions = 0
@@ -285,19 +294,20 @@ class Scheduler:
 
         A request ends here with its last token by `max_new_tokens`, else by `end`.
         """
-        s = self._launched[0][slot][0]
+        drawing = self._launched[0][slot]
+        s = drawing.s
         if s.ended:
             return None
         s.drawn.append(token)
+        drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1.0))
         if len(s.drawn) == s.request.max_new_tokens:
             self.end(s.request.id)
         return s
 
     def landed(self) -> None:
-        """All tokens of the first decision that had not landed are recorded; to be called before the next `decide`."""
-        for s, least, most in self._launched.popleft().values():
-            s.least -= least
-            s.most -= most
+        """All tokens of the first decision that had not landed are recorded."""
+        for drawing in self._launched.popleft().values():
+            drawing.expect(-drawing.least, -drawing.most, -drawing.likely)
 
     @property
     def under_way(self) -> int:
@@ -325,21 +335,20 @@ class Scheduler:
                 retire += self._extend(s, writes)
         admit = tuple(self._admit(now))
         prefill = tuple(self._chunk(writes))
-        drawing = {segment.slot: (self.running[segment.slot], 1, 1) for segment in prefill if segment.last}
-        for s, least, most in drawing.values():
-            s.least, s.most = s.least + least, s.most + most
+        drawing = {segment.slot: _Drawing(self.running[segment.slot]) for segment in prefill if segment.last}
+        for first in drawing.values():
+            first.expect(1, 1, 1.0)
         decoding = [s for s in self.running.values() if s.decoding]
         rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
         plan, steps = StepPlan(), 0
-        if decoding:
+        # Who has most likely drawn all that it may needs no further step; what is under way will tell.
+        if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) >= 1]:
             plan = self._pace(rows)
-            steps = self._steps(plan, min(s.left for s in decoding))
+            steps = self._steps(plan, min(left))
         most = steps * (1 + plan.drafts)
         for s in decoding:
             assert s.slot is not None
-            _, first, _ = drawing.get(s.slot, (s, 0, 0))
-            drawing[s.slot] = s, first + steps, first + most
-            s.least, s.most = s.least + steps, s.most + most
+            drawing.setdefault(s.slot, _Drawing(s)).expect(steps, most, steps * plan.tokens)
         tables = tuple(write for change in writes if (write := change.write()) is not None)
         if not (retire or tables or admit or prefill or steps):
             return None
@@ -447,7 +456,9 @@ class Scheduler:
     def _leave(self, s: Scheduled) -> None:
         """Frees a slot and its pages, whose tokens stay known."""
         assert s.slot is not None and s.held is not None
-        tokens = np.concatenate((s.tokens, s.drawn[len(s.tokens) - s.known :])) if s.known > len(s.tokens) else s.tokens
+        tokens = s.tokens
+        if s.known > len(tokens) and self._keep_drawn:
+            tokens = np.concatenate((tokens, s.drawn[len(tokens) - s.known :]))
         self._tables.end(s.held, tokens[: s.cached])
         heapq.heappush(self._free_slots, s.slot)
         del self.running[s.slot]
@@ -512,7 +523,7 @@ class Scheduler:
         tokens = min(tokens, len(s.tokens) - s.prefilled)
         return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.prefilled, work))
 
-    def _steps(self, plan: StepPlan, left: int) -> int:
+    def _steps(self, plan: StepPlan, left: float) -> int:
         """Decode steps under one decision, at least one: until the first sequence must end, which frees its slot."""
         most = min(self._run_steps, math.ceil(left / plan.tokens), plan.steps or self._run_steps)
         prompts = any(s.prefilled < len(s.tokens) for s in self.running.values())
@@ -524,6 +535,21 @@ class Scheduler:
             most = min(most, math.ceil(self._owed / plan.seconds))
         self._owed = max(self._owed - max(most, 1) * plan.seconds, 0.0)
         return max(most, 1)
+
+
+@dataclass(eq=False, slots=True)
+class _Drawing:
+    """What a sequence draws at least, at most and likely in a decision, as far as it is not recorded yet."""
+
+    s: Scheduled
+    least: int = 0
+    most: int = 0
+    likely: float = 0.0
+
+    def expect(self, least: int, most: int, likely: float) -> None:
+        """So many more."""
+        for each in (self, self.s):
+            each.least, each.most, each.likely = each.least + least, each.most + most, each.likely + likely
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from helix.transfers import to_device
 from kernels.paged_keys import KeyScores
 
 
@@ -47,13 +48,15 @@ class ScorePages:
         self._free = list(range(pages - 1, -1, -1))
         self._held: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, count: int) -> None:
-        """Gives a slot as many pages as its sequence has in the cache."""
+    def grow(self, slot: int, count: int) -> None:
+        """Gives a slot pages until it has as many as its sequence has in the cache."""
+        held = self._held.setdefault(slot, [])
+        begin, count = len(held), max(count - len(held), 0)
         assert count <= len(self._free), f"{count} pages of scores wanted, {len(self._free)} free"
-        held = self._held[slot] = [self._free.pop() for _ in range(count)]
-        table = torch.zeros(self.tables.shape[1], dtype=torch.int32)
-        table[:count] = torch.tensor(held, dtype=torch.int32)
-        self.tables[slot] = table.to(self.tables.device)
+        held += [self._free.pop() for _ in range(count)]
+        self.tables[slot, begin : len(held)] = to_device(
+            torch.tensor(held[begin:], dtype=torch.int32), self.tables.device
+        )
 
     def retire(self, slot: int) -> None:
         self._free.extend(reversed(self._held.pop(slot)))

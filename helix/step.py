@@ -6,7 +6,7 @@ host nor changes shape as sequences grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from helix.config import MAX_QUERIES
 from helix.kv_cache import Placement
 from helix.sampling import SamplingState
+from helix.transfers import to_device
 from kernels.tokens.commit import PAST, commit
 
 __all__ = ["PAST", "DecodeState", "Step"]
@@ -149,22 +150,25 @@ class DecodeState:
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, row: int, start: int, pages: np.ndarray, limit: int, prompt: Sequence[int] | np.ndarray) -> None:
-        """Gives a row to a new sequence; it decodes once `activate` has set its first token."""
-        self.block_tables[row] = 0
-        self.write_table(row, 0, pages)
+    def admit(self, row: int, start: int, pages: np.ndarray, limit: int, prompt: np.ndarray) -> None:
+        """Gives a row to a new sequence; it decodes once `activate` has set its first token.
+
+        Args:
+            pages: int32 [n], on every rank.
+            limit: tokens in the cache at which it ends.
+            prompt: int32 [n].
+        """
+        self.write(row, 0, pages)
         self.starts[row] = start
         self.limits[row] = limit
         self.active[row] = False
         if self.history.shape[1]:
-            self.history[row, : len(prompt)] = torch.from_numpy(np.asarray(prompt, dtype=np.int32)).to(
-                self.history.device
-            )
+            self.history[row, : len(prompt)] = to_device(torch.from_numpy(prompt), self.history.device)
 
-    def write_table(self, row: int, column: int, pages: np.ndarray) -> None:
-        """Puts pages, int32 [n], in a row's table from a column on."""
-        self.block_tables[row, column : column + len(pages)] = torch.as_tensor(pages, dtype=torch.int32).to(
-            self.block_tables.device
+    def write(self, row: int, column: int, pages: np.ndarray) -> None:
+        """Puts pages int32 [n] into a row's table from a column on."""
+        self.block_tables[row, column : column + len(pages)] = to_device(
+            torch.from_numpy(pages), self.block_tables.device
         )
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
@@ -266,24 +270,27 @@ class DecodeState:
 
     def prefill_step(self, segments: list[tuple[int, int, Tensor]]) -> Step:
         """The step of several sequences' prompt chunks: (row, global position of the first token, tokens [n] int64)."""
-        device = self.tokens.device
-        rows = torch.tensor([row for row, _, _ in segments], device=device)
         counts = [len(tokens) for _, _, tokens in segments]
-        sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)  # [N]
-        positions = torch.cat([torch.arange(at, at + len(tokens)) for _, at, tokens in segments]).to(device)
+        sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))  # [N]
+        at = torch.cat([torch.arange(begin, begin + len(tokens)) for _, begin, tokens in segments])
         offsets = torch.tensor([0, *counts]).cumsum(0)
+        ids = torch.cat([tokens for _, _, tokens in segments])
+        slots = torch.tensor([row for row, _, _ in segments])
+        rows, sequence, positions, cu_q, tokens = (
+            to_device(x, self.tokens.device) for x in (slots, sequence, at, offsets.int(), ids)
+        )
         tables = self.block_tables[rows]
         starts = self.starts[rows][sequence]
         live = torch.ones_like(positions, dtype=torch.bool)
         return Step(
             self.placement,
-            tokens=torch.cat([tokens for _, _, tokens in segments]).to(device),
+            tokens=tokens,
             positions=positions,
             starts=starts,
             live=live,
             block_tables=tables,
             append_slots=self.placement.cache_slots(positions, starts, live, tables, sequence),
-            cu_q=offsets.to(device, torch.int32),
+            cu_q=cu_q,
             max_q=max(counts),
             max_k=-(-max(at + len(tokens) for _, at, tokens in segments) // self.placement.layout.kvp),
         )

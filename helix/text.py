@@ -16,6 +16,9 @@ class OutputStream:
     Args:
         eos: tokens that end it.
         tokenizer: as of `TextStream`.
+
+    Attributes:
+        ended: whether the last output was that of its end.
     """
 
     def __init__(self, request: Request, eos: Collection[int], tokenizer: Any | None) -> None:
@@ -23,6 +26,7 @@ class OutputStream:
         self._eos = eos
         self._ids: list[int] = []
         self._text = TextStream(tokenizer, request.stop)
+        self.ended = False
 
     def push(self, token: int) -> Output:
         """The output of one more token."""
@@ -33,6 +37,7 @@ class OutputStream:
             reason = "stop"
         elif len(self._ids) == self._request.max_new_tokens:
             reason = "length"
+        self.ended = reason is not None
         if reason and not stopped:
             delta += self._text.finish()
         ids, text = (tuple(self._ids), self._text.text) if reason else ((), "")

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from helix.speculation.adaptive import Acceptance, Outcome
 
+LAST = 1 << 20  # decode steps that are remembered one by one
+
 
 @dataclass
 class Timings:
-    """What rank 0 saw of a call of `generate`.
+    """What rank 0 saw of a call of `generate` or `serve`.
 
     Attributes:
         prefill_s: seconds in prefill steps.
         prefill_tokens: prompt tokens in them.
-        ttl_s: seconds between decode steps' tokens, one entry a step.
+        ttl_s: seconds between decode steps' tokens, one entry a step; of the last ones, where there were many.
         decode_tokens: tokens that decode steps gave to requests.
         sequence_steps: decode steps of all sequences, each counted by itself.
-        kv_tokens: the most tokens held at a time, for each kvp rank.
+        kv_tokens: tokens held when they were most, for each kvp rank.
+        held: of each sequence then, how many it had and where its first block was.
+        decisions: how many there were.
+        preemptions: how often a sequence lost its pages for another one.
+        decide_s: seconds of rank 0's host in making them.
         drafts: decode steps by how many tokens they proposed for a sequence.
         kept: sequence steps by how many drafts were kept.
         acceptance: by the place of a draft.
@@ -27,10 +33,14 @@ class Timings:
 
     prefill_s: float = 0.0
     prefill_tokens: int = 0
-    ttl_s: list[float] = field(default_factory=list)
+    ttl_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
     decode_tokens: int = 0
     sequence_steps: int = 0
     kv_tokens: list[int] = field(default_factory=list)
+    held: list[tuple[int, int]] = field(default_factory=list)
+    decisions: int = 0
+    preemptions: int = 0
+    decide_s: float = 0.0
     drafts: Counter[int] = field(default_factory=Counter)
     kept: Counter[int] = field(default_factory=Counter)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))

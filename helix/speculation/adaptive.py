@@ -110,8 +110,12 @@ class DraftPolicy:
             tokens[drafts],
             TRIAL_STEPS if trial or is_new else None,
             self._new_limits(rows, drafts),
-            self._seconds.get((rows, drafts), self._timed.get((rows, drafts))),
+            self.seconds(rows, drafts),
         )
+
+    def seconds(self, rows: int, drafts: int) -> float | None:
+        """Seconds of a step as last seen, or as timed before; None where neither was."""
+        return self._seconds.get((rows, drafts), self._timed.get((rows, drafts)))
 
     def limit(self, slot: int) -> int:
         """Drafts of a sequence that are verified: many times what it lately kept, so that they cost little."""

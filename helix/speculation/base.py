@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.scheduler import Admission
+from helix.scheduler import Admission, TableWrite
 from helix.step import DecodeState
 from kernels.tokens.accept import Distribution
 
@@ -44,16 +44,28 @@ class Drafter(ABC):
     Attributes:
     verification: what steps with drafts read in place of the target's own policy, which is dense; None: nothing else.
     learns: `verified` is to be called.
+    lags: its cache may lack tokens that were drawn, so that what it has of them cannot be shared.
+    own_pages: sequences that share pages of the cache do not share its own, of which there are as many.
     """
 
     verification: AttentionPolicy | None = None
     learns = False
+    lags = False
+    own_pages = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
     def admit(self, admission: Admission) -> None:
         """A sequence has taken a slot; called on every rank alike, as is all that follows."""
+        return
+
+    def write(self, table: TableWrite) -> None:
+        """The table of a slot's sequence has other pages from a column on."""
+        return
+
+    def copy(self, sources: Tensor, to: Tensor) -> None:
+        """Pages `sources` [n] int32 of the target's cache are copied to the pages `to`."""
         return
 
     def retire(self, slot: int) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.kv_cache import KVCache, Placement, pages_for_tokens, token_bytes
+from helix.kv_cache import KVCache, Placement, page_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
-from helix.scheduler import Admission
+from helix.pages import Stripes
+from helix.scheduler import Admission, TableWrite
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState
@@ -32,19 +33,20 @@ class DraftModel:
     layout: HelixLayout
     comm: Communicator
 
-    def pages(self, tokens: int, append_block: int, page_size: int, max_batch: int) -> int:
-        """Pages that are enough for any `max_batch` sequences of `tokens` tokens in all."""
-        return pages_for_tokens(self.layout, tokens, append_block, page_size, max_batch)
+    def placement(self, target: Placement) -> Placement:
+        """Where its cache has tokens: a page number holds the same ones as in the target's cache, or fewer."""
+        page_size = target.stripes.page_tokens // self.layout.kvp
+        append_block = math.gcd(target.append_block, page_size)
+        return Placement(self.layout, self.layout.kvp_rank(self.comm.rank), append_block, page_size)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV on the rank that stores the token."""
-        spec = self.model.spec
-        return token_bytes(spec.layers, spec.entries(self.layout, self.comm.rank), self.model.weights.dtype)
+    def page_bytes(self, target: Placement) -> int:
+        """Bytes of a page on this rank."""
+        spec, page_size = self.model.spec, self.placement(target).page_size
+        return page_bytes(spec.layers, spec.entries(self.layout, self.comm.rank), self.model.weights.dtype, page_size)
 
 
 class ModelDrafter(Drafter):
-    """Decodes with the draft model from where the target is; its own cache holds the same tokens as the target's.
+    """Decodes with the draft model from where the target is; its own cache holds the same tokens in the same pages.
 
     What a step appends of drafts that the target then refuses is overwritten by the next, as in the target's cache:
     lengths are the target's. A step begins with the last two tokens, since where all drafts were kept, the last of
@@ -53,12 +55,15 @@ class ModelDrafter(Drafter):
     Args:
         limit: the most tokens proposed for each sequence and step.
         vocab: the target's number of token ids.
-        max_batch, max_length, token_budget: the engine's: whatever it admits has room.
-        append_block, page_size: of the draft model's cache.
+        max_batch, max_length: the engine's.
+        target: where the target's cache has tokens.
+        pages: of the target's cache.
 
     Raises:
-        ValueError: the vocabularies differ, or the ranks; alike on every rank.
+        ValueError: the vocabularies differ, or the ranks, or pages do not divide; alike on every rank.
     """
+
+    lags = True
 
     def __init__(
         self,
@@ -68,35 +73,33 @@ class ModelDrafter(Drafter):
         vocab: int,
         max_batch: int,
         max_length: int,
-        token_budget: int,
-        append_block: int,
-        page_size: int,
+        target: Placement,
+        pages: int,
     ) -> None:
         super().__init__(limit)
         model, layout, comm = draft.model, draft.layout, draft.comm
-        check_draft(vocab, comm.world_size, model.spec.vocab, layout)
+        check_draft(vocab, model.spec.vocab, layout, target.stripes)
         self.model = model
         self.policy = DenseAttention()
         self.comm = comm
-        self.placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
-        pages = draft.pages(token_budget, append_block, page_size, max_batch)
+        self.placement = draft.placement(target)
         entries = model.spec.entries(layout, comm.rank)
-        self.cache = KVCache(model.spec.layers, pages, page_size, entries, model.weights.dtype, comm.device)
-        most = max(self.placement.pages(max_length + limit, start) for start in range(layout.kvp))
+        page_size, dtype = self.placement.page_size, model.weights.dtype
+        self.cache = KVCache(model.spec.layers, pages, page_size, entries, dtype, comm.device)
         # Its lengths count the tokens that are certain: those behind may have been refused.
+        most = target.stripes.pages_for(max_length + limit)
         self.sequences = DecodeState(max_batch, most, self.placement, comm.device)
-        self._pages: dict[int, list[int]] = {}
-        self._admissions = 0
 
     def admit(self, admission: Admission) -> None:
-        start = self._admissions % self.placement.layout.kvp
-        self._admissions += 1
-        pages = self.cache.take(self.placement.pages(admission.reserved, start))
-        self._pages[admission.slot] = pages
-        self.sequences.admit(admission.slot, start, np.array(pages, dtype=np.int32), admission.limit, admission.prompt)
+        # Sequences that share pages have one start.
+        start = admission.start % self.placement.layout.kvp
+        self.sequences.admit(admission.slot, start, admission.pages, admission.limit, admission.prompt)
 
-    def retire(self, slot: int) -> None:
-        self.cache.give_back(self._pages.pop(slot))
+    def write(self, table: TableWrite) -> None:
+        self.sequences.write(table.slot, table.column, table.pages)
+
+    def copy(self, sources: Tensor, to: Tensor) -> None:
+        self.cache.copy(sources, to)
 
     def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
         self.model.hidden(self.cache, self.sequences.prefill_step(segments), self.policy)
@@ -106,7 +109,7 @@ class ModelDrafter(Drafter):
     def catch_up(self, state: DecodeState) -> None:
         active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))
         # Without the last two tokens, with which the next step begins.
-        while behind := [row for row in self._pages if active[row] and known[row] < lengths[row] - 1]:
+        while behind := [row for row in range(len(active)) if active[row] and known[row] < lengths[row] - 1]:
             ends = {row: min(known[row] + max(1, CHUNK // len(behind)), lengths[row] - 1) for row in behind}
             tokens = {row: state.history[row, known[row] : end].long() for row, end in ends.items()}
             self.prefill(state, [(row, known[row], tokens[row]) for row in behind])
@@ -133,15 +136,21 @@ class ModelDrafter(Drafter):
         return drawing.draft()
 
 
-def check_draft(vocab: int, world_size: int, draft_vocab: int, layout: HelixLayout) -> None:
-    """Raises ValueError unless a draft model of this vocabulary and layout can propose to a target over these ranks."""
+def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Stripes) -> None:
+    """Raises ValueError unless a draft model of this vocabulary and layout can propose to a target with such pages."""
     if draft_vocab != vocab:
         raise ValueError(
             f"the draft model has {draft_vocab} token ids and the target {vocab}: speculation.model must be a model of "
             "the target's vocabulary (of the same family, mostly)"
         )
-    if layout.world_size != world_size:
+    if layout.world_size != (world_size := target.layout.world_size):
         raise ValueError(
             f"speculation.layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but the target runs "
             f"on {world_size}: the draft model needs all of them (leave speculation.layout unset to derive it)"
+        )
+    if target.page_tokens % layout.kvp:
+        raise ValueError(
+            f"speculation.layout.kvp={layout.kvp} ranks cannot share the {target.page_tokens} tokens of a page evenly "
+            f"(kv.page_size={target.page_size} on each of layout.kvp={target.layout.kvp}): set kv.page_size to a "
+            f"multiple of {layout.kvp // math.gcd(layout.kvp, target.layout.kvp)}"
         )

@@ -23,7 +23,7 @@ from helix.config import MOST_CHOSEN
 from helix.kv_cache import BlockBudget, KeyBudget, KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
-from helix.scheduler import Admission
+from helix.scheduler import Admission, TableWrite
 from helix.score_pages import ScorePages, score_bytes
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
@@ -170,7 +170,7 @@ class SparseDrafter(Drafter):
             blocks = budget.blocks(placement.page_size, layout.kvp, max_length, limit)
             self.policy = BlockSparseAttention(blocks, "bounds", placement, max_length, device)
         else:
-            most = max(placement.pages(max_length + limit, start) for start in range(layout.kvp))
+            most = placement.stripes.pages_for(max_length + limit)
             layers, heads = full_layers(spec), cache.tensors[0].shape[3]
             width = int(self._room(torch.tensor(most * placement.page_size))) + self.tail
             self.chosen = ChosenAttention(layers, max_batch, 1 if budget.shared else heads, width, device)
@@ -185,6 +185,7 @@ class SparseDrafter(Drafter):
             planes, size = self._planes(1 + limit), placement.page_size
             self.scores = ScorePages(layers, planes, cache.pages, heads, size, max_batch, most, rows, device)
             self.verification = CollectingAttention(self.scores)
+        self.own_pages = self.scores is not None
 
     def _planes(self, queries: int) -> int:
         layout, dtype = self.placement.layout, self.model.weights.dtype
@@ -198,7 +199,11 @@ class SparseDrafter(Drafter):
 
     def admit(self, admission: Admission) -> None:
         if self.scores is not None:
-            self.scores.admit(admission.slot, self.placement.pages(admission.reserved, admission.start))
+            self.scores.grow(admission.slot, len(admission.pages))
+
+    def write(self, table: TableWrite) -> None:
+        if self.scores is not None:
+            self.scores.grow(table.slot, table.column + len(table.pages))
 
     def retire(self, slot: int) -> None:
         if self.scores is not None:

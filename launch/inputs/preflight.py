@@ -15,6 +15,7 @@ from helix.files import read_json, read_text
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, check_tokenizer_files, has_tokenizer
 from helix.models import DecoderSpec
+from helix.pages import Stripes
 from helix.place import Place, choose_backend
 from helix.speculation import check_draft
 from launch.inputs.auto_layout import choose, ranks
@@ -136,15 +137,16 @@ def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec, ra
         ) from error
 
 
-def make_draft(config: Config, target: DecoderSpec, rank: int, world_size: int) -> CheckedDraft:
+def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
     """Raises ValueError unless the draft model can propose to the target."""
     speculation = config.speculation
     try:
         if speculation.model.path is None and not speculation.model.config:
             raise ValueError("speculation=model needs speculation.model.path=DIR")
         spec = make_spec(replace(config, model=speculation.model))
-        layout = make_draft_layout(speculation.layout, spec, world_size)
-        check_draft(target.vocab, world_size, spec.vocab, layout)
+        layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
+        stripes = Stripes(of_target, config.kv.append_block, config.kv.page_size)
+        check_draft(target.vocab, spec.vocab, layout, stripes)
         check_layout(layout, spec)
         if has_tokenizer(config.model.path) and has_tokenizer(speculation.model.path):
             check_tokenizers(Path(str(config.model.path)), Path(str(speculation.model.path)))
@@ -222,7 +224,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     if config.bench.kind == "tune":
         check_tuning(config, prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
-    draft = make_draft(config, spec, rank, world_size) if config.speculation.drafter == "model" else None
+    draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
     files |= {"bench.output": config.bench.output} if config.bench.output is not None else {}
     named = [os.path.realpath(path) for path in files.values() if path is not None]

@@ -186,7 +186,7 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
     Args:
         bytes_per_token: of each rank's shard of the KV cache.
     """
-    ttl_s = timings.ttl_s
+    ttl_s = list(timings.ttl_s)
     per_step = timings.decode_tokens / timings.sequence_steps if timings.sequence_steps else None
     tokens = [timings.kv_tokens[layout.kvp_rank(r)] for r in range(layout.world_size)]
     return {

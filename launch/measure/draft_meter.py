@@ -100,7 +100,7 @@ class MeteredAttention(AttentionPolicy):
         # Which key of its sequence a slot of the cache holds.
         self.key_of = torch.empty(runner.cache.pages * self.page, dtype=torch.int64, device=runner.device)
         for slot, admission in runner.admitted.items():
-            pages = self.state.block_tables[slot, : runner.placement.pages(admission.reserved, admission.start)]
+            pages = self.state.block_tables[slot, : len(admission.pages)]
             of_page = torch.arange(self.page, device=runner.device)
             slots = (pages.long()[:, None] * self.page + of_page).flatten()
             self.key_of[slots] = torch.arange(len(slots), device=runner.device)

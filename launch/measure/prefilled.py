@@ -7,20 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens, token_bytes
+from helix.kv_cache import KVCache, Placement, free_bytes, token_bytes
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_tokenizer, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, DecoderSpec, spec_from_config
-from helix.pages import PagePool, Stripes
-from helix.sampling import SamplingParams
-from helix.scheduler import Admission
 from helix.speculation import Drafter
 from launch.inputs.compose import ROOT
+from launch.measure.seats import Seats
 
 CHUNK = 1024  # prompt tokens of a sequence in one prefill step
 TOGETHER = 16  # sequences of one prefill step
@@ -97,15 +96,14 @@ def prefilled(
         drafter: as in `ModelRunner`, which makes room for its drafts.
     """
     n, layout = len(prompts), placement.layout
-    append_block, page = placement.append_block, placement.page_size
-    pages = pages_for_tokens(layout, n * room, append_block, page, n)
+    page = placement.page_size
+    pages = n * placement.stripes.pages_for(room)
     entries = model.spec.entries(layout, comm.rank)
     cache = KVCache(model.spec.layers, pages, page, entries, model.weights.dtype, comm.device, score)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
-    pool, each = PagePool(pages), Stripes(layout, append_block, page).pages_for(room)
+    seats = Seats(runner)
     for slot, prompt in enumerate(prompts):
-        tokens, start = prompt.int().cpu().numpy(), slot % layout.kvp
-        runner.admit(Admission(slot, slot, tokens, start, pool.take(each), room, room, SamplingParams()))
+        runner.admit(seats.admission(slot, room, prompt=prompt.cpu().numpy().astype(np.int32)))
     for first in range(0, n, TOGETHER):
         slots = range(first, min(first + TOGETHER, n))
         for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -19,9 +18,6 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.autotune import choose_chunks
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
-from helix.pages import PagePool, Stripes
-from helix.sampling import SamplingParams
-from helix.scheduler import Admission
 from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
@@ -32,6 +28,7 @@ from launch.job.task import Done, Task
 from launch.measure.phases import STEPS as PHASED
 from launch.measure.phases import phase_us
 from launch.measure.points import at_each, engine_at, gammas
+from launch.measure.seats import Seats
 
 WARM_UP = 4
 UNTIMED = WARM_UP + 1 + PHASED  # the one that is traced, and those whose phases are timed
@@ -156,12 +153,9 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
     for tensor in (tensor for cache in caches for tensor in cache.tensors):
         for layer in tensor:
             layer.normal_(generator=generator)
-    placement, pool = runner.placement, PagePool(runner.cache.pages)
-    each = Stripes(runner.layout, placement.append_block, placement.page_size).pages_for(reserved)
-    nothing = np.empty(0, dtype=np.int32)
+    seats = Seats(runner)
     for slot in range(batch):
-        start, pages = slot % runner.layout.kvp, pool.take(each)
-        runner.admit(Admission(slot, slot, nothing, start, pages, reserved, reserved, SamplingParams()))
+        runner.admit(seats.admission(slot, reserved))
     rewind(runner, batch, length)
     state = runner.state
     tables, starts, lengths = state.block_tables[:batch], state.starts[:batch], state.lengths[:batch]

@@ -26,7 +26,6 @@ from helix.errors import ConfigError, RankError
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.model_runner import StepTokens
 from helix.models import Decoder
-from helix.pages import PagePool, Stripes
 from helix.request import Request
 from helix.scheduler import Admission, Decision, Segment
 from helix.simulate.cost import tokens_per_step
@@ -38,6 +37,7 @@ from launch.inputs.tuning import MeasuredFile
 from launch.job.report import provenance
 from launch.job.task import Done, Task
 from launch.measure.points import engine_at
+from launch.measure.seats import Seats
 from launch.measure.steps import WARM_UP, fill, rewind
 from launch.measure.tuning_steps import Candidates, Measured, Way
 from launch.measure.tuning_steps import run as search
@@ -117,7 +117,7 @@ class _Sample:
         own = own if way.sparsity is None else replace(own, sparsity=way.sparsity)
         runner.drafter = make_drafter(
             replace(self.config, speculation=own), None, self.model, self.comm, runner.cache, runner.placement,
-            runner.max_batch, runner.max_length, self.engine.token_budget,
+            runner.max_batch, runner.max_length,
         )  # fmt: skip
         assert runner.drafter is not None
         for admission in runner.admitted.values():
@@ -184,7 +184,8 @@ class PromptSample(_Sample):
         for request in requests:
             if reason := engine.refusal(request):
                 raise ConfigError(f"{config.decode.prompts}, prompt {request.id!r}: {reason}")
-        lacking = max(sum(map(self._pages, turn)) for turn in self.turns) - engine.runner.cache.pages
+        free, stripes = engine.runner.cache.pages, engine.runner.placement.stripes
+        lacking = max(sum(stripes.pages_for(self._need(r)) for r in turn) - free for turn in self.turns)
         if (most := max(comm.all_gather_object(lacking))) > 0:
             raise ConfigError(
                 f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts lack {most} pages of the "
@@ -198,10 +199,6 @@ class PromptSample(_Sample):
 
     def _need(self, request: Request) -> int:
         return len(request.prompt) + request.max_new_tokens + self.drafts
-
-    def _pages(self, request: Request) -> int:
-        placement = self.runner.placement
-        return Stripes(placement.layout, placement.append_block, placement.page_size).pages_for(self._need(request))
 
     @torch.inference_mode()
     def measure(self, way: Way) -> tuple[Measured, dict[str, Any]]:
@@ -229,8 +226,9 @@ class PromptSample(_Sample):
         """Brings the prompts of a turn into the cache, where others are; then state is as after their prefill."""
         runner, requests = self.runner, self.turns[turn]
         if turn != self.turn:
-            retire, self._pool = tuple(runner.admitted), PagePool(runner.cache.pages)
-            admit = tuple(self._admission(slot, request) for slot, request in enumerate(requests))
+            retire = tuple(runner.admitted)
+            seats = Seats(runner)
+            admit = tuple(self._admission(seats, slot, request) for slot, request in enumerate(requests))
             self._execute(retire=retire, admit=admit)
             chunk, done, total = self.config.decode.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
             with self.console.progress(f"prefill of {len(requests)} prompts", total) as advance:
@@ -247,11 +245,11 @@ class PromptSample(_Sample):
             self.turn = turn
         self._rewind()
 
-    def _admission(self, slot: int, request: Request) -> Admission:
-        need, limit = self._need(request), len(request.prompt) + request.max_new_tokens - 1
-        start = slot % self.runner.layout.kvp
-        prompt, pages = np.asarray(request.prompt, dtype=np.int32), self._pool.take(self._pages(request))
-        return Admission(request.id, slot, prompt, start, pages, need, limit, request.sampling)
+    def _admission(self, seats: Seats, slot: int, request: Request) -> Admission:
+        limit = len(request.prompt) + request.max_new_tokens - 1
+        return seats.admission(
+            slot, self._need(request), prompt=np.asarray(request.prompt), limit=limit, sampling=request.sampling
+        )
 
     def _execute(
         self,

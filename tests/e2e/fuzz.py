@@ -38,7 +38,7 @@ from helix.request import Request
 from helix.speculation import Drafter, NgramDrafter
 from launch.job.report import provenance
 from tests.e2e.fuzz_configs import ARCHITECTURES, MAKERS, Json, config_of, rope_of, written
-from tests.e2e.parity import build_drafter, build_engine
+from tests.e2e.parity import ModelDrafts, build_engine
 
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 NEW_TOKENS = 5
@@ -173,15 +173,11 @@ def ours(
         def comm() -> Any:
             return world.communicator(rank, case.layout.kvp_group(rank))
 
-        drafter: Drafter | None = None
+        drafter: Drafter | ModelDrafts | None = None
         if case.drafter == "ngram":
             drafter = NgramDrafter(3, 2)
         elif case.drafter == "model":
-            vocab = spec_from_config(read_config(directory)).vocab
-            drafter = build_drafter(
-                directory, case.layout, comm(), 2,
-                vocab=vocab, append_block=case.append_block, max_batch=2, max_length=longest,
-            )  # fmt: skip
+            drafter = ModelDrafts(directory, case.layout, comm(), 2)
         engine = build_engine(
             directory, case.layout, comm(), case.append_block,
             page_size=case.page_size, max_batch=2, max_length=longest, prefill_chunk=case.prefill_chunk,

@@ -15,8 +15,9 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
+from helix.config import ServeConfig
 from helix.engine import Engine
-from helix.kv_cache import BlockBudget, KVCache, Placement, pages_for_tokens
+from helix.kv_cache import BlockBudget, KVCache, Placement
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
@@ -72,27 +73,15 @@ def build_model(path: Path, layout: HelixLayout, comm: Communicator, dtype: torc
     return model
 
 
-def build_drafter(
-    path: Path,
-    layout: HelixLayout,
-    comm: Communicator,
-    limit: int,
-    *,
-    vocab: int = 257,
-    append_block: int = 8,
-    max_batch: int = 5,
-    max_length: int = 512,
-    kind: type[ModelDrafter] = ModelDrafter,
-) -> ModelDrafter:
-    """A drafter for the engines of `build_engine`; memory that nobody wrote is NaN."""
-    draft = DraftModel(build_model(path, layout, comm, torch.float32), layout, comm)
-    drafter = kind(
-        draft, limit, vocab=vocab, max_batch=max_batch, max_length=max_length, token_budget=max_batch * max_length,
-        append_block=append_block, page_size=16,
-    )  # fmt: skip
-    for tensor in drafter.cache.tensors:
-        tensor.fill_(torch.nan)
-    return drafter
+@dataclass(frozen=True)
+class ModelDrafts:
+    """Another model that drafts, over the same ranks."""
+
+    path: Path
+    layout: HelixLayout
+    comm: Communicator
+    limit: int
+    kind: type[ModelDrafter] = ModelDrafter
 
 
 def build_engine(
@@ -106,16 +95,20 @@ def build_engine(
     max_length: int = 512,
     prefill_chunk: int = 64,
     dtype: torch.dtype = torch.float32,
-    drafter: Drafter | SelfDrafts | None = None,
+    drafter: Drafter | SelfDrafts | ModelDrafts | None = None,
     adaptive: bool = True,
     sparse: Sparse | None = None,
+    pages: int | None = None,
+    serving: ServeConfig | None = None,
+    prefix_cache: bool = True,
+    timeout_s: float = 60.0,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
     model = build_model(path, layout, comm, dtype)
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
-    pages = pages_for_tokens(layout, max_batch * max_length, append_block, page_size, max_batch)
+    pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
     entries = spec.entries(layout, comm.rank)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
@@ -129,6 +122,14 @@ def build_engine(
         )  # fmt: skip
         if drafter.scores is not None:
             drafter.scores.planes.fill_(torch.nan)
+    if isinstance(drafter, ModelDrafts):
+        own, ranks = drafter.layout, drafter.comm
+        drafter = drafter.kind(
+            DraftModel(build_model(drafter.path, own, ranks, torch.float32), own, ranks), drafter.limit,
+            vocab=spec.vocab, max_batch=max_batch, max_length=max_length, target=placement, pages=pages,
+        )  # fmt: skip
+        for tensor in drafter.cache.tensors:
+            tensor.fill_(torch.nan)
     policy: AttentionPolicy | None = None
     if sparse:
         over_all = comm if sparse.choice == "global" else None
@@ -137,7 +138,10 @@ def build_engine(
         model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
         drafter=drafter,
     )  # fmt: skip
-    return Engine(runner, token_budget=max_batch * max_length, prefill_chunk=prefill_chunk, adaptive=adaptive)
+    return Engine(
+        runner, serving=serving, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
+        timeout_s=timeout_s,
+    )  # fmt: skip
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
@@ -201,9 +205,11 @@ def distributed_rank(
     """
     home = torch.device(device, rank) if device == "cuda" else torch.device(device)
     comm = kind(layout.kvp_groups(), home, timedelta(seconds=60))
-    drafter = draft
+    drafter: Drafter | ModelDrafts | None = None
     if isinstance(draft, tuple):
-        drafter = build_drafter(*draft[:2], kind(draft[1].kvp_groups(), home, timedelta(seconds=60)), draft[2])
+        drafter = ModelDrafts(*draft[:2], kind(draft[1].kvp_groups(), home, timedelta(seconds=60)), draft[2])
+    else:
+        drafter = draft
     engine = build_engine(path, layout, comm, block, drafter=drafter, adaptive=False)
     result = generate(engine, wanted)
     if comm.capturable:  # whoever observes logits gets eager steps: the captured ones have to draw the same tokens
@@ -213,7 +219,7 @@ def distributed_rank(
             tokens = {output.id: output.output_ids for output in engine.generate(requests)}
             assert tokens == result.tokens
     engine.close()
-    if isinstance(drafter, ModelDrafter):
+    if isinstance(drafter, ModelDrafts):
         drafter.comm.close()
     comm.close()
     return result

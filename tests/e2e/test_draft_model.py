@@ -27,7 +27,7 @@ from helix.speculation.adaptive import DraftPolicy
 from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
-from tests.e2e.parity import Result, build_drafter, build_engine, check, distributed_rank, generate
+from tests.e2e.parity import ModelDrafts, Result, build_engine, check, distributed_rank, generate
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
 from tests.kernels.test_accept import probabilities
 from tests.pool import Pool, pool
@@ -53,9 +53,10 @@ def test_greedy_tokens_of_other_families_drafts(
     layout, own = HelixLayout.create(*grid), HelixLayout.create(*draft_grid)
 
     def body(world: LoopbackWorld, rank: int) -> Result:
-        drafter = build_drafter(checkpoint(draft), own, world.communicator(rank, own.kvp_group(rank)), gamma)
+        drafter = ModelDrafts(checkpoint(draft), own, world.communicator(rank, own.kvp_group(rank)), gamma)
         comm = world.communicator(rank, layout.kvp_group(rank))
-        return generate(build_engine(checkpoint(target), layout, comm, 16, drafter=drafter, adaptive=False), wanted)
+        engine = build_engine(checkpoint(target), layout, comm, 16, page_size=48, drafter=drafter, adaptive=False)
+        return generate(engine, wanted)
 
     check(run_ranks(layout.world_size, body, timeout_s=120.0), wanted)
 
@@ -118,7 +119,7 @@ def steps_taken(family: str, length: int, tokens: int, gamma: int, paused: bool)
 
     def body(world: LoopbackWorld, rank: int) -> tuple[list[tuple[int, ...]], int]:
         ranks = world.communicator(rank, own.kvp_group(rank))
-        drafter = build_drafter(checkpoint(family), own, ranks, gamma)
+        drafter = ModelDrafts(checkpoint(family), own, ranks, gamma)
         comm = world.communicator(rank, layout.kvp_group(rank))
         taken, steps = [], 0
         for each in (None, drafter):
@@ -177,7 +178,7 @@ def sampled(grid: Grid, draft_grid: Grid, order: Sequence[int], max_batch: int) 
 
     def body(world: LoopbackWorld, rank: int) -> dict[int, tuple[int, ...]]:
         ranks = world.communicator(rank, own.kvp_group(rank))
-        drafter = build_drafter(checkpoint("qwen2-windowed-tied"), own, ranks, 3, max_batch=max_batch)
+        drafter = ModelDrafts(checkpoint("qwen2-windowed-tied"), own, ranks, 3)
         comm = world.communicator(rank, layout.kvp_group(rank))
         engine = build_engine(
             checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False, max_batch=max_batch
@@ -199,9 +200,10 @@ def test_a_target_that_is_no_number_is_an_error_and_a_draft_that_is_none_no_harm
 
     def engine(broken: str) -> Engine:
         comm = LoopbackWorld(1).communicator(0, [0])
-        drafter = build_drafter(checkpoint("qwen3"), layout, comm, 2)
+        drafter = ModelDrafts(checkpoint("qwen3"), layout, comm, 2)
         engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafter, adaptive=False)
-        model = drafter.model if broken == "draft" else engine.runner.model
+        assert isinstance(engine.runner.drafter, ModelDrafter)
+        model = engine.runner.drafter.model if broken == "draft" else engine.runner.model
         if broken != "none":
             model.head.weight.fill_(torch.nan)
         return engine
@@ -248,10 +250,11 @@ class TestDistribution:
 
         def body(world: LoopbackWorld, rank: int) -> Tensor:
             comm = world.communicator(rank, own.kvp_group(rank))
-            drafter = build_drafter(checkpoint("qwen3"), own, comm, 3, kind=Tampered, **rows)
+            drafter = ModelDrafts(checkpoint("qwen3"), own, comm, 3, Tampered)
             comm = world.communicator(rank, layout.kvp_group(rank))
             engine = build_engine(checkpoint("qwen3"), layout, comm, 16, drafter=drafter, adaptive=False, **rows)
-            for model, table in zip((engine.runner.model, drafter.model), self.tables(), strict=True):
+            assert isinstance(engine.runner.drafter, ModelDrafter)
+            for model, table in zip((engine.runner.model, engine.runner.drafter.model), self.tables(), strict=True):
                 read(model, table)
             found = {int(o.id): o.output_ids for o in engine.generate(requests)}
             kept = engine.timings.decode_tokens / max(engine.timings.sequence_steps, 1)

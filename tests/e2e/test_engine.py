@@ -106,8 +106,8 @@ def test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up(broken: int) -> No
         outputs: list[Output] = []
         with pytest.raises(RuntimeError, match="rank 3"):
             deque(map(outputs.append, e.generate([Request(0, PROMPT, 8)])))
-    # Prefill and the first step are one decision's, launched before anything comes out.
-    assert tuple(t for o in outputs for t in o.new_ids) == wanted[: broken if broken > 1 else 0]
+    # Prefill and the first step are one decision's; the next one is launched before anything of it comes out.
+    assert tuple(t for o in outputs for t in o.new_ids) == wanted[: broken - 1 if broken > 2 else 0]
     with pytest.raises(RuntimeError, match=r"engine is broken.*rank 0 waited 300 s for rank 3"):
         next(e.generate([Request(0, PROMPT, 8)]))
 
@@ -162,7 +162,7 @@ def test_eos_ends_a_request_and_gives_its_slot_on() -> None:
     outputs = last(list(e.generate([Request(0, wanted[3].prompt, 48), Request(1, wanted[2].prompt, 2)])))
     assert outputs[0].finish_reason == "stop" and outputs[0].output_ids == tokens[: tokens.index(eos) + 1]
     assert outputs[1].output_ids == wanted[2].tokens[:2]
-    assert e.runner.cache.free_pages == e.runner.cache.pages and not e.runner.admitted
+    assert e.tables.pool.used == 0 and not e.runner.admitted
 
 
 def test_stop_texts_end_one_request_while_others_go_on() -> None:
@@ -186,17 +186,16 @@ def test_leaving_early_frees_everything_on_every_rank() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> tuple[list[Any], int, int]:
         e = engine(world, rank, layout)
-        pages = e.runner.cache.free_pages
         seen = []
         for output in e.generate([Request(i, PROMPT, 30) for i in range(7)]):
             seen.append(output)
             if len(seen) == 5:
                 break
         again = list(e.generate([Request(0, PROMPT, 4)]))
-        return again, pages, e.runner.cache.free_pages
+        return again, e.tables.pool.used, len(e.runner.admitted)
 
-    (again, pages, free), (_, other_pages, other_free) = run_ranks(2, body, timeout_s=60)
-    assert pages == free and other_pages == other_free
+    (again, *held), (_, *held_elsewhere) = run_ranks(2, body, timeout_s=60)
+    assert held == held_elsewhere == [0, 0]
     assert len(again[-1].output_ids) == 4
 
 
@@ -271,10 +270,10 @@ def test_an_error_between_steps_ends_the_call_and_no_more(fails: Callable[..., N
                     fails(e, patch)
             else:
                 list(e.generate([]))
-        assert e.runner.cache.free_pages == e.runner.cache.pages and not e.runner.admitted
+        assert e.tables.pool.used == 0 and not e.runner.admitted
         again = last(list(e.generate(REQUESTS)))
         assert all(output.output_ids == wanted for output in again.values()) and len(again) == (7 if rank == 0 else 0)
-        assert e.runner.cache.free_pages == e.runner.cache.pages
+        assert e.tables.pool.used == 0
 
     run_ranks(2, body, timeout_s=60)
 
@@ -327,7 +326,7 @@ def test_one_call_at_a_time() -> None:
     e = alone()
     outer = e.generate(REQUESTS)
     first = next(outer)
-    with pytest.raises(RuntimeError, match="a call of generate is under way"):
+    with pytest.raises(RuntimeError, match="a call is under way"):
         next(e.generate(REQUESTS))
     rest = last([first, *outer])
     assert all(len(o.output_ids) == 9 for o in rest.values()) and len(rest) == 7
@@ -396,8 +395,8 @@ def test_what_is_measured() -> None:
     timings = run_ranks(3, body, timeout_s=60)[0]
     assert progress[-1] == (119, 119) and timings.prefill_tokens == 119
     assert timings.decode_tokens == 2 * 9
-    # Prompts share the first chunk of 64: the first one decodes a step between the chunks.
-    assert len(timings.ttl_s) == 10 and all(t > 0 for t in timings.ttl_s)
+    # Prompts share the first chunk of 64: the first one decodes between the chunks.
+    assert 10 <= len(timings.ttl_s) <= 12 and all(t > 0 for t in timings.ttl_s)
     # Most held at a time: near the end of both, the last token drawn not being in the cache.
     held = [layout.local_length(19 + 8, k, 16, 0) + layout.local_length(100 + 9, k, 16, 1) for k in range(3)]
     assert sum(abs(a - b) for a, b in zip(timings.kv_tokens, held, strict=True)) <= 2

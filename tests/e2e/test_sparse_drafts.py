@@ -200,7 +200,7 @@ class Watch:
         chosen, p = self.drafter.chosen, self.drafter.placement
         assert chosen is not None
         for slot in range(rows):
-            if state.active[slot]:
+            if state.active[slot] and state.lengths[slot] < state.limits[slot]:
                 where = p.kvp_rank, p.append_block, int(state.starts[slot])
                 behind = p.layout.local_length(int(state.lengths[slot]), *where) - int(chosen.known[slot])
                 assert 0 <= behind <= self.drafter.limit, slot
@@ -211,7 +211,7 @@ class Watch:
     def after(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
         self.verified(state, rows, drafts, before)
         for slot in range(rows):
-            if state.active[slot]:
+            if state.active[slot] and state.lengths[slot] > before[slot]:  # else it was at its end
                 held = int(state.lengths[slot] - before[slot]) - 1
                 self.check(state, slot, int(before[slot]) + 1, held)
 

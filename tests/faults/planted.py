@@ -55,6 +55,7 @@ MESSAGES = ("tests/dist/test_exchange.py::test_messages_hold_each_share_then_pad
 VAIN = ("tests/kernels/test_collectives.py::test_a_wait_in_vain_ends_and_the_next_is_short",)
 LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_with_their_sequence",)
 ENGINE = "tests/e2e/test_engine.py::"
+SERVE = "tests/e2e/test_serve.py::"
 PARITY = "tests/e2e/test_parity.py::"
 AHEAD = "tests/kernels/test_interleavings.py::"
 COLLECTIVES = "tests/kernels/test_collectives.py::"
@@ -113,18 +114,21 @@ FAULTS = [
         KV_CACHE,
     ),
     Fault(
-        "a part of a page is none", "helix/kv_cache.py",
-        "return -(-self.layout.local_length(length, rank, self.append_block, start) // self.page_size)",
-        "return self.layout.local_length(length, rank, self.append_block, start) // self.page_size", KV_CACHE,
+        "a part of a page is none", "helix/pages.py",
+        "return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)",
+        "return self.layout.local_length(length, 0, self.append_block) // self.page_size", PAGES,
     ),
     Fault(
-        "no page for rounding", "helix/kv_cache.py",
-        "(max_batch - 1) * (-(-append_block // page_size) + 1)", "(max_batch - 1) * (-(-append_block // page_size))",
-        KV_CACHE,
+        "no page for rounding", "helix/pages.py",
+        "(sequences - 1) * (-(-self.append_block // self.page_size) + 1)",
+        "(sequences - 1) * (-(-self.append_block // self.page_size))", KV_CACHE,
     ),
     Fault(
-        "a page is not given back", "helix/kv_cache.py",
-        "self._free.extend(reversed(pages))", "self._free.extend(reversed(pages[1:]))", KV_CACHE,
+        "a page is not given back", "helix/pages.py", "self._push(idle[~kept])", "self._push(idle[~kept][1:])", PAGES,
+    ),
+    Fault(
+        "bounds of copied pages are lost", "helix/kv_cache.py",
+        "[*self.tensors, *([] if self.bounds is None else [self.bounds])]", "self.tensors", KV_CACHE,
     ),
     Fault(
         "a page is freed while it is used", "helix/pages.py",
@@ -177,7 +181,7 @@ FAULTS = [
     ),
     Fault(
         "prompt chunks begin at zero", "helix/step.py",
-        "torch.arange(at, at + len(tokens))", "torch.arange(len(tokens))", KV_CACHE,
+        "torch.arange(begin, begin + len(tokens))", "torch.arange(len(tokens))", KV_CACHE,
     ),
     Fault(
         "a draft behind a rejected one is kept", "kernels/reference/commit.py",
@@ -434,7 +438,7 @@ FAULTS = [
         SCHEDULER,
     ),
     Fault(
-        "a slot's next sequence inherits its limit", "helix/engine.py", "policy.forget(slot)", "pass", LIMITS,
+        "a slot's next sequence inherits its limit", "helix/serving.py", "self._policy.forget(slot)", "pass", LIMITS,
     ),
     Fault("limits of drafts are not set", "helix/model_runner.py", "if decision.draft_limits:", "if False:", LIMITS),
     Fault(
@@ -451,8 +455,7 @@ FAULTS = [
     ),
     Fault(
         "no look at the end of a run", "helix/engine.py",
-        "                self.runner.execute(decision)\n                self.runner.check()\n\n",
-        "                self.runner.execute(decision)\n\n",
+        "                self.runner.check(wait=False)\n            self.runner.check()\n", "",
         (ENGINE + "test_a_rank_that_gave_up_in_the_last_step_says_so",),
     ),
     Fault(
@@ -460,9 +463,26 @@ FAULTS = [
         (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
     ),
     Fault(
-        "tokens behind the end", "helix/engine.py",
-        "                        continue  # computed past its stop, thrown away\n",
-        "                        pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+        "tokens behind the end", "helix/serving.py",
+        "                    continue  # computed behind its end, thrown away\n",
+        "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+    ),
+    Fault(
+        "a heartbeat is left out", "helix/serving.py", "self._launch(Decision.nothing())", "pass",
+        (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
+    ),
+    Fault(
+        "the next run waits for the one before", "helix/serving.py",
+        "while len(self._runs) > 1 or self._is_early():", "while self._runs:",
+        (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),
+    ),
+    Fault(
+        "a copy is left out", "helix/model_runner.py", "if len(admission.copy_from):", "if False:",
+        (SERVE + "test_tokens_are_those_of_each_request_alone[qwen3-None]",),
+    ),
+    Fault(
+        "a table does not grow", "helix/model_runner.py", "for table in decision.tables:", "for table in ():",
+        (SERVE + "test_tokens_are_those_of_each_request_alone[qwen3-None]",),
     ),
     Fault(
         "EOS is a token like others", "helix/text.py",

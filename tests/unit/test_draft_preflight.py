@@ -15,12 +15,10 @@ from comm.loopback import LoopbackWorld
 from helix import build
 from helix.config import Config
 from helix.errors import ConfigError
-from helix.kv_cache import KVCache, token_bytes
+from helix.kv_cache import KVCache, Placement, token_bytes
 from helix.layout import HelixLayout
 from helix.loading import read_config
 from helix.models import Decoder, spec_from_config
-from helix.request import Request
-from helix.scheduler import Scheduler
 from helix.speculation import DraftModel, ModelDrafter
 from launch.inputs.preflight import CheckedDraft, preflight
 from tests.e2e.checkpoints import DEMO, checkpoint
@@ -128,51 +126,50 @@ def model_of(family: str, layout: HelixLayout) -> Decoder:
     max_batch=st.integers(1, 6),
     block=st.sampled_from([1, 16, 48]),
     family=st.sampled_from(["mistral-windowed", "deepseek-v3-yarn"]),
-    lengths=st.lists(st.integers(1, 400), max_size=12),
 )
-def test_both_caches_fit_the_memory_and_whoever_is_admitted_has_room(
-    monkeypatch: pytest.MonkeyPatch, free: int, wanted: int, max_batch: int, block: int, family: str, lengths: list[int]
+def test_both_caches_fit_the_memory(
+    monkeypatch: pytest.MonkeyPatch, free: int, wanted: int, max_batch: int, block: int, family: str
 ) -> None:
-    layout = HelixLayout.create()  # the draft model's pages are what counts: one rank's
-    world = LoopbackWorld(1)
+    layout, world = HelixLayout.create(), LoopbackWorld(1)
     draft = DraftModel(model_of(family, layout), layout, world.communicator(0, [0]))
     target = model_of("qwen3", layout)
     sizes = composed("speculation=model", f"kv.append_block={block}", "kv.page_size=32")
     monkeypatch.setattr(build, "free_bytes", lambda device: free)
     comm = world.communicator(0, [0])
+    placement = Placement(layout, 0, block, 32)
     page = 32 * token_bytes(target.spec.layers, target.spec.entries(layout, 0), torch.float32)
-    first = min(wanted + sizes.speculation.gamma * max_batch, 32)
-    beside = 32 * draft.pages(first, block, 32, max_batch) * draft.bytes_per_token
-    if page + beside > int(free * sizes.kv.memory_fraction):
+    page += draft.page_bytes(placement)
+    if page > int(free * sizes.kv.memory_fraction):
         with pytest.raises(ConfigError, match="holds no page"):
             build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
         return
     engine = build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
     drafter = engine.runner.drafter
-    assert isinstance(drafter, ModelDrafter)
+    assert isinstance(drafter, ModelDrafter) and drafter.cache.pages == engine.runner.cache.pages
 
     def size(cache: KVCache) -> int:
         return sum(t.numel() * t.itemsize for t in cache.tensors)
 
     used = size(engine.runner.cache) + size(drafter.cache)
-    assert used <= free * sizes.kv.memory_fraction
-    # A page more, and what it lets the draft model hold, would not fit, or is not wanted.
-    one = 32 * engine.runner.cache.bytes_per_token
-    more = drafter.cache.pages + -(-(32 + 2 * block) // 32) + 1
-    spare = one + (more - drafter.cache.pages) * 32 * draft.bytes_per_token
-    assert engine.token_budget >= wanted or used + spare > free * sizes.kv.memory_fraction
+    needed = placement.stripes.pages_for_all(wanted + sizes.speculation.gamma * max_batch, max_batch)
+    assert used == page * drafter.cache.pages <= free * sizes.kv.memory_fraction
+    # A page more would not fit, or is not wanted.
+    assert drafter.cache.pages == needed or used + page > free * sizes.kv.memory_fraction
 
-    runner = engine.runner
-    scheduler = Scheduler(
-        engine.tables, engine.prefill_time, max_batch=max_batch, prefill_chunk=64, drafts=runner.drafts
-    )
-    for i, length in enumerate(lengths):
-        scheduler.submit(Request(i, tuple(range(length)), 5), 0.0)
-    while (decision := scheduler.decide(0.0)) is not None:
-        for slot in decision.retire:
-            drafter.retire(slot)
-        for admission in decision.admit:
-            drafter.admit(admission)  # would fail if a page were missing
-        for s in scheduler.running.values():
-            scheduler.end(s.request.id)
-        scheduler.landed()
+
+@given(
+    kvp=st.integers(1, 8), own=st.integers(1, 8), block=st.integers(1, 40), page=st.integers(1, 40),
+    length=st.integers(1, 900), stripes=st.integers(1, 3),
+)  # fmt: skip
+def test_a_draft_models_tokens_are_in_the_pages_of_the_targets(
+    kvp: int, own: int, block: int, page: int, length: int, stripes: int
+) -> None:
+    """Any tokens need no page beyond the target's, and whole stripes fill the same ones: they can be shared."""
+    target = Placement(HelixLayout.create("helix", kvp), 0, block, page * own)
+    layout = HelixLayout.create("helix", own)
+    draft = DraftModel(model_of("qwen3", HelixLayout.create()), layout, LoopbackWorld(own).communicator(0, range(own)))
+    found, wanted = draft.placement(target).stripes, target.stripes
+    assert found.page_tokens == wanted.page_tokens
+    assert found.pages_for(length) <= wanted.pages_for(length)
+    whole = stripes * wanted.tokens
+    assert whole % found.tokens == 0 and found.pages_for(whole) == wanted.pages_for(whole)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helix.kv_cache import KVCache, Placement, free_bytes, pages_for_tokens
+from helix.kv_cache import KVCache, Placement, free_bytes
 from helix.layout import HelixLayout
 from helix.step import PAST, DecodeState
 
@@ -39,8 +42,7 @@ def test_slots_follow_the_local_order(length: int, kvp: int, block: int, page_si
     written: set[int] = set()
     for rank in range(kvp):
         p = placement(kvp, rank, block, page_size)
-        count = p.pages(length, start)
-        assert count == -(-len(held[rank]) // page_size)
+        count = p.stripes.pages_for(length)
         pages = torch.randperm(count + 3)[: max(count, 1)]
         slots = p.cache_slots(
             positions, starts, torch.ones(length, dtype=torch.bool), pages.int().expand(length, -1)
@@ -67,31 +69,32 @@ def test_bounds_are_causality_and_window(
         assert lo.dtype == hi.dtype == torch.int32
 
 
-@example([(2, 0), (25, 0), (22, 0)], 5, 2, 5)  # a page more than blocks rounded up would say
-@given(st.lists(st.tuples(st.integers(1, 80), st.integers(0, 7)), min_size=1, max_size=5), widths, blocks, page_sizes)
-def test_planned_pages_hold_any_split_of_the_tokens(
-    sequences: list[tuple[int, int]], kvp: int, block: int, page_size: int
-) -> None:
-    layout = HelixLayout.create("helix", kvp)
-    pages = pages_for_tokens(layout, sum(length for length, _ in sequences), block, page_size, len(sequences))
-    for rank in range(kvp):
-        p = placement(kvp, rank, block, page_size)
-        assert sum(p.pages(length, start % kvp) for length, start in sequences) <= pages
+@example([2, 25, 22], 5, 2, 5)  # a page more than blocks rounded up would say
+@given(st.lists(st.integers(1, 80), min_size=1, max_size=5), widths, blocks, page_sizes)
+def test_planned_pages_hold_any_split_of_the_tokens(lengths: list[int], kvp: int, block: int, page_size: int) -> None:
+    stripes = placement(kvp, 0, block, page_size).stripes
+    assert sum(map(stripes.pages_for, lengths)) <= stripes.pages_for_all(sum(lengths), len(lengths))
 
 
-def test_pages_are_taken_and_given_back() -> None:
-    cache = KVCache(2, 5, 4, [(1, 8), (1, 8)], torch.float32, torch.device("cpu"))
-    first, second = cache.take(2), cache.take(3)
-    assert sorted(first + second) == list(range(5)) and cache.free_pages == 0
-    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
-        cache.take(1)
-    cache.give_back(first)
-    assert sorted(cache.take(2)) == sorted(first)
-    assert cache.bytes_per_token == 2 * 2 * 8 * 4
+@pytest.mark.parametrize("entries, score", [([(1, 8), (1, 8)], "bounds"), ([(12,)], None)])
+def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: str | None) -> None:
+    cache = KVCache(2, 5, 4, entries, torch.float32, torch.device("cpu"), score)
+    tensors = [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]
+    for tensor in tensors:
+        tensor.normal_()
+    before = [tensor.clone() for tensor in tensors]
+    cache.copy(torch.tensor([3, 0], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32))  # 3 has a new owner
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old[:, [0, 3, 2, 0, 4]])
+    assert cache.bytes_per_token == 2 * sum(math.prod(entry) for entry in entries) * 4
 
 
 def test_free_memory_is_read() -> None:
     assert free_bytes(torch.device("cpu")) > 1 << 20
+
+
+def array(numbers: list[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
 
 
 def state(kvp: int, rank: int, batch: int = 3) -> DecodeState:
@@ -102,7 +105,7 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
     for rank in range(2):
         s = state(2, rank)
         for row, start in ((0, 0), (1, 1), (2, 0)):
-            s.admit(row, start, [10 * row + i for i in range(4)], 16, ())
+            s.admit(row, start, array([10 * row + i for i in range(4)]), 16, array([]))
         s.activate(torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([5, 4]))
         step = s.decode_step(3)
         # Position 5: block 2 of rank (2 + 0) % 2 = 0, its slot 3. Position 4: block 2 of rank (2 + 1) % 2 = 1, slot 2.
@@ -115,7 +118,7 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
 
 def test_commit_grows_active_rows_alone() -> None:
     s = state(1, 0)
-    s.admit(1, 0, [0, 1], 16, ())
+    s.admit(1, 0, array([0, 1]), 16, array([]))
     s.activate(torch.tensor([1]), torch.tensor([7]), torch.tensor([5]))
     assert s.commit(torch.tensor([[1], [2], [3]])).tolist() == [[PAST], [2], [PAST]]
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
@@ -128,7 +131,7 @@ def test_drafts_hold_up_to_the_first_that_was_not_drawn_and_to_the_limit() -> No
     s = DecodeState(4, 4, placement(1, 0, 2, 4), torch.device("cpu"), history=16)
     rows = torch.arange(3)
     for row, limit in enumerate((15, 15, 7)):
-        s.admit(row, 0, [0, 1], limit, [row, 50, 51])
+        s.admit(row, 0, array([0, 1]), limit, array([row, 50, 51]))
     s.activate(rows, torch.tensor([60, 61, 62]), torch.tensor([3, 3, 5]))
     drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
     drawn = torch.tensor([[1, 9, 3, 4], [9, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
@@ -142,7 +145,7 @@ def test_drafts_hold_up_to_the_first_that_was_not_drawn_and_to_the_limit() -> No
 
 def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
     s = state(2, 0)
-    s.admit(0, 0, [3, 1, 2, 0], 16, ())
+    s.admit(0, 0, array([3, 1, 2, 0]), 16, array([]))
     s.activate(torch.tensor([0]), torch.tensor([7]), torch.tensor([1]))
     step = s.decode_step(2, torch.tensor([[8, 9, 10], [0, 0, 0]]))
     assert step.tokens[:4].tolist() == [7, 8, 9, 10] and step.positions[:4].tolist() == [1, 2, 3, 4]
@@ -154,7 +157,7 @@ def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
 def test_drafts_beyond_a_rows_limit_are_padding() -> None:
     s = state(1, 0)
     for row, limit in enumerate((16, 4, 16)):
-        s.admit(row, 0, [4 * row, 4 * row + 1, 4 * row + 2, 4 * row + 3], limit, ())
+        s.admit(row, 0, array([4 * row, 4 * row + 1, 4 * row + 2, 4 * row + 3]), limit, array([]))
     s.activate(torch.arange(3), torch.tensor([7, 7, 7]), torch.tensor([2, 2, 2]))
     s.draft_limits[2] = 2
     drafts = s.within_limits(torch.tensor([[8, 9, 10], [8, 9, 10], [8, 9, 10]]))
@@ -170,8 +173,8 @@ def test_drafts_beyond_a_rows_limit_are_padding() -> None:
 
 def test_a_prefill_step_is_the_chunks_in_a_row() -> None:
     s = state(1, 0)
-    s.admit(0, 0, [3, 1], 16, ())
-    s.admit(2, 0, [2, 0], 16, ())
+    s.admit(0, 0, array([3, 1]), 16, array([]))
+    s.admit(2, 0, array([2, 0]), 16, array([]))
     step = s.prefill_step([(2, 4, torch.tensor([40, 41])), (0, 0, torch.tensor([1, 2, 3]))])
     assert step.tokens.tolist() == [40, 41, 1, 2, 3] and step.positions.tolist() == [4, 5, 0, 1, 2]
     assert step.cu_q is not None and step.cu_q.tolist() == [0, 2, 5] and step.max_q == 3

@@ -1,0 +1,244 @@
+"""Rank 0's loop: what comes in, what is decided, what comes out.
+
+The next decision is made and launched before what was launched before it has ended, so that the device never drains
+between two. So a decision knows of tokens that are not read yet only how many there may be, and what a sequence draws
+behind its end is thrown away. Nothing here costs by length of context.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from helix.inbox import Abort, Inbox
+from helix.model_runner import ModelRunner, StepTokens
+from helix.prefill_time import PrefillTime
+from helix.request import Delta, Request
+from helix.scheduler import Decision, Scheduled, Scheduler
+from helix.speculation.adaptive import DraftPolicy, Outcome
+from helix.timings import Timings
+
+AHEAD_S = 0.004  # before the end of what is launched, the next decision is made: more than that takes
+
+
+@dataclass
+class Run:
+    """A decision that is under way.
+
+    Attributes:
+        rows: who is in which slot.
+        steps: whose tokens are not read yet; the first of all are those of the chunk, if there is one.
+        limits: drafts of each slot that are verified, where they are limited.
+        begin: when it was launched.
+    """
+
+    decision: Decision
+    rows: dict[int, Scheduled]
+    steps: deque[StepTokens]
+    limits: tuple[int, ...]
+    begin: float
+    seconds: list[float] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def in_chunk(self) -> bool:
+        return len(self.steps) > self.decision.decode_steps
+
+
+@dataclass
+class Progress:
+    """How far a request is that waits or runs; attributes as of `Delta`."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    prefilled: int = 0
+
+    def delta(
+        self,
+        name: str | int,
+        new_ids: tuple[int, ...] = (),
+        finish_reason: str | None = None,
+        reason: str | None = None,
+    ) -> Delta:
+        return Delta(name, self.prompt_tokens, self.cached_tokens, self.prefilled, new_ids, finish_reason, reason)
+
+
+class Serving:
+    """One call of `Engine.generate` or `Engine.serve`.
+
+    Args:
+        refusal: why a request cannot be served, None where it can.
+        launch: gives a decision to all ranks and launches it here.
+        beat_s: seconds until the others hear from rank 0 also where nothing happens.
+        on_prefill: as in `Engine`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        times: PrefillTime,
+        policy: DraftPolicy,
+        timings: Timings,
+        *,
+        refusal: Callable[[Request], str | None],
+        launch: Callable[[Decision], list[StepTokens]],
+        beat_s: float,
+        on_prefill: Callable[[int, int], None] | None,
+    ) -> None:
+        self._runner, self._scheduler, self._times = runner, scheduler, times
+        self._policy, self._timings = policy, timings
+        self._refusal, self._launch, self._beat_s, self._on_prefill = refusal, launch, beat_s, on_prefill
+        self._eos = frozenset(runner.model.spec.eos)
+        self._open: dict[str | int, Progress] = {}
+        self._runs: deque[Run] = deque()
+        self._limits: tuple[int, ...] = ()
+        self._came = 0.0  # when the last tokens were there
+        self._to_prefill = 0  # prompt tokens of all that were admitted
+        self._most_held = 0
+
+    def outputs(self, inbox: Inbox) -> Iterator[Delta]:
+        """What becomes of all that comes in, until the inbox is closed and everything has ended."""
+        while True:
+            yield from self._take(inbox)
+            self._forget(self._scheduler.running)
+            begin = perf_counter()
+            decision = self._scheduler.decide(begin)
+            if decision is not None:
+                self._timings.decide_s += perf_counter() - begin
+                self._timings.decisions += 1
+                self._begin(decision)
+                while len(self._runs) > 1 or self._is_early():
+                    yield from self._read()
+            elif self._runs:
+                yield from self._read()
+            elif inbox.ended:
+                return
+            elif not inbox.wait(self._beat_s):
+                self._launch(Decision.nothing())
+
+    def _take(self, inbox: Inbox) -> Iterator[Delta]:
+        for item in inbox.take():
+            if isinstance(item, Abort):
+                if self._scheduler.end(item.id):
+                    yield self._open.pop(item.id).delta(item.id, finish_reason="abort")
+                continue
+            progress = Progress(len(item.prompt))
+            if reason := self._refusal(item) or self._scheduler.submit(item, perf_counter()):
+                yield progress.delta(item.id, finish_reason="error", reason=reason)
+            else:
+                self._open[item.id] = progress
+
+    def _begin(self, decision: Decision) -> None:
+        for admission in decision.admit:
+            self._to_prefill += len(admission.prompt) - admission.known
+            if not admission.drawn:
+                progress = self._open[admission.id]
+                progress.cached_tokens = progress.prefilled = admission.known
+        self._limits = decision.draft_limits or self._limits
+        rows, begin = dict(self._scheduler.running), perf_counter()
+        self._runs.append(Run(decision, rows, deque(self._launch(decision)), self._limits, begin))
+
+    def _is_early(self) -> bool:
+        """Whether the run that is under way goes on for so long that the next decision can wait; may wait itself."""
+        if not self._runs:
+            return False
+        run = self._runs[0]
+        now, plan = perf_counter(), run.decision
+        work = sum(self._times.work(s.begin, s.end) for s in plan.prefill) if run.in_chunk else 0.0
+        steps = len(run.steps) - run.in_chunk
+        left_s = (self._times.seconds(work) or 0.0) if work else 0.0
+        left_s += steps * (self._policy.seconds(plan.rows, plan.drafts) or 0.0)
+        left_s -= now - max(run.begin, self._came)
+        if len(run.steps) > 1:
+            return left_s > AHEAD_S
+        if run.steps and left_s > AHEAD_S and not run.steps[0].there:
+            time.sleep(left_s - AHEAD_S)
+        return not run.steps  # of one without any, nothing is to be read
+
+    def _read(self) -> Iterator[Delta]:
+        """What the next tokens come to that are under way."""
+        run = self._runs[0]
+        if run.steps:
+            in_chunk, step = run.in_chunk, run.steps.popleft()
+            tokens: dict[int, list[int]] = {}
+            for slot, token in step.read():
+                tokens.setdefault(slot, []).append(token)
+            seconds, self._came = step.came - max(run.begin, self._came), step.came
+            if in_chunk:
+                yield from self._after_chunk(run, seconds)
+            else:
+                run.seconds.append(seconds)
+            outcomes = []
+            for slot, drawn in tokens.items():
+                sequence = run.rows[slot]
+                if sequence.ended:
+                    continue  # computed behind its end, thrown away
+                left = sequence.request.max_new_tokens - len(sequence.drawn)
+                outcomes.append(Outcome(slot, min(self._tried(run, slot), left - 1), len(drawn) - 1))
+                yield self._record(sequence, slot, drawn)
+            if not in_chunk:
+                self._timings.step(seconds, run.decision.drafts, outcomes)
+                run.outcomes += outcomes
+        if not run.steps:
+            self._runs.popleft()
+            self._scheduler.landed()
+            self._policy.observe(run.decision.rows, run.decision.drafts, run.seconds, run.outcomes)
+            self._forget(run.rows)
+            self._note_kv()
+
+    def _forget(self, rows: dict[int, Scheduled]) -> None:
+        """Whose sequence has ended begins anew with its drafts."""
+        for slot, sequence in rows.items():
+            if sequence.ended:
+                self._policy.forget(slot)
+
+    def _tried(self, run: Run, slot: int) -> int:
+        """Drafts of a slot that each step of a run verifies."""
+        drafts = run.decision.drafts
+        return min(drafts, run.limits[slot]) if slot < len(run.limits) else drafts
+
+    def _after_chunk(self, run: Run, seconds: float) -> Iterator[Delta]:
+        timings, prefill = self._timings, run.decision.prefill
+        self._times.observe(sum(self._times.work(s.begin, s.end) for s in prefill), seconds)
+        timings.prefill_s += seconds
+        timings.prefill_tokens += sum(s.end - s.begin for s in prefill)
+        if self._on_prefill:
+            self._on_prefill(timings.prefill_tokens, self._to_prefill)
+        for segment in prefill:
+            sequence = run.rows[segment.slot]
+            if not sequence.drawn and not sequence.ended:
+                progress = self._open[sequence.request.id]
+                progress.prefilled = segment.end
+                if not segment.last:  # else its first token says so
+                    yield progress.delta(sequence.request.id)
+
+    def _record(self, sequence: Scheduled, slot: int, drawn: list[int]) -> Delta:
+        """Takes tokens of a sequence up to its end."""
+        request = sequence.request
+        new: list[int] = []
+        reason = None
+        for token in drawn:
+            self._scheduler.record_token(slot, token)
+            new.append(token)
+            if token in self._eos:
+                self._scheduler.end(request.id)
+                reason = "stop"
+            elif len(sequence.drawn) == request.max_new_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        progress = self._open[request.id] if reason is None else self._open.pop(request.id)
+        return progress.delta(request.id, tuple(new), reason)
+
+    def _note_kv(self) -> None:
+        """Keeps how many tokens were held when they were most."""
+        held = [(s.cached, s.held.start) for s in self._scheduler.running.values() if s.held is not None]
+        if (total := sum(cached for cached, _ in held)) > self._most_held:
+            self._most_held, self._timings.held = total, held
+
+
+__all__ = ["Serving"]

@@ -1,0 +1,296 @@
+"""An engine that serves: what comes and goes while it runs changes nobody's tokens, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.torch_dist import TorchDistCommunicator
+from helix.config import ServeConfig
+from helix.engine import Engine
+from helix.inbox import Inbox
+from helix.kv_cache import BlockBudget
+from helix.layout import HelixLayout
+from helix.model_runner import StepTokens
+from helix.models import Decoder
+from helix.request import Delta, Request
+from helix.scheduler import Decision
+from helix.speculation import DraftBudget, NgramDrafter
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.pool import Pool
+
+KVP_2 = HelixLayout.create("helix", 2)
+# Slots for three, pages that three of them fill, leases of a few tokens: they are extended, and preempted.
+CLOSE: dict[str, Any] = dict(max_batch=3, max_length=192, prefill_chunk=24, serving=ServeConfig(lease=2, stall_ms=2.0))
+
+
+@dataclass
+class Served:
+    """What came out of a call."""
+
+    tokens: dict[Any, list[int]] = field(default_factory=dict)
+    ends: dict[Any, str] = field(default_factory=dict)
+    cached: dict[Any, int] = field(default_factory=dict)
+    prefilled: dict[Any, list[int]] = field(default_factory=dict)
+
+    def add(self, delta: Delta) -> None:
+        assert delta.id not in self.ends, "nothing comes behind the end"
+        self.tokens.setdefault(delta.id, []).extend(delta.new_ids)
+        self.cached[delta.id] = delta.cached_tokens
+        self.prefilled.setdefault(delta.id, []).append(delta.prefilled)
+        if delta.finish_reason is not None:
+            self.ends[delta.id] = delta.finish_reason
+
+
+def serve(e: Engine, *rounds: list[Request], aborts: dict[Any, int] | None = None) -> Served:
+    """Serves rounds of requests, each when all before it have ended; some are aborted after so many tokens."""
+    inbox, served, todo = Inbox(), Served(), list(rounds)
+    under_way: set[Any] = set()
+
+    def go_on() -> None:
+        if not todo:
+            inbox.close()
+            return
+        under_way.update(r.id for r in todo[0])
+        for request in todo.pop(0):
+            inbox.submit(request)
+
+    go_on()
+    for delta in e.serve(inbox if e.comm.rank == 0 else None):
+        served.add(delta)
+        under_way.difference_update(served.ends)
+        if delta.id in (aborts or {}) and len(served.tokens[delta.id]) >= (aborts or {})[delta.id]:
+            inbox.abort(delta.id)
+        if not under_way:
+            go_on()
+    return served
+
+
+def left_behind(e: Engine) -> tuple[int, int, int]:
+    """Pages in use, slots in use, sequences on the device."""
+    return e.tables.pool.used, len(e.runner.admitted), int(e.runner.state.active.sum())
+
+
+def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
+    """Prompts, and what follows them as the beginning of further prompts."""
+    return (
+        [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)],
+        [Request(f"next {i}", c.prompt + c.tokens[:-3], 3) for i, c in enumerate(wanted)],
+    )
+
+
+@pytest.mark.parametrize(
+    "family, drafts",
+    [
+        ("qwen3", None),
+        ("mistral-windowed", None),
+        ("gpt-oss", None),
+        ("deepseek-v3-yarn", None),
+        ("qwen2", NgramDrafter(3, 2)),
+        ("qwen2", "model"),
+        ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),
+        ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local")),
+    ],
+)
+def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> None:
+    """After hits, extensions, preemptions, and beside one that is aborted."""
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    first, second = turns(wanted)
+    neighbour = Request("gone", wanted[2].prompt, 30)
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served, tuple[int, int, int], int]:
+        comm = world.communicator(rank, KVP_2.kvp_group(rank))
+        options = dict(sparse=drafts) if isinstance(drafts, Sparse) else dict(drafter=drafts)
+        if drafts == "model":
+            own = HelixLayout.create("helix", 1, 2)
+            ranks = world.communicator(rank, own.kvp_group(rank))
+            options = dict(drafter=ModelDrafts(checkpoint("qwen2-windowed-tied"), own, ranks, 2))
+        plain = None
+        if isinstance(drafts, Sparse):  # it reads a part: transformers says something else
+            e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, prefix_cache=False, **options)
+            plain = serve(e, first, second)
+        e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, pages=16, **options, **CLOSE)
+        e.run_steps = 2
+        served = serve(e, [*first, neighbour], second, aborts={"gone": 2})
+        return served, plain or served, left_behind(e), e.timings.preemptions
+
+    (served, plain, held, preemptions), (_, _, held_elsewhere, _) = run_ranks(2, body, timeout_s=120.0)
+    assert held == (0, 0, 0) and held_elsewhere[1:] == (0, 0)
+    for i, c in enumerate(wanted):
+        alone = tuple(plain.tokens[i]) if isinstance(drafts, Sparse) else c.tokens
+        assert tuple(served.tokens[i]) == alone, f"prompt {i}"
+        if not isinstance(drafts, Sparse):
+            assert tuple(served.tokens[f"next {i}"]) == alone[-3:], f"prompt {i}, continued"
+        assert served.ends[i] == "length" and served.prefilled[i][-1] == len(c.prompt)
+    assert served.ends["gone"] == "abort" and 2 <= len(served.tokens["gone"]) < 30
+    assert served.cached["next 2"] >= 48 and (drafts is not None or preemptions > 0), (served.cached, preemptions)
+
+
+def engine(world: LoopbackWorld, rank: int, layout: HelixLayout, **options: Any) -> Engine:
+    return build_engine(checkpoint("qwen3"), layout, world.communicator(rank, layout.kvp_group(rank)), 16, **options)
+
+
+def alone(**options: Any) -> Engine:
+    return engine(LoopbackWorld(1), 0, HelixLayout.create(), **options)
+
+
+def test_what_cannot_be_served_harms_nobody() -> None:
+    wanted = oracle("qwen3", MOE_LENGTHS, MOE_TOKENS)[1]
+    prompt = wanted.prompt
+    requests = [
+        Request("good", prompt, 12),
+        Request("empty", (), 3),
+        Request("outside", (1, 257), 3),
+        Request("none", prompt, 0),
+        Request("long", prompt, 600),
+        Request("waits", prompt, 9),
+        Request("good", prompt, 3),
+    ]
+    e, inbox = alone(max_batch=1), Inbox()
+    for request in requests:
+        inbox.submit(request)
+    for name in ("waits", "nobody"):
+        inbox.abort(name)
+    inbox.close()
+    deltas = list(e.serve(inbox))
+    ends = [(d.id, d.finish_reason) for d in deltas if d.finish_reason is not None]
+    refused = [(name, "error") for name in ("empty", "outside", "none", "long", "good")]
+    assert sorted(ends) == sorted([*refused, ("waits", "abort"), ("good", "length")])
+    assert next(d.reason for d in deltas if d.id == "good" and d.reason) is not None
+    assert tuple(t for d in deltas for t in d.new_ids) == wanted.tokens
+    assert left_behind(e) == (0, 0, 0)
+
+
+def test_an_output_says_how_far_a_prompt_is() -> None:
+    e = alone(prefill_chunk=64, page_size=64)
+    prompt = tuple(range(1, 231))
+    first, second = (serve(e, [Request(0, prompt, 2)]) for _ in range(2))
+    assert first.cached[0] == 0 and first.prefilled[0][:4] == [64, 128, 192, 230]
+    assert second.cached[0] == 229 and set(second.prefilled[0]) == {230}, "the last token is computed again"
+    assert first.tokens == second.tokens
+
+
+def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rank 0 is never further ahead than that."""
+    e = alone()
+    e.run_steps = 3
+    seen: list[str] = []
+    execute = e.runner.execute
+
+    def launched(decision: Decision) -> list[StepTokens]:
+        if decision.decode_steps:
+            seen.append("run")
+        return execute(decision)
+
+    read = StepTokens.read
+
+    def reads(self: StepTokens) -> list[tuple[int, int]]:
+        seen.append("step")
+        return read(self)
+
+    monkeypatch.setattr(e.runner, "execute", launched)
+    monkeypatch.setattr(StepTokens, "read", reads)
+    monkeypatch.setattr("helix.serving.AHEAD_S", 60.0)  # never early: everything else is a matter of time
+    serve(e, [Request(0, (1, 2, 3), 13)])
+    # The first run brings the prompt's token as well.
+    assert seen == ["run", "run", *["step"] * 4, "run", *["step"] * 3, "run", *["step"] * 6]
+
+
+def idle(rank: int, world_size: int, path: Path) -> list[int]:
+    """A request, silence for twice the deadline, another request: from a thread, while rank 0 sleeps."""
+    layout = HelixLayout.create("helix", world_size)
+    dist.barrier()
+    comm = TorchDistCommunicator(layout.kvp_groups(), "cpu", timedelta(seconds=60))
+    e = build_engine(path, layout, comm, 16, timeout_s=1.5)
+    list(e.generate([Request(0, (1, 2), 2)]))  # opens connections
+    inbox = Inbox()
+
+    def come() -> None:
+        inbox.submit(Request(0, (1, 2, 3), 4))
+        time.sleep(3.0)
+        inbox.submit(Request(1, (1, 2, 3), 4))
+        inbox.close()
+
+    if rank == 0:
+        Thread(target=come, daemon=True).start()
+    tokens = [t for d in e.serve(inbox) for t in d.new_ids]
+    comm.close()
+    return tokens
+
+
+def test_an_idle_engine_lives_and_its_ranks_hear_from_it(gloo_pool: Callable[[int], Pool]) -> None:
+    """Where they do not, they give up: a planted fault leaves the heartbeat out."""
+    tokens = gloo_pool(2).run(idle, checkpoint("qwen3"))[0]
+    assert len(tokens) == 8 and tokens[:4] == tokens[4:]
+
+
+def test_many_come_and_go_and_nothing_is_left() -> None:
+    """2,000 requests with shared beginnings over four ranks; the model is a table of what follows a token."""
+    table = torch.randn(257, 257, generator=torch.Generator().manual_seed(3))
+    following = table.argmax(1).tolist()
+    layout, count = HelixLayout.create("helix", 4), 2000
+    rng = random.Random(5)
+    heads = [tuple(rng.randrange(257) for _ in range(length)) for length in (8, 40, 100, 130)]
+    requests = []
+    for i in range(count):
+        tail = tuple(rng.randrange(257) for _ in range(rng.randrange(1, 20)))
+        requests.append(Request(i, rng.choice(heads) + tail, rng.randrange(1, 12), priority=rng.randrange(2)))
+    aborts = {i: rng.randrange(4) for i in range(count) if rng.random() < 0.3}
+
+    def tabled(model: Decoder) -> None:
+        columns = table[:, model.embedding.rows.start : model.embedding.rows.stop]
+        model.hidden = lambda cache, step, policy: step.tokens  # type: ignore[assignment,method-assign]
+        model.logits = lambda tokens: columns[tokens]  # type: ignore[method-assign]
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, list[int]], dict[Any, str], tuple[int, int, int]]:
+        e = engine(
+            world, rank, layout, page_size=4, pages=60, max_batch=48, max_length=176, prefill_chunk=1024,
+            serving=ServeConfig(lease=2),
+        )  # fmt: skip
+        e.run_steps = 4
+        tabled(e.runner.model)
+        inbox, tokens, ends = Inbox(), dict[Any, list[int]](), dict[Any, str]()
+        todo = iter(requests)
+
+        def more(n: int) -> None:
+            for _, request in zip(range(n), todo, strict=False):
+                inbox.submit(request)
+                if aborts.get(int(request.id)) == 0:
+                    inbox.abort(request.id)
+
+        more(200)
+        for delta in e.serve(inbox):
+            tokens.setdefault(delta.id, []).extend(delta.new_ids)
+            if delta.finish_reason is not None:
+                ends[delta.id] = delta.finish_reason
+                more(1)
+                if len(ends) == count:
+                    inbox.close()
+            elif len(tokens[delta.id]) >= aborts.get(int(delta.id), 99):
+                inbox.abort(delta.id)
+        assert rank or (e.timings.preemptions > 0 and e.timings.prefill_tokens < sum(len(r.prompt) for r in requests))
+        return tokens, ends, left_behind(e)
+
+    (tokens, ends, held), *others = run_ranks(4, body, timeout_s=120.0)
+    assert held == (0, 0, 0) and all(other[2][1:] == (0, 0) for other in others)
+    for request in requests:
+        last, wanted = int(request.prompt[-1]), []
+        for _ in range(request.max_new_tokens):
+            wanted.append(last := following[last])
+        found = tokens[request.id]
+        assert found == wanted[: len(found)], "tokens are each request's own"
+        assert ends[request.id] == "abort" or (ends[request.id] == "length" and found == wanted)
+    assert 300 < sum(end == "abort" for end in ends.values()) < 700
