@@ -208,5 +208,6 @@ def test_drafts_to_time_are_those_that_are_proposed() -> None:
 
 def test_the_schema_has_these_groups() -> None:
     assert set(Config.__dataclass_fields__) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "serve", "speculation", "decode", "bench", "record", "seed",
+        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "serve", "bench", "record",
+        "seed",
     }  # fmt: skip
