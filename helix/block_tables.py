@@ -106,6 +106,13 @@ class BlockTables:
         node, at = self.tree.follow(self._node(held), tokens[:-1], held.entered)
         return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
 
+    def next_stripe(self, held: BlockTable, tokens: np.ndarray) -> Hashable:
+        """Tells two prompts apart that are about to compute different stripes; None where nobody else could use it."""
+        stripe = tokens[held.entered : held.entered + self._tokens]
+        if not self._caching or len(stripe) < self._tokens:
+            return None
+        return held.node or (held.salt, held.start), stripe.tobytes()
+
     def enter(self, held: BlockTable, tokens: np.ndarray) -> range:
         """Notes all tokens, int32 [n], that a sequence's pages hold once the decision is carried out.
 

@@ -53,6 +53,6 @@ class PrefillTime:
         for size in sorted(self._rates, reverse=True):
             work, least = seconds / self._rates[size], float(1 << size >> 1)
             if work >= least:
-                return min(work, above)
+                return min(work, above - 1.0)  # from there on it takes longer than this
             above = least
         return work if self._rates else 0.0

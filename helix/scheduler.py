@@ -15,8 +15,9 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
@@ -244,7 +245,7 @@ class Scheduler:
         self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
         self._changed: list[_Change] = []  # by the chunk of the last decision
         self._owed = 0.0  # seconds of decode steps before the next chunk
-        self._number = self._submitted = self._admissions = 0
+        self._number = self._submitted = 0
         self.running: dict[int, Scheduled] = {}
         self.preemptions = 0
 
@@ -387,7 +388,6 @@ class Scheduler:
             del self._waiting[at]
             s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots), held, held.known
             self.running[s.slot] = s
-            self._admissions += 1
             request = s.request
             yield Admission(
                 request.id,
@@ -412,8 +412,9 @@ class Scheduler:
         if s.known > len(s.tokens):
             s.tokens = np.concatenate((s.tokens, s.drawn[len(s.tokens) - s.known :]))
         s.reserved = self._room(s, self._lease)
-        # The first block goes to another kvp rank each time, so that short sequences spread out.
-        start = self._admissions % self._tables.tree.stripes.layout.kvp
+        stripes = self._tables.tree.stripes
+        # Any kvp rank may have the first block; prompts that begin alike share pages if it is the same one.
+        start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp
         held = self._tables.admit(s.tokens, s.reserved, start, s.request.salt)
         if held is None:
             s.room = pool.room + 1
@@ -487,19 +488,24 @@ class Scheduler:
             (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
         )
         self._advance(oldest, writes)
-        half = self._cut(oldest, -(-tokens // 2), work / 2)
+        least = min(LEAST_CHUNK, tokens, len(oldest.tokens) - oldest.prefilled)
+        half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)
         of_half = self._times.work(oldest.prefilled, oldest.prefilled + half)
         tokens, work = tokens - half, work - of_half
-        ends = {}
+        ends: dict[Scheduled, int] = {}
+        computed = {self._next_stripe(oldest)}
         for s in others:
             if tokens <= 0 or work < 1:
                 break
             self._advance(s, writes)
+            stripe = self._next_stripe(s)
+            if stripe is not None and stripe in computed:
+                continue  # it will take over what another one computes now
+            computed.add(stripe)
             count = self._cut(s, tokens, work)
             tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
             ends[s] = s.prefilled + count
-        count = max(self._cut(oldest, half + tokens, of_half + work), min(LEAST_CHUNK, self._prefill_chunk))
-        ends[oldest] = min(oldest.prefilled + count, len(oldest.tokens))
+        ends[oldest] = oldest.prefilled + max(half, self._cut(oldest, half + tokens, of_half + work))
         done = 0.0
         for s, end in ends.items():
             if end > s.prefilled:
@@ -517,6 +523,10 @@ class Scheduler:
         assert s.held is not None
         s.prefilled, columns = self._tables.advance(s.held, s.tokens, s.prefilled)
         writes.append(_Change(s, s.held, columns.start, len(columns)))
+
+    def _next_stripe(self, s: Scheduled) -> Hashable:
+        assert s.held is not None
+        return self._tables.next_stripe(s.held, s.tokens)
 
     def _cut(self, s: Scheduled, tokens: int, work: float) -> int:
         """How much of a prompt comes next, within so many tokens and so much work."""

@@ -1,0 +1,304 @@
+"""A model of the ranks that carry a scheduler's decisions out, on a clock of its own.
+
+What is launched is computed at once, in order, as a stream does it. What was drawn is read later, after `ahead` further
+decisions. A slot of the cache holds a number made of all tokens up to its own, as keys depend on them: whatever shares
+or copies the wrong page, or reads one that somebody else has written to, is noticed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from helix.block_tables import BlockTables
+from helix.layout import HelixLayout
+from helix.pages import PagePool, Stripes
+from helix.prefill_time import PrefillTime
+from helix.prefix import PrefixTree
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.scheduler import LEAST_CHUNK, Admission, Decision, Scheduler, StepPlan
+
+TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context
+STEP_S = 2e-3
+DOUBLING = 500.0
+
+
+def chain(tokens: Iterable[int], salt: Hashable) -> list[int]:
+    """What the cache holds of each token: a number of all tokens up to it."""
+    numbers, last = [], hash(salt) % 997
+    for token in tokens:
+        last = (last * 1_000_003 + token + 1) % (1 << 61)
+        numbers.append(last)
+    return numbers
+
+
+@dataclass(eq=False)
+class Served:
+    """A request, what it has to draw, and what came of it.
+
+    Attributes:
+        reply: tokens up to the one with which the model stops.
+        times: when each was drawn.
+    """
+
+    request: Request
+    reply: list[int]
+    came: float
+    drawn: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    computed: int = 0
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Row:
+    """A slot on the ranks."""
+
+    served: Served
+    admission: Admission
+    table: list[int]
+    chain: list[int]  # of what its cache should hold
+    length: int  # tokens in the cache
+    drawn: int
+
+
+class Serving:
+    """A scheduler and its ranks.
+
+    Args:
+        pages: of each rank.
+        ahead: decisions that are launched before the tokens of one are read.
+        kept: drafts of a step that hold, for each step in turn.
+        options: of the scheduler.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        *,
+        kvp: int = 2,
+        append_block: int = 2,
+        page_size: int = 2,
+        ahead: int = 1,
+        caching: bool = True,
+        max_batch: int = 4,
+        prefill_chunk: int = 4096,
+        step_s: float = STEP_S,
+        kept: Sequence[int] = (0,),
+        drafts: int = 0,
+        **options: float,
+    ) -> None:
+        self.layout = HelixLayout.create(kvp=kvp)
+        self.stripes = Stripes(self.layout, append_block, page_size)
+        self.times = PrefillTime(DOUBLING)
+        self.times.observe(1.0, TOKEN_S)
+        self.pool = PagePool(pages)
+        self.tables = BlockTables(PrefixTree(self.pool, self.stripes, self.times.cost, 1), caching)
+        plan = StepPlan(drafts, seconds=step_s)
+        self.scheduler = Scheduler(
+            self.tables,
+            self.times,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            drafts=drafts,
+            pace=lambda rows: plan,
+            **options,
+        )
+        self.stall_s, share = options.get("stall_s", 0.050), options.get("decode_share", 0.25)
+        self.ratio = share / (1 - share)
+        self.ahead, self.step_s, self.drafts, self.kept = ahead, step_s, drafts, kept
+        self.prefill_chunk, self.max_batch = prefill_chunk, max_batch
+        self.memory = np.full((pages, kvp, page_size), -1, dtype=np.int64)
+        self.rows: dict[int, Row] = {}
+        self.served: dict[int, Served] = {}
+        self.flying: deque[tuple[list[tuple[Served, int, int, float]], float, float, float]] = deque()
+        self.now = self.device = self.owed = 0.0
+        self.steps = self.decisions = 0
+
+    # ---- the caller
+
+    def submit(
+        self, prompt: Sequence[int], new: int, stops: int | None = None, priority: int = 0, salt: Hashable = None
+    ) -> int:
+        """Submits a request whose model stops after `stops` tokens; its id. It has to be accepted."""
+        name = len(self.served)
+        request = Request(name, prompt, new, SamplingParams(), (), priority, salt)
+        first = chain(prompt, salt)[-1]
+        reply = [(first + 7 * i) % 991 for i in range(min(new, stops or new))]
+        self.served[name] = Served(request, reply, self.now)
+        assert self.scheduler.submit(request, self.now) is None
+        return name
+
+    def abort(self, name: int) -> None:
+        self.served[name].ended |= self.scheduler.end(name)
+
+    def turn(self) -> Decision | None:
+        """The next decision, carried out; reads what is due."""
+        decision = self.scheduler.decide(self.now)
+        if decision is None:
+            assert self.flying or not any(not s.ended for s in self.served.values()), "nothing is done for a request"
+        else:
+            self.decisions += 1
+            assert decision.number == self.decisions
+            self.execute(decision)
+        while self.flying and (decision is None or len(self.flying) > self.ahead):
+            self.land()
+        return decision
+
+    def drain(self, most: int = 100_000) -> None:
+        for _ in range(most):
+            read = not self.flying
+            if self.turn() is None and read:
+                return
+        raise AssertionError("requests do not end")
+
+    def check_nothing_is_left(self) -> None:
+        assert all(s.ended for s in self.served.values())
+        assert not self.rows and not self.scheduler.running and not self.scheduler.waiting
+        assert self.pool.used == 0 and not self.pool._users.any(), "references are left"
+        assert sorted(self.scheduler._free_slots) == list(range(self.max_batch)), "slots are lost"
+        self.tables.tree.evict(self.pool.pages)
+        assert self.pool.free == self.pool.pages and not self.pool._kept.any(), "pages are lost"
+
+    def land(self) -> None:
+        """Reads the tokens of the first decision under way."""
+        tokens, work, seconds, over = self.flying.popleft()
+        self.now = max(self.now, over)
+        for served, slot, token, came in tokens:
+            noted = self.scheduler.record_token(slot, token)
+            assert (noted is None) == served.ended
+            if noted is None:
+                continue
+            assert noted.request is served.request and token == served.reply[len(served.drawn)]
+            served.drawn.append(token)
+            served.times.append(came)
+            if len(served.drawn) == len(served.reply):
+                served.ended = True
+                self.scheduler.end(served.request.id)
+        self.scheduler.landed()
+        if work:
+            self.times.observe(work, seconds)
+
+    # ---- the ranks
+
+    def execute(self, decision: Decision) -> None:
+        before = [row for slot, row in self.rows.items() if slot not in decision.retire and row.drawn]
+        decoding = [row for row in before if row.length < row.admission.limit]
+        for slot in decision.retire:
+            self.check(self.rows.pop(slot))
+        for write in decision.tables:
+            table = self.rows[write.slot].table
+            assert 0 <= write.column <= len(table), "columns without pages"
+            table[write.column : write.column + len(write.pages)] = write.pages.tolist()
+        for admission in decision.admit:
+            self.admit(admission)
+        tokens: list[tuple[Served, int, int, float]] = []
+        work = sum(self.times.work(s.begin, s.end) for s in decision.prefill)
+        seconds = work * TOKEN_S
+        self.check_chunk(decision, seconds, bool(decoding))
+        self.device = max(self.device, self.now) + seconds
+        self.prefill(decision, tokens)
+        for _ in range(decision.decode_steps):
+            self.device += self.step_s
+            self.step(decision, tokens)
+        self.flying.append((tokens, work, seconds, self.device))
+
+    def admit(self, a: Admission) -> None:
+        served = self.served[int(a.id)]
+        assert not served.ended and a.slot not in self.rows and a.slot < self.max_batch
+        drawn = a.prompt[len(served.request.prompt) :].tolist()
+        assert len(drawn) == a.drawn and drawn == served.drawn, "it goes on where it was cut"
+        assert a.known < len(a.prompt), "what follows the last token is drawn from its logits"
+        for source, to in zip(a.copy_from, a.copy_to, strict=True):
+            self.memory[to] = self.memory[source]
+        served.admissions.append(a)
+        numbers = chain(a.prompt.tolist(), served.request.salt)
+        self.rows[a.slot] = row = Row(served, a, a.pages.tolist(), numbers, a.known, 0)
+        self.check(row)
+
+    def prefill(self, decision: Decision, tokens: list[tuple[Served, int, int, float]]) -> None:
+        for s in decision.prefill:
+            row = self.rows[s.slot]
+            assert s.end > s.begin and s.last == (s.end == len(row.admission.prompt))
+            # What others have computed meanwhile it takes over, or all of what was known was a copy.
+            assert row.length <= s.begin and not row.drawn
+            for at in range(s.begin, s.end):
+                self.write(row, at, row.chain[at])
+            row.served.computed += s.end - s.begin
+            row.length = s.end
+        for s in decision.prefill:
+            self.check(self.rows[s.slot])
+            if s.last:
+                self.draw(s.slot, 1, tokens)
+
+    def step(self, decision: Decision, tokens: list[tuple[Served, int, int, float]]) -> None:
+        self.steps += 1
+        for slot, row in self.rows.items():
+            left = row.admission.limit - row.length
+            if not row.drawn or left <= 0:
+                continue
+            assert slot < decision.rows, "every row takes part"
+            tried = min(decision.drafts, left - 1)
+            kept = min(self.kept[self.steps % len(self.kept)], tried)
+            for at in range(row.length, row.length + 1 + tried):
+                self.write(row, at, row.chain[at] if at <= row.length + kept and at < len(row.chain) else -2)
+            row.length += 1 + kept
+            self.draw(slot, 1 + kept, tokens)
+            for at in range(row.length - kept, row.length):  # the drafts that held
+                self.write(row, at, row.chain[at])
+
+    def draw(self, slot: int, count: int, tokens: list[tuple[Served, int, int, float]]) -> None:
+        row = self.rows[slot]
+        for _ in range(count):
+            at = row.admission.drawn + row.drawn
+            reply = row.served.reply
+            token = reply[at] if at < len(reply) else 0  # past its stop it goes on
+            row.drawn += 1
+            row.chain.append((row.chain[-1] * 1_000_003 + token + 1) % (1 << 61))
+            tokens.append((row.served, slot, token, self.device))
+
+    # ---- what has to hold
+
+    def place(self, row: Row, at: int) -> tuple[int, int, int]:
+        slot = self.layout.token_slot(at, self.stripes.append_block)
+        rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
+        assert slot // self.stripes.page_size < len(row.table), "a token without a page"
+        return row.table[slot // self.stripes.page_size], rank, slot % self.stripes.page_size
+
+    def write(self, row: Row, at: int, number: int) -> None:
+        self.memory[self.place(row, at)] = number
+
+    def check(self, row: Row) -> None:
+        """A row's pages hold what they should."""
+        if row.length:
+            at = np.arange(row.length)
+            slot = self.layout.token_slot(at, self.stripes.append_block)
+            rank = self.layout.token_owner(at, self.stripes.append_block, row.admission.start)
+            page = np.array(row.table)[slot // self.stripes.page_size]
+            held = self.memory[page, rank, slot % self.stripes.page_size]
+            assert held.tolist() == row.chain[: row.length], "keys of other tokens"
+
+    def check_chunk(self, decision: Decision, seconds: float, decoding: bool) -> None:
+        """The bounds of chunks while somebody decodes, and the half of the oldest prompt."""
+        size = sum(s.end - s.begin for s in decision.prefill)
+        assert size <= self.prefill_chunk
+        if decoding and size:
+            assert self.owed <= 1e-9, "decode steps have had less than their share"
+            assert seconds <= self.stall_s * 1.001 or size <= LEAST_CHUNK, "a chunk stalls those that decode"
+            self.owed = seconds * self.ratio
+        if not decoding:
+            self.owed = 0.0
+        self.owed -= decision.decode_steps * self.step_s
+        if size:
+            unfinished = [row for row in self.rows.values() if row.length < len(row.admission.prompt) and not row.drawn]
+            oldest = min(unfinished, key=lambda row: (row.served.came, row.served.request.id))
+            part = [s for s in decision.prefill if self.rows[s.slot] is oldest]
+            assert part, "the oldest prompt waits"
+            own = self.times.work(part[0].begin, part[0].end)
+            if not part[0].last:
+                assert size - (part[0].end - part[0].begin) <= (size + 1) // 2 or own * TOKEN_S * 2.1 >= seconds
