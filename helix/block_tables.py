@@ -107,8 +107,8 @@ class BlockTables:
         return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
 
     def next_stripe(self, held: BlockTable, tokens: np.ndarray) -> Hashable:
-        """Tells two prompts apart that are about to compute different stripes; None where nobody else could use it."""
-        stripe = tokens[held.entered : held.entered + self._tokens]
+        """Tells prompts apart that are about to compute different stripes; None for one that cannot be taken over."""
+        stripe = tokens[:-1][held.entered : held.entered + self._tokens]
         if not self._caching or len(stripe) < self._tokens:
             return None
         return held.node or (held.salt, held.start), stripe.tobytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from helix.scheduler import LEAST_CHUNK, Decision, StepPlan
-from tests.serving import STEP_S, TOKEN_S, Serving
+from helix.request import Request
+from helix.scheduler import Decision, StepPlan
+from tests.serving import TOKEN_S, Serving
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -91,3 +92,228 @@ class AnyRequests(RuleBasedStateMachine):
 
 AnyRequests.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestAnyRequests = AnyRequests.TestCase
+
+
+def test_thousands_of_requests_with_aborts_leave_nothing() -> None:
+    """Over four ranks, at most two decisions under way; conversations come back, a third of all requests is aborted."""
+    rng = np.random.default_rng(0)
+    serving = Serving(60, kvp=4, append_block=4, page_size=4, max_batch=8, lease=6, run_steps=3)
+    systems = [words(80, seed) for seed in range(3)]
+    while len(serving.served) < 2000:
+        for _ in range(rng.integers(0, 4)):
+            prompt = systems[rng.integers(3)] + words(rng.integers(1, 200), len(serving.served))
+            if len(serving.served) > 50 and rng.random() < 0.3:
+                before = serving.served[len(serving.served) - int(rng.integers(1, 50))]
+                prompt = [*before.request.prompt.tolist(), *before.drawn, *words(rng.integers(1, 20))][:600]
+            name = serving.submit(prompt, int(rng.integers(1, 80)), priority=int(rng.random() < 0.1))
+            if rng.random() < 0.3:
+                serving.abort(name - int(rng.integers(0, min(name + 1, 20))))
+        serving.turn()
+    serving.drain()
+    assert serving.scheduler.preemptions > 100, "the cache was never full"
+    computed = sum(s.computed for s in serving.served.values())
+    assert computed < 0.7 * sum(len(s.request.prompt) for s in serving.served.values())
+    serving.check_nothing_is_left()
+
+
+def admitted(decision: Decision | None) -> list[int]:
+    return [] if decision is None else [int(a.id) for a in decision.admit]
+
+
+def test_by_priority_then_by_arrival() -> None:
+    serving = Serving(100, max_batch=2, ahead=0)
+    for priority in (0, 0, 1, -1):
+        serving.submit(words(4), 3, priority=priority)
+    assert [admitted(serving.turn()) for _ in range(2)] == [[2, 0], [1, 3]]
+
+
+def test_others_pass_what_does_not_fit_until_its_patience_is_out() -> None:
+    serving = Serving(32, max_batch=4, ahead=0, patience_s=0.5, run_steps=1, caching=False)
+    serving.submit(words(20), 50)  # 70 tokens of 128
+    large = serving.submit(words(100), 2)
+    serving.turn()
+    passed = [admitted(serving.turn()) for _ in range(3) if serving.submit(words(8), 1)]
+    assert passed == [[2], [3], [4]]
+    serving.now += 0.5
+    serving.submit(words(8), 1)
+    while not serving.served[0].ended:
+        assert admitted(serving.turn()) == [], "pages are kept"
+    assert admitted(serving.turn()) == [large, 5]
+    serving.drain()
+    serving.check_nothing_is_left()
+
+
+def test_the_cheapest_is_preempted_comes_back_with_its_tokens_and_has_a_lease() -> None:
+    """Three sequences of 60, 30 and 20 tokens fill the cache; the first lease that is too short is of the longest."""
+    serving = Serving(42, max_batch=3, ahead=1, lease=16, run_steps=2, caching=False)
+    for prompt in (60, 30, 20):
+        serving.submit(words(prompt, prompt), 90)
+    gone: list[tuple[int, int]] = []
+    while not all(s.ended for s in serving.served.values()):
+        before = {slot: int(row.admission.id) for slot, row in serving.rows.items()}
+        decision = serving.turn()
+        if decision is not None:
+            gone += [(i, len(serving.served[i].drawn)) for i in map(before.get, decision.retire) if i is not None]
+    preempted = [(name, drawn) for name, drawn in gone if drawn < 90]
+    assert [name for name, _ in preempted][:2] == [2, 1], "the cheapest first"
+    for name, served in serving.served.items():
+        assert served.drawn == served.reply
+        at = [a.drawn for a in served.admissions]
+        assert all(b - a >= 16 - 2 * 2 for a, b in pairwise(at[1:])), f"{name} comes back for {at}"
+    serving.drain()
+    serving.check_nothing_is_left()
+
+
+def test_half_of_a_chunk_is_the_oldest_prompts_and_short_ones_go_first() -> None:
+    serving = Serving(1000, prefill_chunk=100, ahead=0)
+    for count in (1000, 300, 10):
+        serving.submit(words(count, count), 1)
+    decision = serving.turn()
+    assert decision is not None
+    assert {s.slot: s.end - s.begin for s in decision.prefill} == {0: 50, 1: 40, 2: 10}
+    serving.drain()
+    assert serving.served[1].times < serving.served[0].times
+
+
+def test_a_high_priority_goes_before_a_short_one() -> None:
+    serving = Serving(1000, prefill_chunk=100, ahead=0)
+    for count, priority in ((1000, 0), (10, 0), (300, 1)):
+        serving.submit(words(count, count), 1, priority=priority)
+    decision = serving.turn()
+    assert decision is not None
+    slots = {int(a.id): a.slot for a in decision.admit}
+    assert {s.slot: s.end - s.begin for s in decision.prefill} == {slots[0]: 50, slots[2]: 50}
+
+
+def test_a_chunk_stalls_nobody_for_long() -> None:
+    """While somebody decodes, a chunk takes as much of the prompt as its predicted time allows; alone, all."""
+    serving = Serving(5000, stall_s=0.05, ahead=0, prefill_chunk=8192)
+    serving.submit(words(3000), 100)
+    decision = serving.turn()
+    assert decision is not None and decision.prefill[0].end == 3000
+    serving.submit(words(3000, 1), 1)
+    ends = []
+    while not serving.served[1].ended:
+        decision = serving.turn()
+        assert decision is not None
+        ends += [(s.begin, s.end) for s in decision.prefill]
+    seconds = [serving.times.work(*tokens) * TOKEN_S for tokens in ends]
+    assert all(0.049 < s <= 0.05 for s in seconds[:-1]) and len(seconds) > 10
+
+
+@pytest.mark.parametrize("share, steps", [(0.25, [9]), (0.7, [10, 10, 10, 10, 10, 9])])
+def test_decode_has_its_share_behind_each_chunk(share: float, steps: list[int]) -> None:
+    """50 ms of a chunk are followed by 16.7 ms of steps, or by 116.7 ms, in runs of 20 ms and with no chunk between."""
+    serving = Serving(5000, stall_s=0.05, decode_share=share, run_steps=50, ahead=0, prefill_chunk=500)
+    serving.submit(words(100), 2000)
+    serving.turn()
+    serving.submit(words(3000, 1), 1)
+    turns = [serving.turn() for _ in range(4 * len(steps))]
+    runs = [(len(d.prefill), d.decode_steps) for d in turns if d is not None]
+    assert runs[: 2 * len(steps)] == 2 * [(int(i == 0), n) for i, n in enumerate(steps)]
+
+
+def test_a_run_lasts_as_long_as_it_may() -> None:
+    serving = Serving(1000, run_s=0.020, run_steps=50, ahead=0)
+    serving.submit(words(10), 100)
+    runs = [d.decode_steps for d in (serving.turn() for _ in range(3)) if d is not None]
+    assert runs == [10, 10, 10]
+
+
+def test_a_run_goes_at_its_pace() -> None:
+    """Steps of three tokens: so many as the first to end needs, unless the pace says fewer."""
+    asked: list[int] = []
+    paces = [StepPlan(4, 3.0), StepPlan(4, 3.0, 2, (4, 1)), StepPlan(0)]
+
+    def pace(rows: int) -> StepPlan:
+        asked.append(rows)
+        return paces[len(asked) - 1]
+
+    serving = Serving(100, drafts=4, run_steps=8)
+    serving.scheduler._pace = pace
+    for new in (30, 17):
+        serving.submit(words(5, new), new)
+    decisions = [d for _ in paces if (d := serving.scheduler.decide(0.0)) is not None]
+    steps = [(d.decode_steps, d.drafts, d.draft_limits) for d in decisions]
+    assert steps == [(6, 4, ()), (2, 4, (4, 1)), (8, 0, ())] and asked == [2, 2, 2]
+
+
+def test_what_is_under_way_counts_with_the_most_that_it_may_have_drawn() -> None:
+    """Three runs of steps with three drafts are launched before a token is read; pages are there for each."""
+    serving = Serving(200, lease=1, drafts=3, run_steps=4, ahead=3, kept=(3,))
+    serving.submit(words(10), 100)
+    serving.drain()
+    assert serving.served[0].drawn == serving.served[0].reply
+    assert serving.served[0].admissions[0].reserved == 10 + 17 + 3
+
+
+def test_the_same_prompt_is_computed_once() -> None:
+    """Four at once: the others wait for what the first one computes, and compute what is no whole stripe."""
+    serving = Serving(1000, prefill_chunk=64, ahead=2)
+    for _ in range(4):
+        serving.submit(words(403), 2)
+    serving.drain()
+    assert sorted(s.computed for s in serving.served.values())[:3] == [3, 3, 3]
+    assert sum(s.computed for s in serving.served.values()) < 403 + 4 * 8
+
+
+def test_what_was_aborted_goes_on_where_it_was_cut() -> None:
+    serving = Serving(1000, prefill_chunk=64, ahead=1)
+    first = serving.submit(words(403), 2)
+    for _ in range(3):
+        serving.turn()
+    serving.abort(first)
+    again = serving.submit(words(403), 2)
+    serving.drain()
+    assert serving.served[again].admissions[0].known == 3 * 64 and serving.served[again].drawn
+
+
+def test_requests_of_one_token_starve_nobody() -> None:
+    """A hundred of them go by one slot; the sequence in the other one goes on beside them."""
+    serving = Serving(100, max_batch=2, ahead=0)
+    serving.submit(words(5), 60)
+    for seed in range(100):
+        serving.submit(words(5, seed), 1)
+    drawn = []
+    while serving.turn() is not None:
+        drawn.append(len(serving.served[0].drawn))
+    assert drawn[:8] == [2, 10, 18, 26, 34, 42, 50, 58], "a run of steps follows each prompt"
+
+
+def test_what_never_fits_is_refused_with_both_numbers() -> None:
+    serving = Serving(16)  # 64 tokens
+    assert serving.scheduler.submit(Request(0, words(50), 14), 0.0) is None
+    reason = serving.scheduler.submit(Request(1, words(50), 15), 0.0)
+    assert reason is not None and "65 tokens" in reason and "64, 16 pages" in reason and "kv.tokens" in reason
+
+
+def test_two_under_way_have_different_names() -> None:
+    serving = Serving(16)
+    assert serving.scheduler.submit(Request("a", words(5), 3), 0.0) is None
+    reason = serving.scheduler.submit(Request("a", words(5), 3), 0.0)
+    assert reason is not None and "id='a' is under way" in reason
+    assert serving.scheduler.end("a") and not serving.scheduler.end("a")
+    assert serving.scheduler.submit(Request("a", words(5), 3), 0.0) is None
+
+
+def test_nothing_to_do() -> None:
+    assert Serving(16).scheduler.decide(0.0) is None
+
+
+def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
+    """Four sequences decode, others wait for pages: of neither is anything looked at token by token."""
+    least = []
+    for context, waiting in ((1_000, 10), (1_000_000, 400)):
+        pages = 4 * (context + 1000) // 32 + 20
+        serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30)
+        prompts = [np.full(context, seed, dtype=np.int32) for seed in range(5)]
+        for name in range(4 + waiting):
+            assert serving.scheduler.submit(Request(name, prompts[min(name, 4)], 1000), 0.0) is None
+        seconds = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            assert serving.scheduler.decide(0.0) is not None
+            seconds.append(time.perf_counter() - begin)
+        assert len(serving.scheduler.running) == 4
+        least.append(min(seconds))
+    assert least[1] < 2 * least[0], least

@@ -1,0 +1,56 @@
+"""What chunks take, as predicted from those that have run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helix.prefill_time import PrefillTime
+
+SEEN = st.dictionaries(st.floats(1, 1e6), st.floats(1e-4, 10), min_size=1, max_size=6)
+
+
+@given(st.integers(0, 1_000_000), st.integers(1, 100_000), st.floats(10, 1e6))
+def test_work_is_the_sum_over_tokens(begin: int, count: int, doubling: float) -> None:
+    times = PrefillTime(doubling)
+    middle = begin + count // 2
+    whole = times.work(begin, begin + count)
+    assert whole == pytest.approx(times.work(begin, middle) + times.work(middle, begin + count))
+    assert times.work(begin, begin + 1) == pytest.approx(times.cost(begin), rel=0.05 + 1 / doubling)
+
+
+@given(st.integers(0, 1_000_000), st.floats(0, 1e6), st.floats(10, 1e6))
+def test_so_many_tokens_are_no_more_work(begin: int, work: float, doubling: float) -> None:
+    times = PrefillTime(doubling)
+    count = times.tokens(begin, work)
+    assert times.work(begin, begin + count) <= work * 1.000001
+    assert times.work(begin, begin + count + 2) > work
+
+
+@given(SEEN, st.floats(1e-3, 1.0))
+def test_what_fits_is_predicted_to_fit(seen: dict[float, float], seconds: float) -> None:
+    times = PrefillTime(1000)
+    for work, took in seen.items():
+        times.observe(work, took)
+    assert times.seconds(times.within(seconds)) <= seconds * 1.000001
+
+
+def test_a_prediction_is_what_was_seen_of_that_size() -> None:
+    """A small chunk takes longer for its work; what was not seen is judged by the next smaller one."""
+    times = PrefillTime(1000)
+    assert times.seconds(100) == times.within(0.05) == 0
+    times.observe(64, 0.010)
+    times.observe(1024, 0.040)
+    assert times.seconds(64) == pytest.approx(0.010) and times.seconds(1024) == pytest.approx(0.040)
+    assert times.seconds(512) == pytest.approx(0.080), "at most"
+    assert times.seconds(4096) == pytest.approx(0.160)
+    assert times.within(0.05) == pytest.approx(1280) and times.within(0.005) == pytest.approx(32)
+
+
+def test_it_follows_what_chunks_take_now() -> None:
+    times = PrefillTime(1000)
+    times.observe(1000, 0.1)
+    for _ in range(6):
+        times.observe(1000, 0.2)
+    assert times.seconds(1000) == pytest.approx(0.2, rel=0.02)
