@@ -430,7 +430,47 @@ FAULTS = [
     Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER),
     Fault(
         "all sequences start on rank 0", "helix/scheduler.py",
-        "start = self._admissions % self._tables.tree.stripes.layout.kvp", "start = 0", SCHEDULER,
+        "start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp", "start = 0", SCHEDULER,
+    ),
+    Fault(
+        "tokens under way are not counted", "helix/scheduler.py",
+        "min(s.known + s.most + more, ", "min(s.known + more, ", SCHEDULER,
+    ),
+    Fault(
+        "ranks are not told what others have computed", "helix/scheduler.py",
+        "writes, self._changed = self._changed, []", "writes, self._changed = list[_Change](), []", SCHEDULER,
+    ),
+    Fault(
+        "it comes back before its last tokens are read", "helix/scheduler.py",
+        "if s.most or pool.room < s.room:", "if pool.room < s.room:", SCHEDULER,
+    ),
+    Fault("no lease", "helix/scheduler.py", "if not o.leased and", "if", SCHEDULER),
+    Fault(
+        "the dearest is preempted", "helix/scheduler.py",
+        "min([*others, s], key=loss)", "max([*others, s], key=loss)", SCHEDULER,
+    ),
+    Fault("no patience", "helix/scheduler.py", "if now - s.refused >= self._patience_s:", "if False:", SCHEDULER),
+    Fault(
+        "chunks as long as they may be", "helix/scheduler.py",
+        "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
+    ),
+    Fault("chunk after chunk", "helix/scheduler.py", "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER),
+    Fault(
+        "the oldest prompt has what is left", "helix/scheduler.py",
+        "half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)", "half = 0", SCHEDULER,
+    ),
+    Fault(
+        "all compute the same", "helix/scheduler.py",
+        "if stripe is not None and stripe in computed:", "if False:", SCHEDULER,
+    ),
+    Fault(
+        "a run goes on to the last end", "helix/scheduler.py",
+        "self._steps(plan, min(s.left for s in decoding))", "self._steps(plan, max(s.left for s in decoding))",
+        SCHEDULER,
+    ),
+    Fault(
+        "no room for drafts", "helix/scheduler.py",
+        "+ s.request.max_new_tokens) + self._drafts", "+ s.request.max_new_tokens)", SCHEDULER,
     ),
     Fault(
         "as many rows as sequences", "helix/scheduler.py",

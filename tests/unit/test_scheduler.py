@@ -143,25 +143,39 @@ def test_others_pass_what_does_not_fit_until_its_patience_is_out() -> None:
     serving.check_nothing_is_left()
 
 
-def test_the_cheapest_is_preempted_comes_back_with_its_tokens_and_has_a_lease() -> None:
-    """Three sequences of 60, 30 and 20 tokens fill the cache; the first lease that is too short is of the longest."""
+def test_the_cheapest_is_preempted_and_goes_on_with_its_tokens() -> None:
+    """Three sequences of 60, 30 and 20 tokens fill the cache, and all grow."""
     serving = Serving(42, max_batch=3, ahead=1, lease=16, run_steps=2, caching=False)
     for prompt in (60, 30, 20):
         serving.submit(words(prompt, prompt), 90)
-    gone: list[tuple[int, int]] = []
+    order = []
     while not all(s.ended for s in serving.served.values()):
-        before = {slot: int(row.admission.id) for slot, row in serving.rows.items()}
-        decision = serving.turn()
-        if decision is not None:
-            gone += [(i, len(serving.served[i].drawn)) for i in map(before.get, decision.retire) if i is not None]
-    preempted = [(name, drawn) for name, drawn in gone if drawn < 90]
-    assert [name for name, _ in preempted][:2] == [2, 1], "the cheapest first"
-    for name, served in serving.served.items():
-        assert served.drawn == served.reply
-        at = [a.drawn for a in served.admissions]
-        assert all(b - a >= 16 - 2 * 2 for a, b in pairwise(at[1:])), f"{name} comes back for {at}"
+        before = {slot: row.served for slot, row in serving.rows.items()}
+        if (decision := serving.turn()) is not None:
+            order += [before[slot].request.id for slot in decision.retire if not before[slot].ended]
+    assert order[:2] == [2, 1]
+    assert all(s.drawn == s.reply for s in serving.served.values())
+
+
+def test_what_comes_back_has_a_lease() -> None:
+    """It draws as many tokens as it has pages for, save those under way, before it is preempted once more."""
+    serving = Serving(40, max_batch=4, ahead=1, lease=24, run_steps=2, caching=False)
+    for seed, (prompt, new) in enumerate(((20, 60), (40, 60), (20, 90))):
+        serving.submit(words(prompt, seed), new)
     serving.drain()
-    serving.check_nothing_is_left()
+    drawn = [[a.drawn for a in s.admissions] for s in serving.served.values()]
+    leases = [again - back for at in drawn for back, again in pairwise(at[1:])]
+    assert leases and min(leases) >= 24 - 3 * 2, drawn
+
+
+def test_prompts_that_begin_alike_begin_on_one_rank_and_others_anywhere() -> None:
+    serving = Serving(1000, kvp=4, max_batch=60)
+    for seed in range(20):
+        for _ in range(3):
+            serving.submit(words(40, seed), 1)
+    serving.drain()
+    starts = [served.admissions[0].start for served in serving.served.values()]
+    assert starts[::3] == starts[1::3] == starts[2::3] and set(starts) == set(range(4))
 
 
 def test_half_of_a_chunk_is_the_oldest_prompts_and_short_ones_go_first() -> None:
