@@ -134,6 +134,7 @@ class Scheduled:
 
     Attributes:
         order: who comes first: by priority, then by arrival.
+        prompt_tokens: of the request.
         drawn: tokens that it has drawn and rank 0 has read.
         least, most, likely: further tokens that it has drawn in what is under way.
         slot: None while it waits.
@@ -150,6 +151,7 @@ class Scheduled:
     request: Request
     order: tuple[int, float, int]
     tokens: np.ndarray
+    prompt_tokens: int
     drawn: array[int] = field(default_factory=lambda: array("i"))
     least: int = 0
     most: int = 0
@@ -166,7 +168,7 @@ class Scheduled:
     @property
     def known(self) -> int:
         """Tokens of prompt and continuation that rank 0 knows."""
-        return len(self.request.prompt) + len(self.drawn)
+        return self.prompt_tokens + len(self.drawn)
 
     @property
     def undrawn(self) -> int:
@@ -181,6 +183,11 @@ class Scheduled:
     @property
     def decoding(self) -> bool:
         return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
+
+    def text(self) -> np.ndarray:
+        """All tokens that rank 0 knows, int32 [n]."""
+        more = self.known - len(self.tokens)
+        return np.concatenate((self.tokens, self.drawn[-more:])) if more else self.tokens
 
     @property
     def cached(self) -> int:
@@ -267,7 +274,7 @@ class Scheduler:
             )
         self._submitted += 1
         tokens = np.asarray(request.prompt, dtype=np.int32)
-        s = Scheduled(request, (-request.priority, now, self._submitted), tokens)
+        s = Scheduled(request, (-request.priority, now, self._submitted), tokens, len(tokens))
         self._requests[request.id] = s
         insort(self._waiting, (s.order, s))
         return None
@@ -330,16 +337,20 @@ class Scheduler:
         for slot in retire:
             self._leave(self.running[slot])
         writes, self._changed = self._changed, []
-        short = [s for s in self.running.values() if s.decoding and s.reserved < self._room(s, self._run_tokens)]
+        decoding = [s for s in self.running.values() if s.decoding]
+        short = [s for s in decoding if s.reserved < self._room(s, self._run_tokens)]
         for s in sorted(short, key=lambda s: s.order):
             if s.slot is not None:  # else it was preempted for one before it
                 retire += self._extend(s, writes)
+        if short:
+            decoding = [s for s in decoding if s.slot is not None]
         admit = tuple(self._admit(now))
-        prefill = tuple(self._chunk(writes))
+        prefill = tuple(self._chunk(bool(decoding), writes))
         drawing = {segment.slot: _Drawing(self.running[segment.slot]) for segment in prefill if segment.last}
         for first in drawing.values():
             first.expect(1, 1, 1.0)
-        decoding = [s for s in self.running.values() if s.decoding]
+            if first.s.left:
+                decoding.append(first.s)
         rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
         plan, steps = StepPlan(), 0
         # Who has most likely drawn all that it may needs no further step; what is under way will tell.
@@ -396,7 +407,7 @@ class Scheduler:
                 held.start,
                 held.pages.copy(),  # the table changes while this is carried out
                 s.reserved,
-                len(request.prompt) + request.max_new_tokens - 1,  # the last token is never appended
+                s.prompt_tokens + request.max_new_tokens - 1,  # the last token is never appended
                 request.sampling,
                 held.known,
                 held.copy_from,
@@ -409,8 +420,7 @@ class Scheduler:
         pool = self._tables.pool
         if s.most or pool.room < s.room:
             return None
-        if s.known > len(s.tokens):
-            s.tokens = np.concatenate((s.tokens, s.drawn[len(s.tokens) - s.known :]))
+        s.tokens = s.text()
         s.reserved = self._room(s, self._lease)
         stripes = self._tables.tree.stripes
         # Any kvp rank may have the first block; prompts that begin alike share pages if it is the same one.
@@ -457,27 +467,24 @@ class Scheduler:
     def _leave(self, s: Scheduled) -> None:
         """Frees a slot and its pages, whose tokens stay known."""
         assert s.slot is not None and s.held is not None
-        tokens = s.tokens
-        if s.known > len(tokens) and self._keep_drawn:
-            tokens = np.concatenate((tokens, s.drawn[len(tokens) - s.known :]))
-        self._tables.end(s.held, tokens[: s.cached])
+        known = s.text() if self._keep_drawn else s.tokens
+        self._tables.end(s.held, known[: s.cached])
         heapq.heappush(self._free_slots, s.slot)
         del self.running[s.slot]
         s.slot, s.held, s.prefilled = None, None, 0
 
     def _room(self, s: Scheduled, more: int) -> int:
         """Tokens for which it needs pages to draw so many more."""
-        return min(s.known + s.most + more, len(s.request.prompt) + s.request.max_new_tokens) + self._drafts
+        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._drafts
 
     def _place(self, s: Scheduled) -> int:
         return bisect_left(self._waiting, s.order, key=lambda entry: entry[0])
 
     # ---- time
 
-    def _chunk(self, writes: list[_Change]) -> Iterator[Segment]:
+    def _chunk(self, decoding: bool, writes: list[_Change]) -> Iterator[Segment]:
         """A chunk of prompts, where it is time for one: half of it the oldest one's, then the shortest ones first."""
         prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
-        decoding = any(s.decoding for s in self.running.values())
         if not decoding:
             self._owed = 0.0
         if not prompts or self._owed > 0:

@@ -465,12 +465,12 @@ FAULTS = [
     ),
     Fault(
         "a run goes on to the last end", "helix/scheduler.py",
-        "self._steps(plan, min(s.left for s in decoding))", "self._steps(plan, max(s.left for s in decoding))",
+        "self._steps(plan, min(left))", "self._steps(plan, max(left))",
         SCHEDULER,
     ),
     Fault(
         "no room for drafts", "helix/scheduler.py",
-        "+ s.request.max_new_tokens) + self._drafts", "+ s.request.max_new_tokens)", SCHEDULER,
+        "s.request.max_new_tokens) + self._drafts", "s.request.max_new_tokens)", SCHEDULER,
     ),
     Fault(
         "as many rows as sequences", "helix/scheduler.py",

@@ -249,7 +249,8 @@ def test_a_run_goes_at_its_pace() -> None:
         serving.submit(words(5, new), new)
     decisions = [d for _ in paces if (d := serving.scheduler.decide(0.0)) is not None]
     steps = [(d.decode_steps, d.drafts, d.draft_limits) for d in decisions]
-    assert steps == [(6, 4, ()), (2, 4, (4, 1)), (8, 0, ())] and asked == [2, 2, 2]
+    # Of the other one, 5 tokens are left once all that is under way has come as expected.
+    assert steps == [(6, 4, ()), (2, 4, (4, 1)), (5, 0, ())] and asked == [2, 2, 2]
 
 
 def test_what_is_under_way_counts_with_the_most_that_it_may_have_drawn() -> None:
@@ -317,7 +318,7 @@ def test_nothing_to_do() -> None:
 def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
     """Four sequences decode, others wait for pages: of neither is anything looked at token by token."""
     least = []
-    for context, waiting in ((1_000, 10), (1_000_000, 400)):
+    for context, waiting in ((1_000, 40), (1_000_000, 400)):
         pages = 4 * (context + 1000) // 32 + 20
         serving = Serving(pages, append_block=16, page_size=16, max_batch=5, prefill_chunk=1 << 30)
         prompts = [np.full(context, seed, dtype=np.int32) for seed in range(5)]
