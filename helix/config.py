@@ -222,8 +222,9 @@ class ServeConfig:
 class BenchConfig:
     """Attributes:
     kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
-        hopb: time decode steps with and without HOP-B; prefill: time prompts; tune: find sparsity and gamma of
-        speculation=sparse (python -m launch.tune).
+        hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
+        find sparsity and gamma of speculation=sparse (python -m launch.tune).
+    traces: what serve serves, some of those in launch/measure/serving.py; none given: all.
     points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
         speculation.forced says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
@@ -235,6 +236,7 @@ class BenchConfig:
     """
 
     kind: str = "none"
+    traces: list[str] = field(default_factory=list)
     points: list[str] = field(default_factory=lambda: ["1x131072"])
     gammas: list[int] = field(default_factory=list)
     steps: int = 32
@@ -301,7 +303,7 @@ def check(config: Config) -> None:
         "speculation.heads": ("each", "shared"),
         "speculation.choice": ("local", "global"),
         "speculation.noise": ("shared", "own"),
-        "bench.kind": ("none", "decode", "comm", "hopb", "prefill", "tune"),
+        "bench.kind": ("none", "decode", "comm", "hopb", "prefill", "serve", "tune"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:

@@ -134,6 +134,7 @@ class Engine:
         """
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
+        self._times = PrefillTime(DOUBLING)  # what was timed while kernels were compiled says nothing
         self.tables = self._empty_tables()  # what follows writes to any page
         runner = self.runner
         if runner.graphs is None:

@@ -155,7 +155,7 @@ class Scheduled:
     drawn: array[int] = field(default_factory=lambda: array("i"))
     least: int = 0
     most: int = 0
-    likely: float = 0.0
+    likely: int = 0
     slot: int | None = None
     held: BlockTable | None = None
     prefilled: int = 0
@@ -307,7 +307,7 @@ class Scheduler:
         if s.ended:
             return None
         s.drawn.append(token)
-        drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1.0))
+        drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1))
         if len(s.drawn) == s.request.max_new_tokens:
             self.end(s.request.id)
         return s
@@ -348,19 +348,19 @@ class Scheduler:
         prefill = tuple(self._chunk(bool(decoding), writes))
         drawing = {segment.slot: _Drawing(self.running[segment.slot]) for segment in prefill if segment.last}
         for first in drawing.values():
-            first.expect(1, 1, 1.0)
+            first.expect(1, 1, 1)
             if first.s.left:
                 decoding.append(first.s)
         rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
         plan, steps = StepPlan(), 0
         # Who has most likely drawn all that it may needs no further step; what is under way will tell.
-        if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) >= 1]:
+        if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
             plan = self._pace(rows)
             steps = self._steps(plan, min(left))
         most = steps * (1 + plan.drafts)
         for s in decoding:
             assert s.slot is not None
-            drawing.setdefault(s.slot, _Drawing(s)).expect(steps, most, steps * plan.tokens)
+            drawing.setdefault(s.slot, _Drawing(s)).expect(steps, most, int(steps * plan.tokens))
         tables = tuple(write for change in writes if (write := change.write()) is not None)
         if not (retire or tables or admit or prefill or steps):
             return None
@@ -540,7 +540,7 @@ class Scheduler:
         tokens = min(tokens, len(s.tokens) - s.prefilled)
         return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.prefilled, work))
 
-    def _steps(self, plan: StepPlan, left: float) -> int:
+    def _steps(self, plan: StepPlan, left: int) -> int:
         """Decode steps under one decision, at least one: until the first sequence must end, which frees its slot."""
         most = min(self._run_steps, math.ceil(left / plan.tokens), plan.steps or self._run_steps)
         prompts = any(s.prefilled < len(s.tokens) for s in self.running.values())
@@ -561,9 +561,9 @@ class _Drawing:
     s: Scheduled
     least: int = 0
     most: int = 0
-    likely: float = 0.0
+    likely: int = 0
 
-    def expect(self, least: int, most: int, likely: float) -> None:
+    def expect(self, least: int, most: int, likely: int) -> None:
         """So many more."""
         for each in (self, self.s):
             each.least, each.most, each.likely = each.least + least, each.most + most, each.likely + likely

@@ -116,6 +116,7 @@ class Serving:
             elif self._runs:
                 yield from self._read()
             elif inbox.ended:
+                assert not self._open, f"{len(self._open)} requests were left behind"
                 return
             elif not inbox.wait(self._beat_s):
                 self._launch(Decision.nothing())

@@ -36,6 +36,7 @@ WORK = {
     "decode": "launch.measure.steps",
     "hopb": "launch.measure.hopb",
     "prefill": "launch.measure.prefill",
+    "serve": "launch.measure.serving",
     "tune": "launch.measure.tuning",
 }
 

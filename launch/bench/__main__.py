@@ -13,7 +13,21 @@ from typing import Any
 
 import torch
 
-from launch.bench import attention, comm, hopb, linear, mla, moe, prefill, self_drafts, sparse, speculate, steps, verify
+from launch.bench import (
+    attention,
+    comm,
+    hopb,
+    linear,
+    mla,
+    moe,
+    prefill,
+    self_drafts,
+    serve,
+    sparse,
+    speculate,
+    steps,
+    verify,
+)
 from launch.bench.runner import Benchmark, Given, record, run
 from launch.inputs import parts
 from launch.inputs.arguments import helped, parse, several, unknown
@@ -38,6 +52,7 @@ BENCHMARKS = {
     "self-drafts": self_drafts.BENCHMARK,
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,
+    "serve": serve.BENCHMARK,
     "hopb": hopb.BENCHMARK,
 }
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {

@@ -74,7 +74,7 @@ def engine_at(
         )
     sized = replace(
         config,
-        kv=replace(config.kv, tokens=batch * reserved),
+        kv=replace(config.kv, tokens=batch * reserved, prefix_cache=False),  # what is timed is computed
         hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
     )
     return build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft), reserved

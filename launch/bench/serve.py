@@ -1,0 +1,32 @@
+"""Serves requests by the clock, inside a job: time between tokens, first tokens, and what is left behind.
+
+`python -m launch.bench serve`; Qwen2.5-7B's shape with random weights over all GPUs (`bench=serve`). Contexts are
+random numbers in the cache that rank 0 takes for those of some tokens; what comes behind them is computed. One trace
+alone: `bench=serve bench.traces=[streams]`; `launch/measure/serving.py` has them all.
+"""
+
+from __future__ import annotations
+
+from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.job import spawn
+
+COLUMNS = (
+    "trace batch length arrivals share step_ms gap_ms over_step gap_p99_ms gap_max_ms first_p50_ms first_p99_ms "
+    "prefill_s over_alone tokens_per_s requests aborted pages_left slots_left decide_p50_us decide_p99_us"
+)
+
+
+def measure(given: Given) -> list[Row]:
+    model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
+    overrides = [f"model={model}", f"layout.kvp={ranks}", "bench=serve", "decode.max_batch=64"]
+    if given.gpu:
+        overrides += ["decode.prefill_chunk=8192"]
+    done = spawn.measure(ranks, overrides)
+    return [{"model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
+
+
+BENCHMARK = Benchmark(
+    "an engine that serves: requests come and go by the clock",
+    __doc__,
+    (Part(lambda given: [()], measure, COLUMNS),),
+)
