@@ -29,6 +29,7 @@ from helix.sampling import SamplingParams
 
 LEAST_CHUNK = 32  # tokens: shorter chunks cost as much, whatever time there is
 LOOK_AHEAD = 32  # so many of those that wait are looked at for one decision
+RETRY_S = 1.0  # after so long, others may have computed what one that does not fit begins with
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ class Scheduled:
         ended: nothing that it draws counts any more.
         leased: it was preempted, and is not once more before it needs more pages than it comes back with.
         refused: when it was found not to fit.
-        room: so many pages must be had before it is worth trying again.
+        room, again: it is worth trying again where so many pages can be had, or at that time.
     """
 
     request: Request
@@ -164,6 +165,7 @@ class Scheduled:
     leased: bool = False
     refused: float | None = None
     room: int = 0
+    again: float = 0.0
 
     @property
     def known(self) -> int:
@@ -389,7 +391,7 @@ class Scheduler:
         at = 0
         while self._free_slots and at < min(len(self._waiting), LOOK_AHEAD):
             _, s = self._waiting[at]
-            held = self._fit(s)
+            held = self._fit(s, now)
             if held is None:
                 s.refused = now if s.refused is None else s.refused
                 if now - s.refused >= self._patience_s:
@@ -415,10 +417,10 @@ class Scheduler:
                 len(s.drawn),
             )
 
-    def _fit(self, s: Scheduled) -> BlockTable | None:
+    def _fit(self, s: Scheduled, now: float) -> BlockTable | None:
         """Pages for one that waits; None where they do not fit, or it has drawn tokens that are not read yet."""
         pool = self._tables.pool
-        if s.most or pool.room < s.room:
+        if s.most or (pool.room < s.room and now < s.again):
             return None
         s.tokens = s.text()
         s.reserved = self._room(s, self._lease)
@@ -427,7 +429,7 @@ class Scheduler:
         start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp
         held = self._tables.admit(s.tokens, s.reserved, start, s.request.salt)
         if held is None:
-            s.room = pool.room + 1
+            s.room, s.again = pool.room + 1, now + RETRY_S
         return held
 
     def _extend(self, s: Scheduled, writes: list[_Change]) -> list[int]:

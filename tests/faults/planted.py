@@ -442,7 +442,7 @@ FAULTS = [
     ),
     Fault(
         "it comes back before its last tokens are read", "helix/scheduler.py",
-        "if s.most or pool.room < s.room:", "if pool.room < s.room:", SCHEDULER,
+        "if s.most or (pool.room", "if (pool.room", SCHEDULER,
     ),
     Fault("no lease", "helix/scheduler.py", "if not o.leased and", "if", SCHEDULER),
     Fault(

@@ -272,6 +272,17 @@ def test_the_same_prompt_is_computed_once() -> None:
     assert sum(s.computed for s in serving.served.values()) < 403 + 4 * 8
 
 
+def test_a_long_beginning_is_shared_as_soon_as_it_is_computed() -> None:
+    """There is no room for it twice: the second request waits for it, not for the end of the first."""
+    serving = Serving(150, prefill_chunk=64, ahead=1, lease=16)
+    for new in (150, 20):
+        serving.submit(words(403), new)
+    while not serving.served[1].ended:
+        serving.turn()
+        serving.now += 0.5
+    assert not serving.served[0].ended and serving.served[1].computed < 8
+
+
 def test_what_was_aborted_goes_on_where_it_was_cut() -> None:
     serving = Serving(1000, prefill_chunk=64, ahead=1)
     first = serving.submit(words(403), 2)
