@@ -7,6 +7,7 @@ from typing import Any
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
+from helix.buffers import longest_chunk, token_buffers
 from helix.config import AttentionConfig, Config, SpeculationConfig
 from helix.engine import Engine
 from helix.errors import ConfigError
@@ -111,6 +112,8 @@ def build_engine(
 ) -> Engine:
     """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
 
+    The buffers of its longest prefill chunk are set aside before pages are counted.
+
     Args:
         draft: of speculation.drafter=model; its cache has as many pages.
 
@@ -133,7 +136,11 @@ def build_engine(
         of_page += draft.page_bytes(placement)
     needed = placement.stripes.pages_for_all(wanted, max_batch)
 
-    fitting = min(int(free_bytes(device) * kv.memory_fraction) // of_page, needed)
+    free, buffers = free_bytes(device), token_buffers(spec, layout, comm.rank, dtype)
+    chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
+    chunk = min(comm.all_gather_object(chunk))
+    free = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    fitting = min(max(0, free // of_page), needed)
     pages = min(comm.all_gather_object(fitting))
     if kv.tokens is not None and pages < needed:
         raise ConfigError(
@@ -143,8 +150,9 @@ def build_engine(
         )
     if pages == 0:
         raise ConfigError(
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes: raise "
-            "it, or take a layout whose ranks hold fewer weights"
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes beside the "
+            f"buffers of prefill chunks of {chunk} tokens: raise it, set a smaller decode.prefill_chunk, or take a "
+            "layout whose ranks hold fewer weights"
         )
     budget = min(wanted, pages * placement.stripes.page_tokens)
     max_length = min(budget, spec.max_positions)
@@ -168,7 +176,7 @@ def build_engine(
         serving=config.serve,
         prefix_cache=kv.prefix_cache,
         timeout_s=config.comm.timeout_s,
-        prefill_chunk=config.decode.prefill_chunk,
+        prefill_chunk=chunk,
         run_steps=config.decode.run_steps,
         adaptive=config.speculation.adaptive,
         tokenizer=tokenizer,

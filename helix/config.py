@@ -177,7 +177,7 @@ class DecodeConfig:
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
     max_batch: slots; more prompts wait for a free one.
-    prefill_chunk: most prompt tokens in one step.
+    prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     run_steps: most decode steps between two decisions of rank 0.
     stream: print text as it comes.
     max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
@@ -187,7 +187,7 @@ class DecodeConfig:
     output: str | None = None
     resume: bool = False
     max_batch: int = 8
-    prefill_chunk: int = 1024
+    prefill_chunk: str = "auto"
     run_steps: int = 32
     stream: bool = True
     max_new_tokens: int = 64
@@ -308,12 +308,12 @@ def check(config: Config) -> None:
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    positive = (
-        "kv.append_block decode.max_batch decode.prefill_chunk decode.run_steps decode.max_new_tokens bench.steps"
-    )
+    positive = "kv.append_block decode.max_batch decode.run_steps decode.max_new_tokens bench.steps"
     for key in [*positive.split(), *(["kv.tokens"] if config.kv.tokens is not None else [])]:
         if not (value := _get(config, key)) > 0:
             raise ValueError(f"{key}={value!r} must be positive")
+    if (chunk := config.decode.prefill_chunk) != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", chunk):
+        raise ValueError(f"decode.prefill_chunk={chunk} must be auto or a number of tokens from 1 to 999999999")
     ranges = {
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "attention.topk": (0, MOST_CHOSEN),

@@ -20,7 +20,7 @@ import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build import build_engine
-from helix.config import Config, DecodeConfig, KVConfig, ModelConfig
+from helix.config import Config, KVConfig, ModelConfig
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, load_tokenizer
 from helix.models import Decoder
@@ -59,9 +59,7 @@ def append(out: Path, line: dict[str, object]) -> None:
 def loopback_answers(kvp: int, dtype: torch.dtype, lines: list[dict[str, object]]) -> list[tuple[int, ...]]:
     """The same prompts over `kvp` ranks that are threads of this process and share one GPU."""
     layout = HelixLayout.create("helix", kvp)
-    config = Config(
-        model=ModelConfig(path=str(DEMO)), kv=KVConfig(memory_fraction=0.1), decode=DecodeConfig(prefill_chunk=8192)
-    )
+    config = Config(model=ModelConfig(path=str(DEMO)), kv=KVConfig(memory_fraction=0.1))
     tokenizer = load_tokenizer(config.model.path)
     assert tokenizer is not None
     requests = [Request(i, tokenizer(line["prompt"])["input_ids"], 8) for i, line in enumerate(lines)]
@@ -90,7 +88,7 @@ def needles(out: Path, gpus: int) -> None:
     prompts = out / "needles.prompts"
     lines = make(DEMO / "tokenizer.json", SOURCES, NEEDLE_LENGTH, NEEDLES)
     prompts.write_text("".join(json.dumps(p) + "\n" for p in lines))
-    common = [f"decode.prompts={prompts}", "decode.max_batch=4", "decode.prefill_chunk=8192"]
+    common = [f"decode.prompts={prompts}", "decode.max_batch=4"]
     for dtype in ("float32", "bfloat16"):
         ids = []
         for kvp in (gpus, 1):

@@ -175,7 +175,7 @@ BENCHMARK = Benchmark(
         Part(
             lambda given: [()],
             measure_prompts,
-            "model layout batch length prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s",
+            "model layout batch length prefill_chunk prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s",
         ),
     ),
     emulated=True,

@@ -31,6 +31,8 @@ def run(task: Task) -> Done:
         )
     )
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
+    if config.decode.prefill_chunk == "auto":
+        console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
     if comm.device.type == "cuda":
         engine.warm_up(variants)
     engine.on_prefill = console.prefill

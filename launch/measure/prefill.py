@@ -26,7 +26,7 @@ def run(task: Task) -> Done:
     def measure(batch: int, length: int) -> list[dict[str, Any]]:
         engine, _ = engine_at(plan, comm, model, batch, length, 1)
         ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
-        short = [Request("warm-up", tuple(ids[0, : min(length, 2 * plan.config.decode.prefill_chunk)].tolist()), 1)]
+        short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.prefill_chunk)].tolist()), 1)]
         _serve(engine, short)  # compiles kernels, opens connections
         requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
         with task.console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
@@ -36,7 +36,8 @@ def run(task: Task) -> Done:
             _serve(engine, requests)
             seconds = time.perf_counter() - begin
         engine.close()
-        return [{"batch": batch, "length": length, "prefill_s": seconds, "tokens_per_s": batch * length / seconds}]
+        rate = {"prefill_s": seconds, "tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
+        return [{"batch": batch, "length": length, **rate}]
 
     return {"points": at_each(plan, comm, measure)}, 0
 

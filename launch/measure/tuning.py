@@ -230,7 +230,7 @@ class PromptSample(_Sample):
             seats = Seats(runner)
             admit = tuple(self._admission(seats, slot, request) for slot, request in enumerate(requests))
             self._execute(retire=retire, admit=admit)
-            chunk, done, total = self.config.decode.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
+            chunk, done, total = self.engine.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
             with self.console.progress(f"prefill of {len(requests)} prompts", total) as advance:
                 for slot, request in enumerate(requests):
                     length = len(request.prompt)

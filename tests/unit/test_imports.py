@@ -44,7 +44,7 @@ LEVELS = {
         {"attention", "block_tables", "inbox", "text"},
         {"layers", "scheduler"},
         {"models"},
-        {"loading", "place", "speculation"},
+        {"buffers", "loading", "place", "speculation"},
         {"timings"},
         {"model_runner"},
         {"autotune", "serving"},

@@ -1,0 +1,71 @@
+"""What a prefill chunk takes beside the cache, and how long it may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.attention.dense import DenseAttention
+from helix.buffers import MOST, SHARE, longest_chunk, token_buffers
+from helix.kv_cache import KVCache, Placement
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.step import DecodeState
+from launch.inputs.compose import spec_of
+
+
+@pytest.mark.parametrize(
+    "model, layout, numbers",
+    [  # numbers of a token where a layer needs most, written out
+        ("qwen2.5-7b", HelixLayout.create("helix", 2, 1), 4 * 3584 + 3 * 9472),
+        # QKV of 7 + 2 heads made, sent and received; queries, output, and shares of 4 + 3 heads as two of 4, twice.
+        ("qwen2.5-7b", HelixLayout.create("helix", 2, 4), 4 * 3584 + (3 * 9 + 2 * (7 + 8)) * 128),
+        ("qwen2.5-7b", HelixLayout.create("helix", 8, 1), 4 * 3584 + (3 * 36 + 2 * (28 + 32)) * 128),
+        ("qwen3-30b-a3b", HelixLayout.create("tp", 1, 2), 4 * 2048 + 8 * (384 + 2048) + 128),
+    ],
+    ids=str,
+)
+def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> None:
+    assert token_buffers(spec_of(model), layout, 0, torch.bfloat16) == pytest.approx(1.25 * 2 * numbers, abs=1)
+
+
+@given(st.integers(1, 1 << 24), st.integers(0, 1 << 38))
+def test_chunks_leave_memory_to_the_cache(token_bytes: int, free: int) -> None:
+    chunk = longest_chunk(token_bytes, free)
+    assert 1 <= chunk <= MOST and chunk.bit_count() == 1
+    assert chunk == 1 or chunk * token_bytes * SHARE <= free
+    assert chunk == MOST or 2 * chunk * token_bytes * SHARE > free
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_a_step_takes_no_more(model: str) -> None:
+    """Peak memory of a chunk through two layers, beside what is there before it."""
+    tokens, layout, device = 4096, HelixLayout.create(), torch.device("cuda")
+    spec = spec_of(model)
+    spec = replace(spec, windows=spec.windows[:2], moe_layers=spec.moe_layers[-2:])
+
+    def body(world: LoopbackWorld, rank: int) -> int:
+        comm = world.communicator(rank, [0])
+        with torch.inference_mode():
+            decoder = Decoder(spec, layout, comm, torch.bfloat16, device)
+            for weight in decoder.weights.parameters:
+                weight.normal_(std=0.02)
+            placement = Placement(layout, 0, 16, 64)
+            cache = KVCache(2, tokens // 64, 64, spec.entries(layout, rank), torch.bfloat16, device)
+            state = DecodeState(1, tokens // 64, placement, device)
+            state.admit(0, 0, cache.take(tokens // 64), tokens, [])
+            step = state.prefill_step([(0, 0, torch.zeros(tokens, dtype=torch.int64))])
+            decoder.hidden(cache, step, DenseAttention())
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            decoder.hidden(cache, step, DenseAttention())
+            return torch.cuda.max_memory_allocated() - before
+
+    [taken] = run_ranks(1, body, timeout_s=120.0, device="cuda")
+    assert taken <= tokens * token_buffers(spec, layout, 0, torch.bfloat16)
