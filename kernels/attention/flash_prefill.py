@@ -113,7 +113,7 @@ def flash_prefill(
     if not dispatch.on_gpu(q):
         return reference(q, keys, cu_q, max_q, max_k, out=out, lse=lse)
     k, v, table, lo, hi, sinks = keys.k, keys.v, keys.table, keys.lo, keys.hi, keys.sinks
-    N, Hq, D = q.shape
+    Hq, D = q.shape[1:]
     Hkv = k.shape[2]
     group = Hq // Hkv
     assert Hq == group * Hkv and k.dtype == v.dtype == q.dtype and table.dim() == 2
@@ -136,5 +136,5 @@ def flash_prefill(
             keys.scale * math.log2(math.e), GROUP=group, D=D, PAGE=keys.page_size, SINKS=sinks is not None, **tile,
         )  # fmt: skip
 
-    attend_split(out, lse, tile, N * Hq, max_k, attend)
+    attend_split(out, lse, tile, Hkv, len(cu_q) - 1, max_k, attend)
     return out, lse

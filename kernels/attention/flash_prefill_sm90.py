@@ -321,4 +321,4 @@ def launch(
             keys.scale * math.log2(math.e), GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None, num_warps=4,
         )  # fmt: skip
 
-    attend_split(out, lse, TILE, len(q) * q.shape[1], max_k, attend)
+    attend_split(out, lse, TILE, heads, len(cu_q) - 1, max_k, attend)

@@ -21,6 +21,7 @@ from kernels.overlap import sm_count
 START = 3  # to begin and to end
 PART = 2  # to store and to merge a part of a result
 MERGE = 3  # to launch the merge
+ROUNDS = 8  # of programs, beyond which tiles of rows fill a GPU as they are, and parts would take much memory
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def split_count(items: int, tiles: int, slots: int) -> int:
     """Among how many programs to split the keys of each tile of rows, so that all are done soonest.
 
     Args:
-        items: tiles of rows.
+        items: tiles of rows, at least one.
         tiles: of keys that each of them reads, about.
         slots: programs that the GPU runs at a time.
     """
@@ -45,14 +46,15 @@ def split_count(items: int, tiles: int, slots: int) -> int:
         rounds, length = -(-items * splits // slots), -(-tiles // splits) + START
         return rounds * length if splits == 1 else rounds * (length + PART) + MERGE
 
-    return min(range(1, max(1, min(slots, tiles)) + 1), key=cost)
+    return min(range(1, max(1, min(slots, tiles, ROUNDS * slots // items)) + 1), key=cost)
 
 
 def attend_split(
     out: torch.Tensor,
     lse: torch.Tensor,
     tile: dict[str, int],
-    rows: int,
+    heads: int,
+    segments: int,
     max_k: int,
     attend: Callable[[torch.Tensor, torch.Tensor, int], None],
 ) -> None:
@@ -60,13 +62,16 @@ def attend_split(
 
     Args:
         tile: launch options of the kernel.
-        rows: of all tiles together.
+        heads: of keys; those of `out` that share one are rows of the same tiles.
+        segments: whose tiles are apart.
         max_k: keys that a row reads, at most or about.
         attend: writes each split's partial result into [splits, N, Hq, D] and [splits, N, Hq].
     """
     slots = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps an SM hold its registers
-    items, tiles = triton.cdiv(rows, tile["BLOCK_M"]), triton.cdiv(max_k, tile["BLOCK_N"])
-    splits = split_count(items, tiles, slots)
+    N, Hq, _ = out.shape
+    # Of several segments, one tile each may be half empty.
+    items = heads * (triton.cdiv(N * Hq // heads, tile["BLOCK_M"]) + segments - 1)
+    splits = split_count(max(items, 1), triton.cdiv(max_k, tile["BLOCK_N"]), slots)
     if splits == 1:
         attend(out[None], lse[None], 1)
         return

@@ -132,5 +132,5 @@ def mla_prefill(
             keys.scale * math.log2(math.e), GROUP=Hq, R=latent, P=P, PAGE=cache.shape[1], **tile,
         )  # fmt: skip
 
-    attend_split(out, lse, tile, N * Hq, max_k, attend)
+    attend_split(out, lse, tile, 1, len(cu_q) - 1, max_k, attend)
     return out, lse

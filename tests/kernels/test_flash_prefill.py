@@ -10,6 +10,7 @@ import torch
 
 from kernels.attention import flash_prefill_sm90, split_prefill
 from kernels.attention.flash_prefill import flash_prefill
+from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_prefill import split_count
 from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, make_case
@@ -81,6 +82,21 @@ def test_splits_leave_few_programs_idle(items: int, tiles: int, slots: int, at_m
 @pytest.mark.parametrize("items, tiles, slots", [(24, 2, 132), (24, 0, 132), (132, 4096, 132), (264, 64, 132)])
 def test_no_splits_where_none_pay(items: int, tiles: int, slots: int) -> None:
     assert split_count(items, tiles, slots) == 1
+
+
+@pytest.mark.parametrize("shape", ["group-7", "whole-prompts", "dim-256"])
+def test_splits_are_chosen_for_the_tiles_that_run(
+    shape: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile more than was counted would be a round more of programs."""
+    seen: list[int] = []
+    monkeypatch.setattr(split_prefill, "split_count", lambda items, tiles, slots: seen.append(items) or 1)
+    case = make_case(**SHAPES[shape], device=device)
+    run(flash_prefill, case)
+    q_heads, kv_heads = case.q.shape[1], case.k_cache.shape[2]
+    block = tile_shape(max(case.counts) * q_heads // kv_heads, 64, case.q.shape[2], case.q.dtype)["BLOCK_M"]
+    tiles = sum(-(-count * q_heads // kv_heads // block) for count in case.counts) * kv_heads
+    assert [tiles] <= seen <= [tiles + (len(case.counts) - 1) * kv_heads]
 
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
