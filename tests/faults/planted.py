@@ -56,6 +56,7 @@ VAIN = ("tests/kernels/test_collectives.py::test_a_wait_in_vain_ends_and_the_nex
 LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_with_their_sequence",)
 ENGINE = "tests/e2e/test_engine.py::"
 SERVE = "tests/e2e/test_serve.py::"
+TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
 PARITY = "tests/e2e/test_parity.py::"
 AHEAD = "tests/kernels/test_interleavings.py::"
 COLLECTIVES = "tests/kernels/test_collectives.py::"
@@ -220,6 +221,24 @@ FAULTS = [
         "sink in base 2", "kernels/attention/paged_tiles.py",
         "sink = sink.to(tl.float32) * 1.4426950408889634", "sink = sink.to(tl.float32)",
         ("tests/kernels/test_flash_decode.py::test_kernel[sinks]",),
+    ),
+    Fault(
+        "a sink in every split", "kernels/attention/flash_prefill.py",
+        "if split == 0:  # a sink", "if split >= 0:  # a sink",
+        ("tests/kernels/test_flash_prefill.py::test_split_keys[sinks]",),
+    ),
+    Fault(
+        "splits that overlap", "kernels/attention/split_prefill.py",
+        "tl.minimum(begin + run, last)", "tl.minimum(begin + run + 1, last)",
+        ("tests/kernels/test_flash_prefill.py::test_split_keys[late-chunks]",),
+    ),
+    Fault(
+        "every rank projects the first tokens of a half", "helix/layers/attention.py",
+        "begin = self.comm.kvp_rank * each", "begin = 0", (TURNS,),
+    ),
+    Fault(
+        "the second half has the segments of the whole", "helix/step.py",
+        "self.cu_q.clamp(begin, end) - begin", "self.cu_q.clamp(0, end - begin)", (TURNS,),
     ),
     Fault(
         "an empty shard is NaN", "kernels/attention/split_kv.py",
