@@ -75,7 +75,7 @@ class Communicator(ABC):
         """
 
     def gather_in_group(self, x: Tensor) -> Tensor:
-        """`x [...]`, of one shape on all ranks of the kvp group, from each -> `[K, ...]` in kvp order."""
+        """`x [...]`, of one shape on all ranks of the kvp group, from every one of them -> `[K, ...]` in kvp order."""
         return self.all_to_all(x.expand(len(self.kvp_group), *x.shape).contiguous())
 
     def all_reduce_norm(

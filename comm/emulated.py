@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.base import T
+from comm.base import Communicator, T
 from comm.symm_mem import SLICE, SOURCE, SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 
@@ -98,6 +98,8 @@ class EmulatedTransport(TorchDistCommunicator):
         received = torch.empty_like(send)
         received[self.kvp_rank] = send[self.kvp_rank]
         return received.index_copy_(0, self._from_other, self._swap(send[self._for_other]))
+
+    gather_in_group = Communicator.gather_in_group  # by messages, as there is no group
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered = super().all_gather_object(obj)

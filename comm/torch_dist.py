@@ -94,6 +94,13 @@ class TorchDistCommunicator(Communicator):
         dist.all_to_all_single(received, send, group=self._kvp)
         return received
 
+    def gather_in_group(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(self.kvp_group), *x.shape)
+        if self._kvp is None:
+            return out.copy_(x)
+        _all_gather_flat(out.view(-1), x.reshape(-1), group=self._kvp)
+        return out
+
     def broadcast_object(self, obj: T | None) -> T:
         box: list[Any] = [obj]
         try:

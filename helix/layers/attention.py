@@ -167,5 +167,6 @@ class Attention(ShardedAttention):
         each = -(-len(x) // len(self.shares))
         begin = self.comm.kvp_rank * each
         own = self.qkv(x[begin : begin + each])
-        own = F.pad(own, (0, 0, 0, each - len(own)))
+        if len(own) < each:  # the last ones: all send as much
+            own = F.pad(own, (0, 0, 0, each - len(own)))
         return self.comm.gather_in_group(own).flatten(0, 1)[: len(x)]

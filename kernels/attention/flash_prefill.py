@@ -16,7 +16,7 @@ from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_kernel(
     q, k_cache, v_cache, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_stride, slot_stride, head_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,

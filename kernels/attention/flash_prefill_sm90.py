@@ -191,7 +191,7 @@ def _attend(
     gl.store(rows[:, None] + d[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_sm90_kernel(
     keys, values, q, block_table, cu_q, lo, hi, sinks, out, lse,
     q_n, q_h, page_rows, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,

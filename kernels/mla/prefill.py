@@ -15,7 +15,7 @@ from kernels.paged_keys import PagedKeys
 from kernels.reference.mla_prefill import mla_prefill as reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _mla_prefill_kernel(
     q, cache, block_table, cu_q, lo, hi, out, lse,
     q_n, q_h, page_stride, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h,

@@ -131,7 +131,20 @@ def test_all_reduce_norm(transport: str, world_size: int, kvp: int) -> None:
             assert ((y.double() - normed).abs() <= (eps + 2**-18) * normed.abs() + 1e-30).all()
 
 
-# all_gather, all_to_all
+# all_gather, gather_in_group, all_to_all
+
+
+def check_gather_in_group(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            x = values(comm.rank, shape, dtype).to(comm.device)
+            expected = torch.stack([values(r, shape, dtype) for r in comm.kvp_group])
+            assert torch.equal(comm.gather_in_group(x).cpu(), expected)
+
+
+@every_case
+def test_gather_in_group(transport: str, world_size: int, kvp: int) -> None:
+    on_ranks(transport, world_size, kvp, check_gather_in_group)
 
 
 def check_all_gather(comm: Communicator) -> None:
