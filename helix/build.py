@@ -129,9 +129,12 @@ def build_engine(
     score = config.attention.score if sparse else "bounds" if quest else None
     of_page = page_bytes(spec.layers, entries, dtype, kv.page_size, bounds=score is not None)
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    if config.speculation.drafter == "sparse":
-        of_page += draft_budget(config.speculation).page_bytes(spec, layout, comm.rank, drafts, dtype, kv.page_size)
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
+    tables = 0
+    if config.speculation.drafter == "sparse":
+        keys, longest = draft_budget(config.speculation), min(wanted, spec.max_positions)
+        of_page += keys.page_bytes(spec, layout, comm.rank, drafts, dtype, kv.page_size)
+        tables = keys.table_bytes(spec, placement, comm.rank, max_batch, longest, drafts)
     if draft is not None:
         of_page += draft.page_bytes(placement)
     needed = placement.stripes.pages_for_all(wanted, max_batch)
@@ -139,20 +142,21 @@ def build_engine(
     free, buffers = free_bytes(device), token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
-    free = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    free = min(int(free * kv.memory_fraction), free - chunk * buffers) - tables
     fitting = min(max(0, free // of_page), needed)
     pages = min(comm.all_gather_object(fitting))
+    and_tables = f" and {tables} bytes of tables of what drafts read" if tables else ""
     if kv.tokens is not None and pages < needed:
         raise ConfigError(
             f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but "
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages}: "
-            "take fewer tokens, or a larger layout.kvp"
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} beside the buffers of prefill "
+            f"chunks of {chunk} tokens{and_tables}: take fewer tokens, or a larger layout.kvp"
         )
     if pages == 0:
         raise ConfigError(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes beside the "
-            f"buffers of prefill chunks of {chunk} tokens: raise it, set a smaller decode.prefill_chunk, or take a "
-            "layout whose ranks hold fewer weights"
+            f"buffers of prefill chunks of {chunk} tokens{and_tables}: raise it, set a smaller decode.prefill_chunk, "
+            "or take a layout whose ranks hold fewer weights"
         )
     budget = min(wanted, pages * placement.stripes.page_tokens)
     max_length = min(budget, spec.max_positions)

@@ -107,12 +107,38 @@ class DraftBudget:
         group = len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)) // len(layout.kv_heads(rank, spec.kv_heads))
         return score_planes(queries, group, spec.head_dim, dtype, rows)
 
+    def room(self, known: Tensor, kvp: int) -> Tensor:
+        """Columns of a table for the chosen among so many local keys of a rank."""
+        counts = self.keys(kvp).of(known)
+        # Twice a rank's share; of few keys one rank may hold all.
+        return torch.minimum((2 * counts).clamp(min=LEAST_KEYS), known) if self.together and kvp > 1 else counts
+
+    def columns(self, placement: Placement, max_length: int, drafts: int) -> int:
+        """Columns of a table: the chosen keys of a sequence of so many tokens, and those that come behind them."""
+        most = placement.stripes.pages_for(max_length + drafts) * placement.page_size
+        return int(self.room(torch.tensor(most), placement.layout.kvp)) + tail(drafts)
+
+    def table_bytes(
+        self, spec: DecoderSpec, placement: Placement, rank: int, max_batch: int, max_length: int, drafts: int
+    ) -> int:
+        """Bytes of all tables on a rank."""
+        if self.policy in ("full", "quest"):
+            return 0
+        heads = 1 if self.shared else len(placement.layout.kv_heads(rank, spec.kv_heads))
+        columns = self.columns(placement, max_length, drafts)
+        return len(full_layers(spec)) * max_batch * heads * columns * torch.int32.itemsize
+
     def page_bytes(
         self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: torch.dtype, page_size: int
     ) -> int:
         """Bytes of a page of scores on a rank, in all layers that have some."""
         planes, heads = self.planes(spec, layout, rank, 1 + drafts, dtype), len(layout.kv_heads(rank, spec.kv_heads))
         return score_bytes(len(full_layers(spec)), planes, heads, page_size)
+
+
+def tail(drafts: int) -> int:
+    """Keys behind the chosen ones: drafts that held, and those of this step."""
+    return 2 * drafts + 1
 
 
 def full_layers(spec: DecoderSpec) -> list[int]:
@@ -157,7 +183,7 @@ class SparseDrafter(Drafter):
         self.budget = budget
         self.noise = noise
         self.forced = forced
-        self.tail = 2 * limit + 1  # keys behind the chosen ones: drafts that held, and those of this step
+        self.tail = tail(limit)
         self.keys = budget.keys(layout.kvp)
         self.together = budget.together and layout.kvp > 1
         self.overflow = torch.zeros(1, dtype=torch.int64, device=device)  # keys that a rank had no room for
@@ -172,7 +198,7 @@ class SparseDrafter(Drafter):
         else:
             most = placement.stripes.pages_for(max_length + limit)
             layers, heads = full_layers(spec), cache.tensors[0].shape[3]
-            width = int(self._room(torch.tensor(most * placement.page_size))) + self.tail
+            width = budget.columns(placement, max_length, limit)
             self.chosen = ChosenAttention(layers, max_batch, 1 if budget.shared else heads, width, device)
             self.policy = self.chosen
             # Where verification leaves no scores.
@@ -190,12 +216,6 @@ class SparseDrafter(Drafter):
     def _planes(self, queries: int) -> int:
         layout, dtype = self.placement.layout, self.model.weights.dtype
         return self.budget.planes(self.model.spec, layout, self.comm.rank, queries, dtype)
-
-    def _room(self, known: Tensor) -> Tensor:
-        """Columns of a table for the chosen among so many local keys."""
-        counts = self.keys.of(known)
-        # Twice a rank's share; of few keys one rank may hold all.
-        return torch.minimum((2 * counts).clamp(min=LEAST_KEYS), known) if self.together else counts
 
     def admit(self, admission: Admission) -> None:
         if self.scores is not None:
@@ -261,9 +281,9 @@ class SparseDrafter(Drafter):
             of_all = self.budget.keys(1).of(torch.where(live, positions + 1, 0))
             if fresh:  # the latest of the sequence, wherever they are
                 latest = self._latest(positions, starts, live, of_all, known, sinks)
-                counts = torch.minimum(latest, self._room(known.long()).int())
+                counts = torch.minimum(latest, self.budget.room(known.long(), self.placement.layout.kvp).int())
             else:
-                counts = self._room(known.long()).int()
+                counts = self.budget.room(known.long(), self.placement.layout.kvp).int()
                 together = Together(self._gather, self.comm.kvp_rank, of_all.int(), self.overflow)
         self.chosen.known[slots], self.chosen.counts[slots] = known, counts
         tables = state.block_tables[slots]

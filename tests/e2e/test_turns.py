@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,8 +86,8 @@ def test_halves_on_two_streams() -> None:
         )  # type: ignore[attr-defined]
         runner, model = engine.runner, engine.runner.model
         tokens = torch.randint(0, model.spec.vocab, (8000,))
-        pages = runner.cache.take(runner.placement.pages(8000, 0))
-        runner.state.admit(0, 0, pages, 8000, tokens.tolist())
+        pages = np.arange(runner.placement.stripes.pages_for(8000), dtype=np.int32)
+        runner.state.admit(0, 0, pages, 8000, tokens.int().numpy())
         step = runner.state.prefill_step([(0, 0, tokens)])
         whole = model.hidden(runner.cache, step, runner.dense).clone()
         model.turns = turns.Turns(torch.device("cuda"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,8 @@ from helix.buffers import MOST, SHARE, longest_chunk, token_buffers
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder
+from helix.speculation import DraftBudget
+from helix.speculation.sparse import SparseDrafter
 from helix.step import DecodeState
 from launch.inputs.compose import spec_of
 
@@ -59,7 +62,8 @@ def test_a_step_takes_no_more(model: str) -> None:
             placement = Placement(layout, 0, 16, 64)
             cache = KVCache(2, tokens // 64, 64, spec.entries(layout, rank), torch.bfloat16, device)
             state = DecodeState(1, tokens // 64, placement, device)
-            state.admit(0, 0, cache.take(tokens // 64), tokens, [])
+            pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
+            state.admit(0, 0, pages, tokens, prompt)
             step = state.prefill_step([(0, 0, torch.zeros(tokens, dtype=torch.int64))])
             decoder.hidden(cache, step, DenseAttention())
             torch.cuda.reset_peak_memory_stats()
@@ -69,3 +73,23 @@ def test_a_step_takes_no_more(model: str) -> None:
 
     [taken] = run_ranks(1, body, timeout_s=120.0, device="cuda")
     assert taken <= tokens * token_buffers(spec, layout, 0, torch.bfloat16)
+
+
+@pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(shared=True), DraftBudget(together=True, sparsity=0.3)])
+@pytest.mark.parametrize("kvp, tpa", [(1, 1), (2, 1), (2, 2)])
+def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> None:
+    """Their bytes are known before they are made."""
+    layout, device = HelixLayout.create("helix", kvp, tpa), torch.device("cpu")
+    spec = replace(spec_of("gpt-oss-20b"), windows=(None, 128, None))
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[int, int]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
+        placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
+        cache = KVCache(3, 4, 32, spec.entries(layout, rank), torch.float32, device)
+        drafter = SparseDrafter(3, decoder, comm, cache, placement, budget, noise="own", max_batch=5, max_length=9000)
+        assert drafter.chosen is not None
+        return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, 5, 9000, 3)
+
+    for made, counted in run_ranks(layout.world_size, body, timeout_s=60.0):
+        assert made == counted
