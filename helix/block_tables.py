@@ -5,8 +5,9 @@ draws tokens; `end` when it has ended, was aborted or preempted. Whoever comes a
 it was cut. Nothing costs by length of context, but runs of numpy over tokens that are matched or entered, and over page
 numbers.
 
-One decision does these in the order end, grow, admit, advance, enter. Ranks then copy pages in the order of admissions,
-and compute: pages that a decision fills may be read and copied from the next decision on.
+One decision does these in the order end, grow, admit, advance, enter; a sequence that is preempted for one that grows
+ends there. Ranks then write columns that have changed, copy pages in the order of admissions, and compute: pages that a
+decision fills may be read and copied from the next decision on. Columns that `enter` has changed are written then.
 """
 
 from __future__ import annotations

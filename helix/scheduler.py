@@ -200,6 +200,9 @@ class Scheduled:
 class Scheduler:
     """Decides for all ranks. Nothing that it does costs by length of context but numpy over tokens that are matched.
 
+    The engine calls `decide` and launches what it says, maybe again before that is over. Of the first decision whose
+    tokens it has not read it reads them, calls `record_token` for each, `end` where one ends its request, and `landed`.
+
     Args:
         tables: hands out pages.
         times: predicts chunks, and orders preemptions.

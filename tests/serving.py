@@ -243,6 +243,8 @@ class Serving:
             if not row.drawn or left <= 0:
                 continue
             assert slot < decision.rows, "every row takes part"
+            sizes = {min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)}
+            assert decision.rows == min(size for size in sizes if size > max(self.rows)), "a size of few, the smallest"
             tried = min(decision.drafts, left - 1)
             kept = min(self.kept[self.steps % len(self.kept)], tried)
             for at in range(row.length, row.length + 1 + tried):

@@ -97,6 +97,29 @@ def test_a_prompt_that_others_have_computed_keeps_its_last_token() -> None:
     assert tables.advance(two, word("abcdefgh"), 0) == (4, range(1))
 
 
+def test_who_is_about_to_compute_the_same_stripe() -> None:
+    tables = small(20)
+    texts = "abcdefghi", "abcdefgh!", "abcd----i", "abcdefgh"
+    held = [tables.admit(word(text), 9, 0) for text in texts]
+
+    def stripes(entered: str) -> list[Hashable]:
+        found = []
+        for text, table in zip(texts, held, strict=True):
+            assert table is not None
+            tables.enter(table, word(entered))
+            found.append(tables.next_stripe(table, word(text)))
+        return found
+
+    one, same, other, last = stripes("")
+    assert one == same == other == last is not None
+    one, same, other, last = stripes("abcd")
+    assert one == same is not None and other not in (None, one)
+    assert last is None, "the last token of a prompt is computed in any case"
+    alone = small(20, caching=False)
+    table = alone.admit(word(texts[0]), 9, 0)
+    assert table is not None and alone.next_stripe(table, word(texts[0])) is None
+
+
 def test_two_go_on_differently_behind_the_same_stripes() -> None:
     tables = small(12)
     serve(tables, "abcd")

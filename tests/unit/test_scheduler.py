@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from helix.request import Request
+from helix.sampling import SamplingParams
 from helix.scheduler import Decision, StepPlan
 from tests.serving import TOKEN_S, Serving
 
@@ -320,6 +321,20 @@ def test_two_under_way_have_different_names() -> None:
     assert reason is not None and "id='a' is under way" in reason
     assert serving.scheduler.end("a") and not serving.scheduler.end("a")
     assert serving.scheduler.submit(Request("a", words(5), 3), 0.0) is None
+
+
+def test_what_steps_have_to_do() -> None:
+    """Draw and filter where somebody's request says so; choose keys once a sequence is long enough."""
+    serving = Serving(100, ahead=0, run_steps=1, sparse_from=20)
+    found = []
+    for name, sampling in enumerate((SamplingParams(), SamplingParams(1.0), SamplingParams(1.0, top_k=5))):
+        serving.scheduler.submit(Request(name, words(15 + name, name), 9, sampling), 0.0)
+        decision = serving.scheduler.decide(0.0)
+        assert decision is not None
+        found.append((decision.stochastic, decision.filtered, decision.sparse))
+    assert found == [(False, False, False), (True, False, False), (True, True, False)]
+    found = [d.sparse for _ in range(3) if (d := serving.scheduler.decide(0.0)) is not None]
+    assert found == [False, True, True], "from 20 tokens in the cache on, for all"
 
 
 def test_nothing_to_do() -> None:
