@@ -224,7 +224,6 @@ class BenchConfig:
     kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
         hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
         find sparsity and gamma of speculation=sparse (python -m launch.tune).
-    traces: what serve serves, some of those in launch/measure/serving.py; none given: all.
     points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
         speculation.forced says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
@@ -233,16 +232,17 @@ class BenchConfig:
     sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
     grid: tune measures each of sparsities with each of gammas in the end.
     output: file of what tune has measured, JSON lines; it is not measured again.
+    traces: what serve serves, some of those in launch/measure/serving.py; none given: all.
     """
 
     kind: str = "none"
-    traces: list[str] = field(default_factory=list)
     points: list[str] = field(default_factory=lambda: ["1x131072"])
     gammas: list[int] = field(default_factory=list)
     steps: int = 32
     sparsities: list[float] = field(default_factory=list)
     grid: bool = False
     output: str | None = None
+    traces: list[str] = field(default_factory=list)
 
 
 @dataclass

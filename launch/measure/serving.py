@@ -152,11 +152,11 @@ def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
         fill(runner, 0, 0)
         contexts = [client.context(length) for _ in range(batch)]
         for arrivals in (0, 8 if small == 1 else 1):
-            asked = [Arrival(0.0, client.request(c, 1, new)) for c in contexts]
+            running = [Arrival(0.0, client.request(c, 1, new)) for c in contexts]
             others = [Arrival(0.3 + i, client.request(client.tokens(0), K // small, 16)) for i in range(arrivals)]
-            seen = client.serve([*asked, *others])
+            seen = client.serve([*running, *others])
             if client.leads:
-                gap_s = _mean_gap_s([seen[int(a.request.id)] for a in asked])
+                gap_s = _mean_gap_s([seen[int(a.request.id)] for a in running])
                 yield {
                     "trace": "streams", "batch": batch, "length": length, "arrivals": arrivals,
                     "step_ms": 1e3 * step_s, "gap_ms": 1e3 * gap_s, "over_step": gap_s / step_s,
@@ -167,12 +167,12 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """A short prompt's first token, alone and beside long streams; the next turn behind a long context."""
     contexts = [client.context(128 * K // small) for _ in range(8)]
     for beside in (0, 8):
-        asked = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10)) for c in contexts[:beside]]
+        running = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10)) for c in contexts[:beside]]
         short = [
             Arrival(0.7 + 0.13 * i, client.request(client.tokens(0), K // small, 4))
             for i in range(24 if small == 1 else 4)
         ]
-        seen = client.serve([*asked, *short])
+        seen = client.serve([*running, *short])
         if client.leads:
             first = [seen[int(a.request.id)].first_s for a in short]
             yield {
@@ -203,19 +203,19 @@ def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
     alone_s = 0.0
     for beside in (0, 4):
         long = Arrival(0.5, client.request(client.tokens(0), length, new))
-        asked = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 10)) for c in contexts[:beside]]
+        running = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 10)) for c in contexts[:beside]]
         short = [
             Arrival(1.0 + i, client.request(client.tokens(0), K // small, 4))
             for i in range(2 * beside if small == 1 else 1)
         ]
         if beside:  # the streams end with the prompt
             end = 0.5 + 3 * client.engine.comm.broadcast_object(alone_s)
-            asked = [Arrival(a.at, a.request, abort=end) for a in asked]
-        seen = client.serve([*asked, *short, long])
+            running = [Arrival(a.at, a.request, abort=end) for a in running]
+        seen = client.serve([*running, *short, long])
         if client.leads:
             prompt = seen[int(long.request.id)]
             alone_s = alone_s or prompt.first_s
-            gaps = [g for a in asked for g in seen[int(a.request.id)].gaps_s]
+            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_s]
             yield {
                 "trace": "beside a prompt", "batch": beside, "length": length, "prefill_s": prompt.first_s,
                 "over_alone": prompt.first_s / alone_s, "gap_p99_ms": _ms(gaps, 99),
