@@ -154,7 +154,9 @@ def measure_prompts(given: Given) -> list[Row]:
     done = spawn.measure(ranks, overrides)
     rows = [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
     beside = VLLM_TP2_S if given.gpu and ranks == 2 and not given.emulated else {}
-    return [row | {"vllm_tp2_s": beside.get(row["length"])} for row in rows]
+    for row in rows:
+        row["vllm_tp2_s"] = beside.get(row["length"])
+    return rows
 
 
 KERNEL_PARTS = (
@@ -175,7 +177,8 @@ BENCHMARK = Benchmark(
         Part(
             lambda given: [()],
             measure_prompts,
-            "model layout batch length prefill_chunk prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s",
+            "model layout batch length prefill_chunk prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s "
+            "turn_ms short_of_long",
         ),
     ),
     emulated=True,
