@@ -10,23 +10,31 @@ from __future__ import annotations
 from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.job import spawn
 
-COLUMNS = (
-    "trace batch length arrivals share step_ms gap_ms over_step gap_p99_ms gap_max_ms first_p50_ms first_p99_ms "
-    "prefill_s over_alone tokens_per_s requests aborted pages_left slots_left decide_p50_us decide_p99_us"
-)
+COLUMNS = {
+    "decisions": "running waiting length decide_p50_us decide_p99_us",
+    "streams": "batch length arrivals step_ms gap_ms over_step",
+    "first_tokens": "trace batch length first_p50_ms first_p99_ms",
+    "beside_prefill": "batch length prefill_s over_alone gap_p99_ms first_p99_ms",
+    "poisson": "share requests_per_s tokens_per_s gap_p99_ms gap_max_ms first_p50_ms",
+    "churn": "requests aborted seconds pages_left slots_left never_ended decide_us",
+}
 
 
-def measure(given: Given) -> list[Row]:
+def measure(given: Given, trace: str) -> list[Row]:
+    """A trace in a job of its own."""
     model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
-    overrides = [f"model={model}", f"layout.kvp={ranks}", "bench=serve", "decode.max_batch=64"]
-    if given.gpu:
-        overrides += ["decode.prefill_chunk=8192"]
+    overrides = [f"model={model}", f"layout.kvp={ranks}", "bench=serve", f"bench.traces=[{trace}]"]
+    overrides += ["decode.max_batch=64", "decode.prefill_chunk=8192"]
     done = spawn.measure(ranks, overrides)
     return [{"model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
+
+
+def part(trace: str) -> Part:
+    return Part(lambda given: [(trace,)], measure, COLUMNS[trace], title=trace.replace("_", " "))
 
 
 BENCHMARK = Benchmark(
     "an engine that serves: requests come and go by the clock",
     __doc__,
-    (Part(lambda given: [()], measure, COLUMNS),),
+    tuple(map(part, COLUMNS)),
 )
