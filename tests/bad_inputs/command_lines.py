@@ -88,12 +88,12 @@ BAD_COMMAND_LINES = [
         1,
         "layoutt is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, ",
     ),
-    (["kvp=2"], 1, "kvp is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, benc"),
+    (["kvp=2"], 1, "kvp is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, benc"),
     (["=3"], 1, "'=3': a setting is KEY=VALUE"),
     (["="], 1, "'=': a setting is KEY=VALUE"),
     ([""], 1, "'': a setting is KEY=VALUE"),
     ([" "], 1, "' ': a setting is KEY=VALUE"),
-    (["a b=1"], 1, "a b is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, benc"),
+    (["a b=1"], 1, "a b is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, benc"),
     (["--foo"], 1, "--foo is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
     (["-x"], 1, "-x is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
     (["--cfg"], 1, "--cfg prints what is in effect as `--cfg job`"),
@@ -132,7 +132,7 @@ BAD_COMMAND_LINES = [
     (
         ["hydra.run.dir=x"],
         1,
-        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, be",
+        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, be",
     ),
     (
         ["hydra/launcher=basic"],
@@ -142,7 +142,7 @@ BAD_COMMAND_LINES = [
     (
         ["hydra.sweep.dir=x"],
         1,
-        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, be",
+        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, be",
     ),
     (["decode.temperature=hot"], 1, "decode.temperature=hot must be a number"),
     (
@@ -237,7 +237,7 @@ BAD_COMMAND_LINES = [
         "decode.prompts=PROMPTS, decode.output=./x.json and record=x.json must be different files",
     ),
     (["record"], 1, "'record': a setting is KEY=VALUE"),
-    (["recrod=x"], 1, "recrod is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, b"),
+    (["recrod=x"], 1, "recrod is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, b"),
     (["model.path="], 1, "model.path= must be a path, or null"),
     (
         ["model.path=/nowhere"],
@@ -378,8 +378,8 @@ BAD_COMMAND_LINES = [
         1,
         "bench.kind=comm has no drafts of a model: set speculation=none (speculation.drafter=model g",
     ),
-    (["bench=all"], 1, "bench=all: bench has no option all; known: comm, decode, hopb, none, prefill, tune"),
-    (["bench.kind=all"], 1, "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, prefill, tune"),
+    (["bench=all"], 1, "bench=all: bench has no option all; known: comm, decode, hopb, none, prefill, serve, tune"),
+    (["bench.kind=all"], 1, "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, prefill, serve, tune"),
     (["bench=decode", "bench.points=1x2"], 1, "bench.points=1x2 must be a list of texts, such as [a,b]"),
     (["bench=decode", "bench.points=[]"], 1, "bench.points is empty: name at least one, such as [8x131072]"),
     (

@@ -531,6 +531,14 @@ FAULTS = [
         (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
     ),
     Fault(
+        "what the draft model has not read is shared", "helix/scheduler.py",
+        "s.text() if self._keep_drawn else s.tokens", "s.text()", SCHEDULER,
+    ),
+    Fault(
+        "shared pages count once where each sequence has its own", "helix/block_tables.py",
+        "        self._left -= count\n        node = ", "        self._left -= fresh\n        node = ", BLOCK_TABLES,
+    ),
+    Fault(
         "the next run waits for the one before", "helix/serving.py",
         "while len(self._runs) > 1 or self._is_early():", "while self._runs:",
         (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),

@@ -15,9 +15,9 @@ from helix.prefix import Hit, PrefixTree
 from tests.agents import Agents, replay
 
 
-def small(pages: int, cost: float = 0.0, least: int = 1, caching: bool = True) -> BlockTables:
+def small(pages: int, cost: float = 0.0, least: int = 1, caching: bool = True, most: int | None = None) -> BlockTables:
     stripes = Stripes(HelixLayout.create(kvp=2), 2, 2)
-    return BlockTables(PrefixTree(PagePool(pages), stripes, lambda depth: cost * depth, least), caching)
+    return BlockTables(PrefixTree(PagePool(pages), stripes, lambda depth: cost * depth, least), caching, most)
 
 
 def word(text: str) -> np.ndarray:
@@ -76,6 +76,16 @@ def test_nothing_is_remembered_without_caching() -> None:
     tables = small(4, caching=False)
     assert serve(tables, "abcdefghi") == serve(tables, "abcdefghi") == 0
     assert tables.pool.free == 4
+
+
+def test_a_shared_page_counts_in_each_table_where_tables_are_bounded() -> None:
+    tables = small(8, most=5)
+    serve(tables, "abcdefghi")
+    one = tables.admit(word("abcdefghi"), 9, 0)
+    assert one is not None and tables.admit(word("abcdefghi"), 9, 0) is None, "6 pages in two tables"
+    assert tables.grow(one, 21) is None and tables.grow(one, 17) is not None
+    tables.end(one, word("abcdefghi"))
+    assert tables.admit(word("abcdefghi"), 20, 0) is not None, "all are given back"
 
 
 def test_two_that_compute_the_same_have_it_once() -> None:

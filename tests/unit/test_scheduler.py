@@ -358,3 +358,14 @@ def test_a_decision_costs_alike_at_any_context_and_any_queue() -> None:
         assert len(serving.scheduler.running) == 4
         least.append(min(seconds))
     assert least[1] < 2 * least[0], least
+
+
+@pytest.mark.parametrize("keep_drawn, known", [(True, 29), (False, 20)])
+def test_what_was_drawn_is_kept_where_all_caches_have_it(keep_drawn: bool, known: int) -> None:
+    serving = Serving(100, keep_drawn=keep_drawn)
+    first = serving.submit(words(20), 10)
+    serving.drain()
+    text = [*words(20), *serving.served[first].reply]
+    serving.submit([*text, 1], 1)
+    decision = serving.scheduler.decide(serving.now)
+    assert decision is not None and decision.admit[0].known == known

@@ -1,0 +1,46 @@
+"""What comes for an engine from other threads."""
+
+from __future__ import annotations
+
+from threading import Thread
+from time import perf_counter, sleep
+
+import pytest
+
+from helix.inbox import Abort, Inbox
+from helix.request import Request
+
+
+def test_things_come_out_in_order_and_once() -> None:
+    inbox = Inbox()
+    first, second = (Request(i, (1,), 1) for i in range(2))
+    for item in (first, second):
+        inbox.submit(item)
+    inbox.abort(0)
+    assert inbox.take() == [first, second, Abort(0)] and inbox.take() == []
+
+
+def test_whoever_sleeps_on_it_wakes() -> None:
+    for wake in (lambda inbox: inbox.abort(0), lambda inbox: inbox.close()):
+        inbox = Inbox()
+        assert not inbox.wait(0.01)
+
+        def later(inbox: Inbox = inbox, wake=wake) -> None:  # type: ignore[no-untyped-def]
+            sleep(0.05)
+            wake(inbox)
+
+        begin, thread = perf_counter(), Thread(target=later)
+        thread.start()
+        assert inbox.wait(30.0) and perf_counter() - begin < 15.0
+        thread.join()
+
+
+def test_what_was_submitted_before_it_was_closed_comes_out() -> None:
+    inbox = Inbox()
+    inbox.submit(Request(0, (1,), 1))
+    inbox.close()
+    assert not inbox.ended
+    with pytest.raises(RuntimeError, match="request 'late' comes after the inbox was closed"):
+        inbox.submit(Request("late", (1,), 1))
+    inbox.abort(0)
+    assert len(inbox.take()) == 2 and inbox.ended
