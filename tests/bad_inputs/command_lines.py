@@ -237,7 +237,11 @@ BAD_COMMAND_LINES = [
         "decode.prompts=PROMPTS, decode.output=./x.json and record=x.json must be different files",
     ),
     (["record"], 1, "'record': a setting is KEY=VALUE"),
-    (["recrod=x"], 1, "recrod is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, b"),
+    (
+        ["recrod=x"],
+        1,
+        "recrod is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, b",
+    ),
     (["model.path="], 1, "model.path= must be a path, or null"),
     (
         ["model.path=/nowhere"],
@@ -379,7 +383,11 @@ BAD_COMMAND_LINES = [
         "bench.kind=comm has no drafts of a model: set speculation=none (speculation.drafter=model g",
     ),
     (["bench=all"], 1, "bench=all: bench has no option all; known: comm, decode, hopb, none, prefill, serve, tune"),
-    (["bench.kind=all"], 1, "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, prefill, serve, tune"),
+    (
+        ["bench.kind=all"],
+        1,
+        "bench.kind='all' is unknown; choose one of none, decode, comm, hopb, prefill, serve, tune",
+    ),
     (["bench=decode", "bench.points=1x2"], 1, "bench.points=1x2 must be a list of texts, such as [a,b]"),
     (["bench=decode", "bench.points=[]"], 1, "bench.points is empty: name at least one, such as [8x131072]"),
     (
