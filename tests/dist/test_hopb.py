@@ -35,10 +35,15 @@ NEW_TOKENS = 8
 
 
 def same(results: Sequence[Result], others: Sequence[Result]) -> bool:
-    """Whether all tokens and all logits are bitwise equal."""
+    """Whether tokens are equal, and logits but for rounding: who shares a step depends on when it was decided.
+
+    Sums of a few hundred fp32 products below 4 are off by some 1e-6; what a wrong chunk leaves differs by 1e-2 and more.
+    """
     for ours, theirs in zip(results, others, strict=True):
         assert ours.logits and ours.logits.keys() == theirs.logits.keys()
-        if ours.tokens != theirs.tokens or not all(torch.equal(v, theirs.logits[k]) for k, v in ours.logits.items()):
+        if ours.tokens != theirs.tokens or not all(
+            torch.allclose(v, theirs.logits[k], rtol=0, atol=1e-5) for k, v in ours.logits.items()
+        ):
             return False
     return True
 
@@ -67,7 +72,7 @@ def chunked(family: str, layout: HelixLayout, hopb: str) -> tuple[list[Result], 
 
 
 @pytest.mark.parametrize("mode, kvp, tpa", [("helix", 3, 1), ("helix", 2, 2), ("medha", 2, 1)])
-def test_chunked_steps_are_bitwise_those_of_one_exchange(mode: str, kvp: int, tpa: int) -> None:
+def test_chunked_steps_are_those_of_one_exchange(mode: str, kvp: int, tpa: int) -> None:
     layout = HelixLayout.create(mode, kvp, tpa)
     whole, seen = chunked("qwen2", layout, "none")
     assert not seen
