@@ -124,7 +124,7 @@ def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> Non
             plain = serve(e, first, second)
         e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, pages=16, **options, **CLOSE)
         e.run_steps = 2
-        served = serve(e, [*first, neighbour], second, aborts={"gone": 2})
+        served = serve(e, [*reversed(first), neighbour], second, aborts={"gone": 2})  # the longest has page 0
         return served, plain or served, left_behind(e), e.timings.preemptions
 
     (served, plain, held, preemptions), (_, _, held_elsewhere, _) = run_ranks(2, body, timeout_s=120.0)

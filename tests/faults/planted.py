@@ -545,7 +545,7 @@ FAULTS = [
     ),
     Fault(
         "a copy is left out", "helix/model_runner.py", "if len(admission.copy_from):", "if False:",
-        (SERVE + "test_tokens_are_those_of_each_request_alone[qwen3-None]",),
+        (SERVE + "test_an_output_says_how_far_a_prompt_is",),
     ),
     Fault(
         "a table does not grow", "helix/model_runner.py", "for table in decision.tables:", "for table in ():",
