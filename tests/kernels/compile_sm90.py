@@ -64,6 +64,7 @@ from kernels.sparse.select_tokens import TILE as TOKENS
 from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
+from kernels.tokens.shape_logits import _shape_logits_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
 from kernels.tokens.verify import (
     _naive_kernel,
@@ -95,8 +96,10 @@ SPECIAL = {
     **dict.fromkeys(("best", "p_best", "q_best", "candidates"), ("*fp64", True)),
     **dict.fromkeys(("temperature", "min_p", "p_temperature", "p_min", "q_temperature", "q_min"), ("*fp32", True)),
     **dict.fromkeys(("chance", "vocab"), ("i32", False)),
-    **dict.fromkeys(("has_mismatch", "active"), ("*i1", True)),
-    "history": ("*i32", True),
+    **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
+    **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
+    **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
+    **dict.fromkeys(("positions", "ends_from"), ("*i64", True)),
     "kept": ("*fp16", True),
     "kept_table": ("*i32", True),
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
@@ -311,6 +314,7 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "kept-mass", torch.float32, _kept_mass_kernel, slices | {"T": 9}, {"num_warps": 4}
     yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
     yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
+    yield "shape-logits", torch.float32, _shape_logits_kernel, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4}
     find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
     few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
     yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options

@@ -1,0 +1,95 @@
+"""What a request wants of its logits before a token is drawn: a bias, penalties, tokens that are not allowed.
+
+A function from logits to logits: rows that want nothing come out bit for bit as they went in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.shape_logits import ENDS, FORBIDDEN, IN_PROMPT, ONCE, Shaping
+from kernels.reference.shape_logits import shape_logits as reference
+
+__all__ = ["ENDS", "FORBIDDEN", "IN_PROMPT", "ONCE", "Shaping", "shape_logits"]
+
+BLOCK = 1024  # columns a program
+
+_IN_PROMPT, _ENDS, _ONCE = tl.constexpr(IN_PROMPT), tl.constexpr(ENDS), tl.constexpr(ONCE)
+_FORBIDDEN = tl.constexpr(FORBIDDEN)
+
+
+@triton.jit
+def _shape_logits_kernel(
+    logits, out, slots, last, positions, shaped, repetition, frequency, presence, ends_from, bias, seen, allowed,
+    logits_n, words, first, V, T, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    b = row // T
+    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = v < V
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    raw = tl.load(logits + row * logits_n + v, mask=inside)
+    slot = tl.load(slots + b)
+    if (row % T == 0) & tl.load(shaped + slot):
+        ids = v + first
+        told = tl.load(seen + slot * V + v, mask=inside, other=0)
+        now = told + tl.where(ids == tl.load(last + b), _ONCE, 0)
+        tl.store(seen + slot * V + v, now, mask=inside & (now != told))
+        count = now // _ONCE
+        # In fp64 and rounded once: every device gives the same bits.
+        x = raw.to(tl.float64) + tl.load(bias + slot * V + v, mask=inside, other=0.0).to(tl.float64)
+        ends = ((now & _ENDS) > 0) & (tl.load(positions + row) < tl.load(ends_from + slot))
+        x = tl.where(ends, tl.minimum(x, _FORBIDDEN), x)
+        factor = tl.load(repetition + slot).to(tl.float64)
+        x = tl.where(((now & _IN_PROMPT) > 0) | (count > 0), tl.where(x > 0, x / factor, x * factor), x)
+        x -= tl.load(frequency + slot).to(tl.float64) * count.to(tl.float64)
+        x -= tl.where(count > 0, tl.load(presence + slot).to(tl.float64), 0.0)
+        word = tl.load(allowed + slot * words + ids // 32, mask=inside, other=0)
+        x = tl.where(((word >> (ids % 32)) & 1) > 0, x, float("-inf"))
+        raw = tl.where(raw < float("inf"), x.to(tl.float32), raw)  # a broken row stays one
+    tl.store(out + row * V + v, raw, mask=inside)
+
+
+def shape_logits(
+    logits: torch.Tensor,
+    shaping: Shaping,
+    slots: torch.Tensor,
+    last: torch.Tensor,
+    positions: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """Logits from which tokens are drawn; counts each sequence's last token on the way.
+
+    In this order, that of vLLM: bias, tokens that may not end the sequence yet, repetition, frequency and presence
+    penalty, allowed tokens. A row of a sequence that has drafts is its first; the others stay as they are.
+
+    Args:
+        logits: [B * T, V_local] fp32, last dim contiguous; V_local may be 0.
+        shaping: of all slots, all contiguous; `seen` is written.
+        slots: of the B sequences, all different [B] int64, contiguous.
+        last: the last token of each sequence, where it was drawn and is not counted yet, else -1 [B] int64, contiguous.
+        positions: of the tokens to be drawn [B * T] int64, contiguous.
+        first: token id of the first column.
+
+    Returns:
+        [B * T, V_local] fp32.
+    """
+    if logits.shape[1] == 0:
+        return logits
+    if not dispatch.on_gpu(logits):
+        return reference(logits, shaping, slots, last, positions, first)
+    N, V = logits.shape
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and shaping.seen.shape[1] == V
+    tables = tuple(vars(shaping).values())
+    assert all(t.is_contiguous() for t in (slots, last, positions, *tables)) and len(positions) == N
+    out = torch.empty(N, V, dtype=torch.float32, device=logits.device)
+    _shape_logits_kernel[triton.cdiv(V, BLOCK), N](
+        logits, out, slots, last, positions, *tables, logits.stride(0), shaping.allowed.shape[1], first, V,
+        N // len(slots), BLOCK=BLOCK, num_warps=4, **overlapped(logits),
+    )  # fmt: skip
+    return out
