@@ -66,6 +66,7 @@ from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
+from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
 from kernels.tokens.verify import (
     _naive_kernel,
     _one_block_kernel,
@@ -99,7 +100,7 @@ SPECIAL = {
     **dict.fromkeys(("has_mismatch", "active", "shaped"), ("*i1", True)),
     **dict.fromkeys(("history", "seen", "allowed"), ("*i32", True)),
     **dict.fromkeys(("repetition", "frequency", "presence"), ("*fp32", True)),
-    **dict.fromkeys(("positions", "ends_from"), ("*i64", True)),
+    **dict.fromkeys(("positions", "ends_from", "summaries", "merged"), ("*i64", True)),
     "kept": ("*fp16", True),
     "kept_table": ("*i32", True),
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
@@ -315,6 +316,14 @@ def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "commit", bf16, _commit_kernel, {"BLOCK_G": 32, "HISTORY": True, "PDL": True}, {"num_warps": 1}
     yield "synthetic", bf16, _replay_kernel, {"seed": 7, "BLOCK": 32, "PDL": True}, {"num_warps": 1}
     yield "shape-logits", torch.float32, _shape_logits_kernel, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4}
+    yield "top-of-blocks", torch.float32, _top_of_blocks_kernel, {"BLOCK": 2048, "PDL": True}, {"num_warps": 4}
+    yield (
+        "merge-tops",
+        torch.float32,
+        _merge_tops_kernel,
+        {"BLOCK": 2048, "BLOCK_N": 128, "PDL": True},
+        {"num_warps": 4},
+    )
     find = scan | {"ROWS": 8, "BLOCK_B": 256, "LOOKS": 1000}
     few = once | {"BLOCK": 2048, "AHEAD": True, "shared": None}
     yield "verify-fused", bf16, _verify_and_pack_kernel, find | once | {"AHEAD": False}, options

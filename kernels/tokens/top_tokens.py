@@ -1,0 +1,115 @@
+"""The most likely tokens of each row and the weight of all, over this rank's columns and then over all ranks.
+
+What blocks of columns, ranks and the whole vocabulary have to say is of one form, a summary
+(`kernels.reference.top_tokens`), and merging is of one form too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.top_tokens import ID_BITS, NONE, TOP, WIDTH
+from kernels.reference.top_tokens import top_of_rank as reference_of_rank
+from kernels.reference.top_tokens import top_of_ranks as reference_of_ranks
+
+__all__ = ["TOP", "WIDTH", "top_of_rank", "top_of_ranks"]
+
+BLOCK = 2048  # columns a program
+
+_TOP, _WIDTH, _ID_BITS, _NONE = (tl.constexpr(n) for n in (TOP, WIDTH, ID_BITS, NONE))
+
+
+@triton.jit
+def _logit(word):
+    """The logit of a word, in fp64."""
+    key = word >> _ID_BITS
+    bits = tl.where(key >= 0x80000000, key - 0x100000000, 0x7FFFFFFF - key).to(tl.int32)
+    return tl.where(word < _NONE, bits.to(tl.float32, bitcast=True).to(tl.float64), float("-inf"))
+
+
+@triton.jit
+def _store_least(words, to):
+    """Stores the TOP least of different words, ascending, and NONE where there are no more."""
+    for i in range(_TOP):
+        least = tl.min(words, 0)
+        tl.store(to + i, least)
+        words = tl.where(words == least, _NONE, words)
+
+
+@triton.jit
+def _top_of_blocks_kernel(logits, tokens, summaries, logits_b, first, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    b = tl.program_id(1).to(tl.int64)
+    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    logit = tl.load(logits + b * logits_b + v, mask=v < V, other=float("-inf"))
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True).to(tl.int64)
+    ids = (v + first).to(tl.int64)
+    words = (tl.where(bits < 0, bits + 0x100000000, 0x7FFFFFFF - bits) << _ID_BITS) | ids
+    words = tl.where(v < V, words, _NONE)
+    to = summaries + (tl.program_id(0) * tl.num_programs(1) + b) * _WIDTH
+    tl.store(to, tl.min(tl.where(ids == tl.load(tokens + b), words, _NONE), 0))
+    _store_least(words, to + 1)
+    best = tl.maximum(tl.max(logit, 0).to(tl.float64), -1.7976931348623157e308)  # of nothing but -inf: no weight
+    weight = tl.sum(tl.exp(logit.to(tl.float64) - best), 0)
+    tl.store(to + 1 + _TOP, weight.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _merge_tops_kernel(summaries, merged, B, N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    n = tl.arange(0, BLOCK_N)
+    of = summaries + (n * B + b) * _WIDTH
+    to = merged + b * _WIDTH
+    tl.store(to, tl.min(tl.load(of, mask=n < N, other=_NONE), 0))
+    i = tl.arange(0, BLOCK)
+    word = summaries + (i // _TOP * B + b) * _WIDTH + 1 + i % _TOP
+    _store_least(tl.load(word, mask=i < N * _TOP, other=_NONE), to + 1)
+    logit = _logit(tl.load(of + 1, mask=n < N, other=_NONE))
+    weight = tl.load(of + 1 + _TOP, mask=n < N, other=0).to(tl.float64, bitcast=True)
+    best = tl.maximum(tl.max(logit, 0), -1.7976931348623157e308)
+    total = tl.sum(tl.exp(logit - best) * weight, 0)
+    tl.store(to + 1 + _TOP, total.to(tl.int64, bitcast=True))
+
+
+def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
+    """Summaries of this rank's columns [B, WIDTH] int64.
+
+    Args:
+        logits: [B, V_local] fp32, last dim contiguous; V_local may be 0.
+        tokens: the drawn token of each row [B] int64, contiguous.
+        first: token id of the first column.
+    """
+    if not dispatch.on_gpu(logits) or logits.shape[1] == 0:
+        return reference_of_rank(logits, tokens, first)
+    B, V = logits.shape
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1 and tokens.is_contiguous() and len(tokens) == B
+    blocks = triton.cdiv(V, BLOCK)
+    summaries = torch.empty(blocks, B, WIDTH, dtype=torch.int64, device=logits.device)
+    _top_of_blocks_kernel[blocks, B](
+        logits, tokens, summaries, logits.stride(0), first, V, BLOCK=BLOCK, num_warps=4, **overlapped(logits)
+    )
+    return top_of_ranks(summaries)
+
+
+def top_of_ranks(summaries: torch.Tensor) -> torch.Tensor:
+    """One summary [B, WIDTH] of several [N, B, WIDTH] int64, contiguous: of blocks of columns, or of ranks.
+
+    `kernels.reference.top_tokens.logprobs` reads it.
+    """
+    if not dispatch.on_gpu(summaries):
+        return reference_of_ranks(summaries)
+    N, B, _ = summaries.shape
+    assert summaries.is_contiguous()
+    merged = torch.empty(B, WIDTH, dtype=torch.int64, device=summaries.device)
+    _merge_tops_kernel[(B,)](
+        summaries, merged, B, N, BLOCK=triton.next_power_of_2(N * TOP), BLOCK_N=triton.next_power_of_2(N),
+        num_warps=4, **overlapped(summaries),
+    )  # fmt: skip
+    return merged
