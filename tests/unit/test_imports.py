@@ -40,7 +40,7 @@ LEVELS = {
         {"config", "errors", "files", "graphs", "layout", "transfers", "prefill_time"},
         {"pages", "sampling", "score_pages"},
         {"kv_cache"},
-        {"prefix", "request", "step"},
+        {"prefix", "request", "shaping", "step"},
         {"attention", "block_tables", "inbox", "text"},
         {"layers", "scheduler"},
         {"models"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,14 @@ class TestParams:
             *[("top_p", v) for v in (0, -0.5, 1.0001, math.nan, True, "0.9")],
             *[("min_p", v) for v in (-1e-9, 1.0001, math.nan, False, None)],
             *[("seed", v) for v in (-1, 2**63, 0.0, True, None)],
+            *[("presence_penalty", v) for v in (-2.01, 2.01, math.nan, True, None)],
+            *[("frequency_penalty", v) for v in (-2.01, 2.01, math.nan, "1")],
+            *[("repetition_penalty", v) for v in (0, 0.009, 100.1, -1, math.nan, math.inf, True)],
+            *[("min_tokens", v) for v in (-1, 2**31, 1.0, True)],
+            *[("ignore_eos", v) for v in (0, 1, None, "true")],
+            *[("logprobs", v) for v in (-1, 21, 1.0, True)],
+            *[("stop_token_ids", v) for v in (5, "5", None, {1})],
+            *[("logit_bias", v) for v in ([(1, 2.0)], None, "1")],
         ],
     )
     def test_refuses_by_name_value_and_range(self, field: str, value: object) -> None:
@@ -168,7 +177,29 @@ class TestParams:
             SamplingParams(**{field: value})  # type: ignore[arg-type]
         assert repr(value) in str(error.value)
 
+    @pytest.mark.parametrize(
+        "params, words",
+        [
+            (dict(logit_bias={-1: 1.0}), "logit_bias token = -1: must be an integer"),
+            (dict(logit_bias={"5": 1.0}), "logit_bias token = '5': must be an integer"),
+            (dict(logit_bias={2**31: 1.0}), "logit_bias token = 2147483648: must be an integer"),
+            (dict(logit_bias={5: 100.5}), r"logit_bias of token 5 = 100.5: must be a number in \[-100, 100\]"),
+            (dict(logit_bias={5: math.nan}), "logit_bias of token 5 = nan: must be a number"),
+            (dict(logit_bias=dict.fromkeys(range(301), 0.0)), "must be values of at most 300 token ids"),
+            (dict(stop_token_ids=[1, -1]), "stop_token_ids token = -1: must be an integer"),
+            (dict(stop_token_ids=[True]), "stop_token_ids token = True: must be an integer"),
+            (dict(stop_token_ids=range(301)), "must be a list of at most 300 token ids"),
+            (dict(stop_token_ids=[1] * 301), "must be a list of at most 300 token ids"),
+        ],
+    )
+    def test_tokens_are_named(self, params: dict[str, Any], words: str) -> None:
+        with pytest.raises(ValueError, match=words) as error:
+            SamplingParams(**params)
+        assert len(str(error.value)) < 700
+
     def test_accepts_the_ends_of_every_range(self) -> None:
+        SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.01, min_tokens=0, logprobs=0)
+        SamplingParams(repetition_penalty=100, logprobs=20, logit_bias={0: -100, 9: 100.0}, stop_token_ids=(0,))
         SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
         SamplingParams(temperature=3.4e38, top_k=2**63 - 1, top_p=1e-300, min_p=1, seed=2**63 - 1)
 
@@ -178,6 +209,17 @@ class TestParams:
         assert SamplingParams(temperature=1, top_p=0.9).is_filtered
         assert not SamplingParams(temperature=1, min_p=0.5).is_filtered
         assert not SamplingParams(temperature=0, top_k=5).is_filtered
+        for changes in (
+            dict(logit_bias={1: 0.0}), dict(presence_penalty=0.1), dict(frequency_penalty=-0.1), dict(min_tokens=1),
+            dict(repetition_penalty=1.1), dict(masked=True),
+        ):  # fmt: skip
+            assert SamplingParams(**changes).changes_logits and SamplingParams(**changes).is_shaped, changes
+        assert SamplingParams(logprobs=0).is_shaped and not SamplingParams(logprobs=0).changes_logits
+        assert not SamplingParams(1.0, 5, 0.5, 0.1, 3, stop_token_ids=[1], ignore_eos=True).is_shaped
+
+    def test_what_ends_an_answer(self) -> None:
+        assert SamplingParams(stop_token_ids=[5]).ends((7,)) == {5, 7}
+        assert SamplingParams(stop_token_ids=[5], ignore_eos=True).ends((7,)) == {5}
 
     def test_state_is_written_in_place_and_rows_are_copies(self) -> None:
         state = SamplingState.create(3, "cpu")

@@ -1,0 +1,105 @@
+"""What single requests want of the logits, slot by slot on the device, and log-probabilities.
+
+Each rank shapes its own columns, before anything is communicated: what is drawn from is a row of logits like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.sampling import SamplingParams
+from kernels.tokens.shape_logits import ENDS, IN_PROMPT, ONCE, Shaping, shape_logits
+from kernels.tokens.top_tokens import top_of_rank, top_of_ranks
+
+
+class Shaper:
+    """The wishes of the sequences in `slots` slots, over this rank's columns.
+
+    Written in place, so that a captured step sees them. It takes 8 bytes a slot and column.
+
+    Args:
+        slots: of the batch.
+        vocab: tokens of the whole vocabulary.
+        columns: this rank's token ids.
+        eos: the model's end tokens.
+    """
+
+    def __init__(
+        self, slots: int, vocab: int, columns: range, eos: Collection[int], device: torch.device | str
+    ) -> None:
+        self.columns = columns
+        self.vocab = vocab
+        self._eos = tuple(eos)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._shaping = Shaping(
+            shaped=zeros(slots, dtype=torch.bool),
+            repetition=zeros(slots),
+            frequency=zeros(slots),
+            presence=zeros(slots),
+            ends_from=zeros(slots, dtype=torch.int64),
+            bias=zeros(slots, len(columns)),
+            seen=zeros(slots, len(columns), dtype=torch.int32),
+            allowed=zeros(slots, -(-vocab // 32), dtype=torch.int32),
+        )
+
+    def admit(self, slot: int, params: SamplingParams, tokens: np.ndarray, drawn: int = 0) -> None:
+        """A sequence takes a slot.
+
+        Args:
+            tokens: its prompt and, of one that comes back, what it had drawn, int32 [n].
+            drawn: the last so many of them were drawn.
+        """
+        state = self._shaping
+        state.shaped[slot] = params.changes_logits
+        if not params.changes_logits:
+            return  # nothing else of the slot is read
+        state.repetition[slot] = params.repetition_penalty
+        state.frequency[slot] = params.frequency_penalty
+        state.presence[slot] = params.presence_penalty
+        prompt, answer = np.split(np.asarray(tokens), [len(tokens) - drawn])
+        state.ends_from[slot] = len(prompt) + params.min_tokens
+        columns = len(self.columns)
+        seen = np.bincount(self._mine(answer), minlength=columns).astype(np.int32) * ONCE
+        seen[self._mine(prompt)] |= IN_PROMPT
+        seen[self._mine(np.array([*self._eos, *params.stop_token_ids], np.int64))] |= ENDS
+        state.seen[slot] = torch.from_numpy(seen).to(state.seen.device)
+        bias = np.zeros(self.vocab, np.float32)
+        bias[list(params.logit_bias)] = list(params.logit_bias.values())
+        state.bias[slot] = torch.from_numpy(bias[self.columns.start : self.columns.stop]).to(state.bias.device)
+        state.allowed[slot] = -1
+
+    def allow(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Says which tokens slots may draw, until it says otherwise: slot -> a bit a token, lowest first, int32 [W]."""
+        state = self._shaping
+        slots = torch.tensor(list(masks), device=state.allowed.device)
+        state.allowed[slots] = torch.from_numpy(np.stack(list(masks.values()))).to(state.allowed.device)
+
+    def shape(self, logits: Tensor, slots: Tensor, last: Tensor, positions: Tensor) -> Tensor:
+        """Logits to draw from; shapes as in `kernels.tokens.shape_logits`."""
+        return shape_logits(logits, self._shaping, slots, last, positions, self.columns.start)
+
+    def _mine(self, tokens: np.ndarray) -> np.ndarray:
+        """This rank's columns of those tokens that it holds."""
+        own = tokens - self.columns.start
+        return own[(own >= 0) & (own < len(self.columns))]
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, vocab_offset: int, comm: Communicator) -> Tensor:
+    """Summaries [B, WIDTH] int64 of the best tokens and of the drawn ones, which `logprobs` reads on the host.
+
+    A collective, one all-gather; the same on all ranks.
+
+    Args:
+        logits: [B, V_local] fp32, as the model gives them.
+        tokens: that were drawn [B] int64.
+        vocab_offset: token id of the first column.
+    """
+    return top_of_ranks(comm.all_gather(top_of_rank(logits, tokens, vocab_offset)))
