@@ -126,11 +126,11 @@ class Engine:
         yield from self._call(lambda: self._deltas(inbox or Inbox()), self.timeout_s)
 
     @torch.inference_mode()
-    def warm_up(self, variants: Iterable[tuple[bool, bool]]) -> None:
+    def warm_up(self, variants: Iterable[tuple[bool, bool, bool]]) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
 
         Args:
-            variants: (stochastic, filtered) of the sampling to come; the same on every rank.
+            variants: (stochastic, filtered, shaped) of the sampling to come; the same on every rank.
         """
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
@@ -151,9 +151,10 @@ class Engine:
             fill(runner, 0, 0)
             begin = runner.policy.from_tokens
             kinds = [False] if begin is None else [True] if begin == 0 else [False, True]
-            for (stochastic, filtered), drafts, sparse in product(sorted(set(variants)), self.draft_sizes, kinds):
+            for variant, drafts, sparse in product(sorted(set(variants)), self.draft_sizes, kinds):
+                stochastic, filtered, shaped = variant
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                    runner.decode(rows, drafts, stochastic, filtered, sparse)
+                    runner.decode(rows, drafts, stochastic, filtered, sparse, shaped)
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class Engine:
             for token in delta.new_ids:
                 if streams[delta.id].ended:
                     break  # computed behind its stop text, thrown away
-                yield (output := streams[delta.id].push(token))
+                yield (output := streams[delta.id].push(token, delta.logprobs))
                 if output.finish_reason is not None:
                     inbox.abort(delta.id)
 
@@ -254,6 +255,8 @@ class Engine:
         outside = ids[(ids < 0) | (ids >= spec.vocab)]
         if len(outside):
             return f"prompt token id {outside[0]} is outside the vocabulary [0, {spec.vocab})"
+        if (token := max(request.sampling.logit_bias, default=0)) >= spec.vocab:
+            return f"logit_bias token {token} is outside the vocabulary [0, {spec.vocab})"
         if request.max_new_tokens < 1:
             return f"max_new_tokens={request.max_new_tokens} must be at least 1"
         length = len(request.prompt) + request.max_new_tokens

@@ -20,11 +20,14 @@ from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder
+from helix.request import Logprobs
 from helix.sampling import sample
 from helix.scheduler import Admission, Decision, Segment
+from helix.shaping import Shaper
 from helix.speculation import Draft, Drafter, accepted_tokens
 from helix.step import PAST, DecodeState
 from helix.transfers import to_device, to_host
+from kernels.reference.top_tokens import logprobs
 
 
 class ModelRunner:
@@ -47,6 +50,7 @@ class ModelRunner:
         drafts: the most tokens that a step verifies for each sequence.
         graphs: captured steps; None where steps cannot be captured.
         hopb_chunks: chunks of a step of so many rows, where `helix.autotune` has chosen.
+        shaper: what sequences want of their logits; None until the first one wants something.
         mark: called where a phase of a step with drafts begins, with its name, and with None where the step ends; for
             benchmarks.
     """
@@ -87,6 +91,7 @@ class ModelRunner:
         self.hopb_chunks: dict[int, int] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs(self.step) if comm.capturable else None
+        self.shaper: Shaper | None = None
         self._drafting = True  # whether the last steps had drafts
         self._slots = torch.arange(max_batch, device=self.device)
 
@@ -102,7 +107,8 @@ class ModelRunner:
 
         def keep(tokens: Tensor, slots: Sequence[int] | None = None) -> None:
             if self.comm.rank == 0:
-                drawn.append(StepTokens(tokens, slots, self.check))
+                summaries = self.shaper.summaries if decision.shaped and self.shaper is not None else None
+                drawn.append(StepTokens(tokens, slots, self.check, summaries))
 
         for slot in decision.retire:
             self.state.retire(slot)
@@ -115,6 +121,8 @@ class ModelRunner:
                 self.drafter.write(table)
         for admission in decision.admit:
             self.admit(admission)
+        if decision.masks:
+            self._shaper().allow(decision.masks)
         if decision.prefill:
             keep(*self._prefill(decision.prefill, decision))
         if self.drafter is not None and decision.decode_steps:
@@ -125,7 +133,16 @@ class ModelRunner:
             limits = to_device(torch.tensor(decision.draft_limits), self.device)
             self.state.draft_limits[: len(limits)] = limits
         for _ in range(decision.decode_steps):
-            keep(self.decode(decision.rows, decision.drafts, decision.stochastic, decision.filtered, decision.sparse))
+            keep(
+                self.decode(
+                    decision.rows,
+                    decision.drafts,
+                    decision.stochastic,
+                    decision.filtered,
+                    decision.sparse,
+                    decision.shaped,
+                )
+            )
         return drawn
 
     def sparse_at(self, tokens: int) -> bool:
@@ -143,6 +160,8 @@ class ModelRunner:
         self.admitted[admission.slot] = admission
         self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.prompt)
         self.state.sampling.set(admission.slot, admission.sampling)
+        if admission.sampling.is_shaped or self.shaper is not None:
+            self._shaper().admit(admission.slot, admission.sampling, admission.prompt, admission.drawn)
         if self.drafter is not None:
             self.drafter.admit(admission)
         if len(admission.copy_from):
@@ -174,12 +193,19 @@ class ModelRunner:
         rows = (ends - begins).cumsum(0)[of_last] - 1
         slots, lengths = slots[of_last], ends[of_last]
         live = torch.ones_like(slots, dtype=torch.bool)
-        tokens = self._draw(hidden[rows], slots, lengths, live, decision.stochastic, decision.filtered)
+        shaping = (slots, torch.full_like(slots, -1)) if decision.shaped else None
+        tokens = self._draw(hidden[rows], slots, lengths, live, decision.stochastic, decision.filtered, shaping)
         self.state.activate(slots, tokens, lengths)
         return tokens[:, None], [segments[i].slot for i in last]
 
     def decode(
-        self, rows: int, drafts: int = 0, stochastic: bool = False, filtered: bool = False, sparse: bool = False
+        self,
+        rows: int,
+        drafts: int = 0,
+        stochastic: bool = False,
+        filtered: bool = False,
+        sparse: bool = False,
+        shaped: bool = False,
     ) -> Tensor:
         """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
 
@@ -188,10 +214,19 @@ class ModelRunner:
         What it returns is overwritten by a later step.
         """
         if self.graphs is None or self.observer is not None:
-            return self.step(rows, drafts, stochastic, filtered, sparse, self.chunks(rows))
-        return self.graphs.run(rows, drafts, stochastic, filtered, sparse, self.chunks(rows))
+            return self.step(rows, drafts, stochastic, filtered, sparse, self.chunks(rows), shaped)
+        return self.graphs.run(rows, drafts, stochastic, filtered, sparse, self.chunks(rows), shaped)
 
-    def step(self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int) -> Tensor:
+    def step(
+        self,
+        rows: int,
+        drafts: int,
+        stochastic: bool,
+        filtered: bool,
+        sparse: bool,
+        chunks: int,
+        shaped: bool = False,
+    ) -> Tensor:
         draft = None
         self.mark("draft")
         if drafts:
@@ -207,7 +242,9 @@ class ModelRunner:
         hidden = self.model.hidden(self.cache, step, policy)
         self.mark("accept")
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
-        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, draft).view(rows, -1)
+        shaping = (self._slots[:rows], self.state.uncounted(rows)) if shaped else None
+        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, shaping, draft)
+        drawn = drawn.view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
         learner = self.drafter if drafts and self.drafter is not None and self.drafter.learns else None
@@ -233,12 +270,35 @@ class ModelRunner:
         live: Tensor,
         stochastic: bool,
         filtered: bool,
+        shaping: tuple[Tensor, Tensor] | None,
         draft: Draft | None = None,
     ) -> Tensor:
-        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding."""
+        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding.
+
+        Where logits are shaped, `shaping` are the slots of the sequences and their last tokens, as in `shape_logits`.
+        """
         logits = self.model.logits(hidden)
         if self.observer:
             self.observer(self._slots[slots][live], positions[live], logits[live])
+        if shaping is None:
+            return self._sampled(logits, slots, positions, stochastic, filtered, draft)
+        shaper, sequences = self._shaper(), shaping[0]
+        shaped = shaper.shape(logits, *shaping, positions)
+        tokens = self._sampled(shaped, slots, positions, stochastic, filtered, draft)
+        of_first = slice(None, None, len(logits) // len(sequences))  # behind it are drafts, which others have
+        shaper.report(logits[of_first], tokens[of_first].contiguous(), sequences, self.comm)
+        return tokens
+
+    def _sampled(
+        self,
+        logits: Tensor,
+        slots: Tensor | slice,
+        positions: Tensor,
+        stochastic: bool,
+        filtered: bool,
+        draft: Draft | None,
+    ) -> Tensor:
+        """Tokens [n] drawn from logits [n, V_local]."""
         first, sampling = self.model.embedding.rows.start, self.state.sampling
         if draft is not None and draft.sampled_from is not None:
             of_rows = sampling.rows(slice(0, len(draft.tokens)))
@@ -248,6 +308,13 @@ class ModelRunner:
         return sample(
             logits, first, positions, sampling.rows(slots), self.comm, stochastic=stochastic, filtered=filtered
         )
+
+    def _shaper(self) -> Shaper:
+        """Made when it is first wanted, on all ranks alike, and never again: captured steps write to it."""
+        if self.shaper is None:
+            spec = self.model.spec
+            self.shaper = Shaper(self.max_batch, spec.vocab, self.model.embedding.rows, spec.eos, self.device)
+        return self.shaper
 
     def close(self) -> None:
         """Gives captured steps up; to be called before the communicator is closed."""
@@ -262,13 +329,21 @@ class StepTokens:
         tokens: [n, m], in each row those that a sequence takes, then PAST.
         slots: of the rows; None for 0, 1, ..
         check: called with wait=False once the step has ended; raises where its tokens are none.
+        summaries: of all slots, as of `Shaper`; None where nobody wants log-probabilities.
 
     Attributes:
         came: when the tokens were there, by `time.perf_counter`; for those of a GPU, when they were read.
     """
 
-    def __init__(self, tokens: Tensor, slots: Sequence[int] | None, check: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        slots: Sequence[int] | None,
+        check: Callable[[bool], None],
+        summaries: Tensor | None = None,
+    ) -> None:
         self._tokens = to_host(tokens)
+        self._summaries = None if summaries is None else to_host(summaries)
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
         self._event = torch.cuda.Event() if tokens.is_cuda else None
@@ -290,6 +365,13 @@ class StepTokens:
         taken = self._tokens != PAST
         slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]
         return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
+
+    def logprobs(self, slot: int, count: int) -> Logprobs:
+        """How likely were the one token that a slot took, and the `count` best ones; to be called after `read`."""
+        assert self._summaries is not None, "of steps that are not shaped, nothing is known"
+        ids, values = (x[0].tolist() for x in logprobs(self._summaries[slot : slot + 1]))
+        best = tuple(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True))
+        return Logprobs(values[0], tuple((token, value) for token, value in best if token >= 0))
 
 
 def _checked(tokens: list[tuple[int, int]]) -> list[tuple[int, int]]:

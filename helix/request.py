@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from helix.sampling import SamplingParams
+
+
+class Grammar(Protocol):
+    """What an answer has to look like, told token by token; of one request, on rank 0."""
+
+    def allowed(self) -> np.ndarray:
+        """A bit for each token of the vocabulary that may come next, lowest first, int32 [W]; at least one is set."""
+
+    def take(self, token: int) -> None:
+        """The next token is this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +33,7 @@ class Request:
         stop: texts that end the continuation; they are not part of the text.
         priority: a higher one is admitted first.
         salt: what is cached under another one is not seen, so that nobody learns from a fast answer what others sent.
+        grammar: what the answer has to look like; None: anything.
     """
 
     id: str | int
@@ -31,8 +43,11 @@ class Request:
     stop: tuple[str, ...] = ()
     priority: int = 0
     salt: Hashable = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if self.grammar is not None:
+            object.__setattr__(self, "sampling", replace(self.sampling, masked=True))
         ids = self.prompt
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32):
             try:
@@ -40,6 +55,19 @@ class Request:
             except OverflowError:  # no vocabulary has such an id: the engine refuses the request
                 ids = np.array(ids, dtype=object)
         object.__setattr__(self, "prompt", ids)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """How likely a drawn token was, by the model alone.
+
+    Attributes:
+        drawn: log-probability of the token that was drawn.
+        best: (token id, log-probability) of the most likely ones, best first.
+    """
+
+    drawn: float
+    best: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -52,6 +80,7 @@ class Delta:
         new_ids: tokens drawn since the last one, the EOS token included.
         finish_reason: None while it goes on, then `stop` (EOS), `length`, `abort` or `error`.
         reason: why, where finish_reason is `error`.
+        logprobs: of `new_ids`, where the request wants them.
     """
 
     id: str | int
@@ -61,6 +90,7 @@ class Delta:
     new_ids: tuple[int, ...]
     finish_reason: str | None
     reason: str | None
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,7 @@ class Output:
         text: all the text, once the request has ended; empty before, and without a tokenizer.
         finish_reason: None while it goes on, then `stop` (EOS or a stop text), `length` or `error`.
         reason: why, where finish_reason is `error`.
+        logprobs: of `output_ids`, where the request wants them.
     """
 
     id: str | int
@@ -84,3 +115,4 @@ class Output:
     finish_reason: str | None
     reason: str | None = None
     new_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class SamplingParams:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         return self.masked or bool(self.logit_bias) or self.min_tokens > 0 or penalties != (0, 0, 1)
 
-    @property
+    @cached_property  # the scheduler looks at it for each decision
     def is_shaped(self) -> bool:
         """Whether its steps shape logits or report log-probabilities; such sequences take no drafts."""
         return self.changes_logits or self.logprobs is not None

@@ -15,7 +15,7 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -108,6 +108,8 @@ class Decision:
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
         drafts, draft_limits: of the decode steps; see `StepPlan`.
         sparse: whether the decode steps choose which keys they read: some sequence is long enough.
+        shaped: some sequence wants something of its logits, or log-probabilities.
+        masks: slot -> which tokens it may draw, int32 [W], as of `Grammar`.
     """
 
     number: int
@@ -122,6 +124,8 @@ class Decision:
     drafts: int = 0
     draft_limits: tuple[int, ...] = ()
     sparse: bool = False
+    shaped: bool = False
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
@@ -216,7 +220,7 @@ class Scheduler:
         lease: tokens beyond those that are known for which pages are taken at a time.
         drafts: the most tokens that a step appends beyond those that may count.
         keep_drawn: whether what was drawn is kept for others, like prompts.
-        pace: how steps of so many rows go on; called before each run of them.
+        pace: how steps of so many rows go on, of which some slots take no drafts; called before each run of them.
         sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
 
     Attributes:
@@ -239,7 +243,7 @@ class Scheduler:
         lease: int = 1024,
         drafts: int = 0,
         keep_drawn: bool = True,
-        pace: Callable[[int], StepPlan] = lambda rows: StepPlan(),
+        pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
         sparse_from: int | None = None,
     ) -> None:
         self._tables, self._times, self._pace = tables, times, pace
@@ -312,6 +316,8 @@ class Scheduler:
         if s.ended:
             return None
         s.drawn.append(token)
+        if s.request.grammar is not None:
+            s.request.grammar.take(token)
         drawing.expect(-min(drawing.least, 1), -min(drawing.most, 1), -min(drawing.likely, 1))
         if len(s.drawn) == s.request.max_new_tokens:
             self.end(s.request.id)
@@ -336,8 +342,11 @@ class Scheduler:
     def decide(self, now: float) -> Decision | None:
         """The next decision, or None where nothing can be done until a decision lands or a request comes.
 
-        Where none is under way and None is returned, no request is left.
+        Where none is under way and None is returned, no request is left. Who has a grammar is waited for: what it may
+        draw next depends on what it has drawn.
         """
+        if any(s.request.grammar is not None and s.most and not s.ended for s in self.running.values()):
+            return None
         retire = [slot for slot, s in self.running.items() if s.ended]
         for slot in retire:
             self._leave(self.running[slot])
@@ -360,8 +369,13 @@ class Scheduler:
         plan, steps = StepPlan(), 0
         # Who has most likely drawn all that it may needs no further step; what is under way will tell.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
-            plan = self._pace(rows)
+            plan = self._pace(rows, {slot for slot, s in self.running.items() if s.request.sampling.is_shaped})
             steps = self._steps(plan, min(left))
+        guided = {slot: s.request.grammar for slot, s in self.running.items() if s.request.grammar is not None}
+        if guided.keys() & drawing.keys():
+            steps = 0  # the first token is not known yet
+        elif any(self.running[slot].decoding for slot in guided):
+            steps = min(steps, 1)
         most = steps * (1 + plan.drafts)
         for s in decoding:
             assert s.slot is not None
@@ -382,6 +396,8 @@ class Scheduler:
             rows,
             stochastic=any(not p.is_greedy for p in sampling),
             filtered=any(p.is_filtered for p in sampling),
+            shaped=any(p.is_shaped for p in sampling),
+            masks={slot: g.allowed() for slot, g in guided.items() if slot in drawing and drawing[slot].most},
             drafts=plan.drafts,
             draft_limits=plan.draft_limits,
             # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from helix.inbox import Abort, Inbox
 from helix.model_runner import ModelRunner, StepTokens
 from helix.prefill_time import PrefillTime
-from helix.request import Delta, Request
+from helix.request import Delta, Logprobs, Request
 from helix.scheduler import Decision, Scheduled, Scheduler
 from helix.speculation.adaptive import DraftPolicy, Outcome
 from helix.timings import Timings
@@ -53,6 +53,7 @@ class Progress:
     """How far a request is that waits or runs; attributes as of `Delta`."""
 
     prompt_tokens: int
+    ends: Collection[int]  # tokens that end it
     cached_tokens: int = 0
     prefilled: int = 0
 
@@ -62,8 +63,10 @@ class Progress:
         new_ids: tuple[int, ...] = (),
         finish_reason: str | None = None,
         reason: str | None = None,
+        logprobs: tuple[Logprobs, ...] = (),
     ) -> Delta:
-        return Delta(name, self.prompt_tokens, self.cached_tokens, self.prefilled, new_ids, finish_reason, reason)
+        done = self.prompt_tokens, self.cached_tokens, self.prefilled
+        return Delta(name, *done, new_ids, finish_reason, reason, logprobs)
 
 
 class Serving:
@@ -92,7 +95,7 @@ class Serving:
         self._runner, self._scheduler, self._times = runner, scheduler, times
         self._policy, self._timings = policy, timings
         self._refusal, self._launch, self._beat_s, self._on_prefill = refusal, launch, beat_s, on_prefill
-        self._eos = frozenset(runner.model.spec.eos)
+        self._eos = runner.model.spec.eos
         self._open: dict[str | int, Progress] = {}
         self._runs: deque[Run] = deque()
         self._limits: tuple[int, ...] = ()
@@ -127,7 +130,7 @@ class Serving:
                 if self._scheduler.end(item.id):
                     yield self._open.pop(item.id).delta(item.id, finish_reason="abort")
                 continue
-            progress = Progress(len(item.prompt))
+            progress = Progress(len(item.prompt), item.sampling.ends(self._eos))
             if reason := self._refusal(item) or self._scheduler.submit(item, perf_counter()):
                 yield progress.delta(item.id, finish_reason="error", reason=reason)
             else:
@@ -180,7 +183,9 @@ class Serving:
                     continue  # computed behind its end, thrown away
                 left = sequence.request.max_new_tokens - len(sequence.drawn)
                 outcomes.append(Outcome(slot, min(self._tried(run, slot), left - 1), len(drawn) - 1))
-                yield self._record(sequence, slot, drawn)
+                wanted = sequence.request.sampling.logprobs
+                logprobs = () if wanted is None else (step.logprobs(slot, wanted),)
+                yield self._record(sequence, slot, drawn, logprobs)
             if not in_chunk:
                 self._timings.step(seconds, run.decision.drafts, outcomes)
                 run.outcomes += outcomes
@@ -217,23 +222,25 @@ class Serving:
                 if not segment.last:  # else its first token says so
                     yield progress.delta(sequence.request.id)
 
-    def _record(self, sequence: Scheduled, slot: int, drawn: list[int]) -> Delta:
+    def _record(self, sequence: Scheduled, slot: int, drawn: list[int], logprobs: tuple[Logprobs, ...]) -> Delta:
         """Takes tokens of a sequence up to its end."""
         request = sequence.request
+        progress = self._open[request.id]
         new: list[int] = []
         reason = None
         for token in drawn:
             self._scheduler.record_token(slot, token)
             new.append(token)
-            if token in self._eos:
+            if token in progress.ends:
                 self._scheduler.end(request.id)
                 reason = "stop"
             elif len(sequence.drawn) == request.max_new_tokens:
                 reason = "length"
             if reason is not None:
                 break
-        progress = self._open[request.id] if reason is None else self._open.pop(request.id)
-        return progress.delta(request.id, tuple(new), reason)
+        if reason is not None:
+            del self._open[request.id]
+        return progress.delta(request.id, tuple(new), reason, logprobs=logprobs)
 
     def _note_kv(self) -> None:
         """Keeps how many tokens were held when they were most."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.sampling import SamplingParams
+from helix.transfers import to_device
 from kernels.tokens.shape_logits import ENDS, IN_PROMPT, ONCE, Shaping, shape_logits
-from kernels.tokens.top_tokens import top_of_rank, top_of_ranks
+from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 
 
 class Shaper:
@@ -27,14 +28,17 @@ class Shaper:
         vocab: tokens of the whole vocabulary.
         columns: this rank's token ids.
         eos: the model's end tokens.
+
+    Attributes:
+        summaries: of what each slot drew last, and of the tokens that were most likely [slots, WIDTH] int64, the same
+            on all ranks; `logprobs` reads them on the host.
     """
 
-    def __init__(
-        self, slots: int, vocab: int, columns: range, eos: Collection[int], device: torch.device | str
-    ) -> None:
+    def __init__(self, slots: int, vocab: int, columns: range, eos: Collection[int], device: torch.device) -> None:
         self.columns = columns
         self.vocab = vocab
         self._eos = tuple(eos)
+        self._device = device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -49,6 +53,7 @@ class Shaper:
             seen=zeros(slots, len(columns), dtype=torch.int32),
             allowed=zeros(slots, -(-vocab // 32), dtype=torch.int32),
         )
+        self.summaries = zeros(slots, WIDTH, dtype=torch.int64)
 
     def admit(self, slot: int, params: SamplingParams, tokens: np.ndarray, drawn: int = 0) -> None:
         """A sequence takes a slot.
@@ -70,36 +75,32 @@ class Shaper:
         seen = np.bincount(self._mine(answer), minlength=columns).astype(np.int32) * ONCE
         seen[self._mine(prompt)] |= IN_PROMPT
         seen[self._mine(np.array([*self._eos, *params.stop_token_ids], np.int64))] |= ENDS
-        state.seen[slot] = torch.from_numpy(seen).to(state.seen.device)
+        state.seen[slot] = to_device(torch.from_numpy(seen), self._device)
         bias = np.zeros(self.vocab, np.float32)
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
-        state.bias[slot] = torch.from_numpy(bias[self.columns.start : self.columns.stop]).to(state.bias.device)
+        state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
         state.allowed[slot] = -1
 
     def allow(self, masks: Mapping[int, np.ndarray]) -> None:
         """Says which tokens slots may draw, until it says otherwise: slot -> a bit a token, lowest first, int32 [W]."""
-        state = self._shaping
-        slots = torch.tensor(list(masks), device=state.allowed.device)
-        state.allowed[slots] = torch.from_numpy(np.stack(list(masks.values()))).to(state.allowed.device)
+        slots, rows = torch.tensor(list(masks)), torch.from_numpy(np.stack(list(masks.values())))
+        self._shaping.allowed[to_device(slots, self._device)] = to_device(rows, self._device)
 
     def shape(self, logits: Tensor, slots: Tensor, last: Tensor, positions: Tensor) -> Tensor:
         """Logits to draw from; shapes as in `kernels.tokens.shape_logits`."""
         return shape_logits(logits, self._shaping, slots, last, positions, self.columns.start)
 
+    def report(self, logits: Tensor, tokens: Tensor, slots: Tensor, comm: Communicator) -> None:
+        """Writes `summaries` of what was drawn; a collective, one all-gather.
+
+        Args:
+            logits: [B, V_local] fp32, as the model gave them.
+            tokens: that were drawn [B] int64.
+            slots: [B] int64.
+        """
+        self.summaries[slots] = top_of_ranks(comm.all_gather(top_of_rank(logits, tokens, self.columns.start)))
+
     def _mine(self, tokens: np.ndarray) -> np.ndarray:
         """This rank's columns of those tokens that it holds."""
         own = tokens - self.columns.start
         return own[(own >= 0) & (own < len(self.columns))]
-
-
-def log_probabilities(logits: Tensor, tokens: Tensor, vocab_offset: int, comm: Communicator) -> Tensor:
-    """Summaries [B, WIDTH] int64 of the best tokens and of the drawn ones, which `logprobs` reads on the host.
-
-    A collective, one all-gather; the same on all ranks.
-
-    Args:
-        logits: [B, V_local] fp32, as the model gives them.
-        tokens: that were drawn [B] int64.
-        vocab_offset: token id of the first column.
-    """
-    return top_of_ranks(comm.all_gather(top_of_rank(logits, tokens, vocab_offset)))

@@ -191,6 +191,10 @@ class DecodeState:
         """Drafts [rows] int64 that a step may verify of each row: within its `draft_limits` and before its end."""
         return torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
 
+    def uncounted(self, rows: int) -> Tensor:
+        """Last tokens [rows] int64 of sequences that decode, -1 of the others; a token is last in one step alone."""
+        return torch.where(self.active[:rows], self.tokens[:rows], -1)
+
     def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1) -> Step:
         """The step that appends the last token of each of the first `rows` rows and predicts its next.
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from helix.request import Output, Request
+from helix.request import Logprobs, Output, Request
 
 
 class OutputStream:
     """The outputs of one request, token by token.
 
     Args:
-        eos: tokens that end it.
+        eos: the model's end tokens.
         tokenizer: as of `TextStream`.
 
     Attributes:
@@ -23,25 +23,30 @@ class OutputStream:
 
     def __init__(self, request: Request, eos: Collection[int], tokenizer: Any | None) -> None:
         self._request = request
-        self._eos = eos
+        self._ends = request.sampling.ends(eos)
         self._ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
         self._text = TextStream(tokenizer, request.stop)
         self.ended = False
 
-    def push(self, token: int) -> Output:
-        """The output of one more token."""
+    def push(self, token: int, logprobs: Sequence[Logprobs] = ()) -> Output:
+        """The output of one more token, with its log-probabilities where they are wanted."""
         self._ids.append(token)
+        self._logprobs += logprobs
         delta, stopped = self._text.push(token)
         reason = None
-        if token in self._eos or stopped:
+        if token in self._ends or stopped:
             reason = "stop"
         elif len(self._ids) == self._request.max_new_tokens:
             reason = "length"
         self.ended = reason is not None
         if reason and not stopped:
             delta += self._text.finish()
-        ids, text = (tuple(self._ids), self._text.text) if reason else ((), "")
-        return Output(self._request.id, len(self._request.prompt), ids, delta, text, reason, new_ids=(token,))
+        name, prompt, new = self._request.id, len(self._request.prompt), (token,)
+        if reason is None:
+            return Output(name, prompt, (), delta, "", None, new_ids=new)
+        ids, text = tuple(self._ids), self._text.text
+        return Output(name, prompt, ids, delta, text, reason, new_ids=new, logprobs=tuple(self._logprobs))
 
 
 class TextStream:

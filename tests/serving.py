@@ -106,7 +106,7 @@ class Serving:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
             drafts=drafts,
-            pace=lambda rows: plan,
+            pace=lambda rows, without: plan,
             **options,
         )
         self.stall_s, share = options.get("stall_s", 0.050), options.get("decode_share", 0.25)

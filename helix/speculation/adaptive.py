@@ -8,7 +8,7 @@ worth. Pure Python, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -90,12 +90,14 @@ class DraftPolicy:
         self._acceptance = Acceptance(max(sizes))
         self._rows_keep: dict[int, float] = {}
         self._sent: tuple[int, ...] = ()
+        self._without: Collection[int] = ()
         self._clock = 0
         self._wait: float = TRIAL_STEPS
         self._in_use = 0  # what the last choice would have been, had it not been a trial
 
-    def pace(self, rows: int) -> StepPlan:
-        """What the next run of steps of `rows` rows does."""
+    def pace(self, rows: int, without: Collection[int] = ()) -> StepPlan:
+        """What the next run of steps of `rows` rows does; the sequences of slots `without` take no drafts."""
+        self._without = without
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
         self._in_use = drafts = max(self.sizes, key=lambda n: (rates[n], -n))
@@ -119,6 +121,8 @@ class DraftPolicy:
 
     def limit(self, slot: int) -> int:
         """Drafts of a sequence that are verified: many times what it lately kept, so that they cost little."""
+        if slot in self._without:
+            return 0
         most = self.sizes[-1]
         wanted = ROW_MARGIN * self._rows_keep.get(slot, float(most)) + 1
         return most if len(self.sizes) == 1 else next((n for n in self.sizes if n >= wanted), most)
@@ -185,7 +189,8 @@ class DraftPolicy:
     def _new_limits(self, rows: int, drafts: int) -> tuple[int, ...]:
         """The limits of slots [0, rows) where they are not what the ranks have."""
         limits = tuple(self.limit(slot) for slot in range(rows))
-        if drafts == 0 or len(self.sizes) == 1 or limits == self._sent:
+        unlimited = len(self.sizes) == 1 and not self._without and not self._sent
+        if drafts == 0 or unlimited or limits == self._sent:
             return ()
         self._sent = limits
         return limits

@@ -18,9 +18,22 @@ from helix.sampling import SamplingParams
 from launch.inputs.files import claim, replace
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-REAL = ("temperature", "top_p", "min_p")  # the other numbers are integers
-OPTIONS = ("max_new_tokens", *SAMPLING, "stop")
+DEFAULTED = ("max_new_tokens", *SAMPLING, "stop")  # where a line does not say, `decode` does
+WISHES = (
+    "logit_bias", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop_token_ids",
+    "ignore_eos", "logprobs",
+)  # fmt: skip
+OPTIONS = (*DEFAULTED, *WISHES)
 KEYS = ("id", "prompt", "prompt_ids", *OPTIONS)
+
+NUMBER, INTEGER = ((int, float), "a number"), ((int,), "an integer")
+REAL = "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"
+KINDS: dict[str, tuple[tuple[type, ...], str]] = dict.fromkeys(OPTIONS, INTEGER) | dict.fromkeys(REAL, NUMBER)
+KINDS |= {
+    "logit_bias": ((dict,), "an object of token ids and numbers"),
+    "stop_token_ids": ((list,), "a list of integers"),
+    "ignore_eos": ((bool,), "true or false"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +105,13 @@ def _parse(line: str, index: int) -> Prompt:
             )
     options = {key: entry[key] for key in OPTIONS if entry.get(key) is not None}
     for key in options.keys() - {"stop"}:
-        kinds, what = ((int, float), "a number") if key in REAL else ((int,), "an integer")
-        if isinstance(value := options[key], bool) or not isinstance(value, kinds):
+        kinds, what = KINDS[key]
+        if type(value := options[key]) not in kinds:
             raise ValueError(f'"{key}" must be {what}, not {value!r:.60}')
+    if bias := options.get("logit_bias"):
+        if wrong := [token for token in bias if not re.fullmatch("[0-9]{1,10}", token)]:
+            raise ValueError(f'"logit_bias" must be {KINDS["logit_bias"][1]}, and {wrong[0]!r:.60} is no token id')
+        options["logit_bias"] = {int(token): value for token, value in bias.items()}
     return Prompt(name, text, None if ids is None else tuple(ids), options)
 
 
@@ -109,10 +126,11 @@ def check_defaults(config: DecodeConfig) -> None:
 def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
     """A request for the engine, or the output that refuses it where its parameters are out of range."""
     ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
-    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in OPTIONS}
+    options = {key: prompt.options.get(key, getattr(defaults, key)) for key in DEFAULTED}
     stop = options["stop"]
+    wishes = {key: prompt.options[key] for key in WISHES if key in prompt.options}
     try:
-        sampling = SamplingParams(**{key: options[key] for key in SAMPLING})
+        sampling = SamplingParams(**{key: options[key] for key in SAMPLING}, **wishes)
         if options["max_new_tokens"] < 1:
             raise ValueError(f"max_new_tokens={options['max_new_tokens']} must be at least 1")
     except ValueError as error:
@@ -129,7 +147,7 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
 
 def digest(prompt: Prompt, config: Config) -> str:
     """What a result line says of its request: 16 hex digits of the prompt, all options, model and attention policy."""
-    options = {key: prompt.options.get(key, getattr(config.decode, key)) for key in OPTIONS}
+    options = {key: getattr(config.decode, key) for key in DEFAULTED} | dict(prompt.options)
     model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
     if config.model.load == "random":
         model["seed"] = config.seed
@@ -225,7 +243,7 @@ class ResultFile:
 
     def add(self, output: Output) -> None:
         """Writes a result; raises RankError where it cannot be."""
-        line = {
+        line: dict[str, Any] = {
             "id": output.id,
             "prompt_tokens": output.prompt_tokens,
             "output_ids": list(output.output_ids),
@@ -235,6 +253,8 @@ class ResultFile:
         }
         if output.reason is not None:
             line["reason"] = output.reason
+        if output.logprobs:
+            line["logprobs"] = [{"drawn": place.drawn, "best": place.best} for place in output.logprobs]
         if self._lossy is not None:
             line["attention"] = self._lossy
         try:

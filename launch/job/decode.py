@@ -27,7 +27,7 @@ def run(task: Task) -> Done:
     wanted, variants = comm.broadcast_object(
         (
             _wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch),
-            {(not r.sampling.is_greedy, r.sampling.is_filtered) for r in requests},
+            {(not r.sampling.is_greedy, r.sampling.is_filtered, r.sampling.is_shaped) for r in requests},
         )
     )
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)

@@ -329,7 +329,7 @@ def run(task: Task) -> Done:
         for layer in tensor:
             layer.normal_()
     if comm.device.type == "cuda":
-        engine.warm_up({(False, False)})
+        engine.warm_up({(False, False, False)})
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in plan.config.bench.traces or TRACES:

@@ -141,7 +141,7 @@ def rank(
             if hopb == "auto":  # what it reads while it chooses; the tests' memory is NaN
                 for tensor in engine.runner.cache.tensors:
                     tensor.zero_()
-                engine.warm_up([(False, False)])
+                engine.warm_up([(False, False, False)])
                 assert set(engine.runner.hopb_chunks) == {2, 4, 5}
             for _ in range(2):
                 requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 import pytest
@@ -56,7 +56,7 @@ def whimsical() -> Callable[[DraftPolicy, int], StepPlan]:
     """Paces at random: every count of drafts, every limit of a row, runs of one to three steps."""
     generator = random.Random(0)
 
-    def pace(policy: DraftPolicy, rows: int) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, without: Collection[int]) -> StepPlan:
         limits = tuple(generator.choice([0, 1, 2, policy.sizes[-1]]) for _ in range(rows))
         return StepPlan(generator.choice(policy.sizes), 1.5, generator.randint(1, 3), generator.choice([(), limits]))
 
@@ -193,7 +193,7 @@ class Refused(Drafter):
 def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
 
-    def pace(policy: DraftPolicy, rows: int) -> StepPlan:
+    def pace(policy: DraftPolicy, rows: int, without: Collection[int]) -> StepPlan:
         return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)))
 
     monkeypatch.setattr(DraftPolicy, "pace", pace)

@@ -130,6 +130,16 @@ def test_limits_are_sent_when_they_change() -> None:
     assert policy.pace(4).draft_limits == (LIMIT,) * 4
 
 
+def test_who_takes_no_drafts() -> None:
+    """The ranks are told when it comes, and when another one has its slot."""
+    policy = DraftPolicy(draft_sizes(LIMIT, adaptive=False), {})
+    assert policy.pace(3).draft_limits == ()
+    assert policy.pace(3, {1}).draft_limits == (LIMIT, 0, LIMIT) and policy.limit(1) == 0
+    assert policy.pace(3, {1}).draft_limits == ()
+    assert policy.pace(3, {0, 1}).draft_limits == (0, 0, LIMIT)
+    assert policy.pace(3).draft_limits == (LIMIT,) * 3 and policy.limit(1) == LIMIT
+
+
 def test_sizes() -> None:
     assert draft_sizes(0, True) == draft_sizes(0, False) == (0,)
     assert draft_sizes(1, True) == (0, 1) and draft_sizes(6, True) == (0, 1, 2, 4, 6) and draft_sizes(6, False) == (6,)

@@ -60,6 +60,14 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ({"prompt": "a", "top_k": 1.5}, 'line 2: "top_k" must be an integer, not 1.5'),
         ({"prompt": "a", "seed": [1]}, 'line 2: "seed" must be an integer, not [1]'),
         ({"prompt": "a", "max_new_tokens": "many"}, "line 2: \"max_new_tokens\" must be an integer, not 'many'"),
+        ({"prompt": "a", "presence_penalty": "1"}, "line 2: \"presence_penalty\" must be a number, not '1'"),
+        ({"prompt": "a", "min_tokens": 1.0}, 'line 2: "min_tokens" must be an integer, not 1.0'),
+        ({"prompt": "a", "logprobs": True}, 'line 2: "logprobs" must be an integer, not True'),
+        ({"prompt": "a", "ignore_eos": 1}, 'line 2: "ignore_eos" must be true or false, not 1'),
+        ({"prompt": "a", "stop_token_ids": 5}, 'line 2: "stop_token_ids" must be a list of integers, not 5'),
+        ({"prompt": "a", "logit_bias": [5, 1]}, 'line 2: "logit_bias" must be an object of token ids and numbers'),
+        ({"prompt": "a", "logit_bias": {"-1": 5}}, "and '-1' is no token id"),
+        ({"prompt": "a", "logit_bias": {"a" * 99: 5}}, "aaa is no token id"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
@@ -86,9 +94,23 @@ def test_a_request_takes_the_line_before_the_config() -> None:
     assert isinstance(plain, Request) and plain.stop == ("\n",) and plain.sampling.temperature == 0.5
 
 
+def test_what_a_line_wants_of_the_logits(tmp_path: Path) -> None:
+    wishes = {
+        "logit_bias": {"5": -100, "07": 0.5}, "min_tokens": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.1,
+        "presence_penalty": -1, "stop_token_ids": [4, 9], "ignore_eos": True, "logprobs": 2,
+    }  # fmt: skip
+    (prompt,) = read_prompts(write(tmp_path, {"prompt_ids": [1], **wishes}))
+    request = to_request(prompt, DecodeConfig(), None)
+    assert isinstance(request, Request)
+    assert {key: getattr(request.sampling, key) for key in wishes} == wishes | {"logit_bias": {5: -100, 7: 0.5}}
+
+
 @pytest.mark.parametrize(
     "options, word",
     [
+        ({"logit_bias": {"5": 101}}, "logit_bias of token 5 = 101"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids token = 1.5"),
+        ({"logprobs": 21}, "logprobs = 21"),
         ({"temperature": -1}, "temperature = -1"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p = 0"),

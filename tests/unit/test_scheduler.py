@@ -240,7 +240,7 @@ def test_a_run_goes_at_its_pace() -> None:
     asked: list[int] = []
     paces = [StepPlan(4, 3.0), StepPlan(4, 3.0, 2, (4, 1)), StepPlan(0)]
 
-    def pace(rows: int) -> StepPlan:
+    def pace(rows: int, without: object) -> StepPlan:
         asked.append(rows)
         return paces[len(asked) - 1]
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.layout import share
 from helix.sampling import SamplingParams, SamplingState, sample
-from helix.shaping import Shaper, log_probabilities
+from helix.shaping import Shaper
 from kernels.reference.top_tokens import logprobs
 from kernels.tokens.top_tokens import TOP, WIDTH
 from tests.kernels.test_shape_logits import Wish, bits
@@ -82,7 +82,7 @@ class Rank:
     def __init__(self, world: LoopbackWorld, rank: int, params: list[SamplingParams], size: int) -> None:
         self.columns = share(V, size, rank)
         self.comm = world.communicator(rank, [rank])
-        self.shaper = Shaper(SLOTS, V, self.columns, EOS, "cpu")
+        self.shaper = Shaper(SLOTS, V, self.columns, EOS, torch.device("cpu"))
         self.sampling = SamplingState.create(SLOTS, "cpu")
         self.sequences = requests(params)
         self.slots: dict[int, Sequence] = {}
@@ -110,7 +110,8 @@ class Rank:
         shaped = self.shaper.shape(logits, rows, torch.tensor(last), positions)
         state = self.sampling.rows(rows)
         tokens = sample(shaped, first, positions, state, self.comm, stochastic=True, filtered=True)
-        self.reported.append((raw, tokens, log_probabilities(logits, tokens, first, self.comm)))
+        self.shaper.report(logits, tokens, rows, self.comm)
+        self.reported.append((raw, tokens, self.shaper.summaries[slots]))
         for sequence, token in zip(live, tokens.tolist(), strict=True):
             if sequence is not None:
                 sequence.drawn.append(token)
@@ -247,8 +248,8 @@ def test_planted_faults_show(fault: Callable[[Rank], None]) -> None:
 def test_nothing_waits_for_the_host() -> None:
     comm, B, columns = Alone(), 4, 200_000
     with FakeTensorMode():  # refuses whatever would need a value on the host
-        shaper = Shaper(B, columns, range(columns), EOS, "cpu")
+        shaper = Shaper(B, columns, range(columns), EOS, torch.device("cpu"))
         logits, ids = torch.empty(B, columns), torch.empty(B, dtype=torch.int64)
         assert shaper.shape(logits, ids, ids, ids).shape == (B, columns)
-        assert log_probabilities(logits, ids, 0, comm).shape == (B, WIDTH)
+        shaper.report(logits, ids, ids, comm)
     assert comm.calls == {"all_gather": 1} and comm.largest == B * WIDTH

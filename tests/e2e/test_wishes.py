@@ -1,0 +1,201 @@
+"""Requests that want something of their logits, through the engine: each token is that of a walk over raw logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import ServeConfig
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.request import Output, Request
+from helix.sampling import SamplingParams
+from helix.speculation import NgramDrafter
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import build_engine
+from tests.kernels.test_shape_logits import Wish, bits
+from tests.unit.test_sampling import oracle
+
+V, EOS = 257, (9, 200)
+
+
+@dataclass
+class EveryThird:
+    """A grammar: which third of the vocabulary comes next depends on how many tokens there are."""
+
+    taken: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def after(count: int) -> list[int]:
+        return list(range(count % 3, V, 3))
+
+    def allowed(self) -> np.ndarray:
+        return bits(self.after(len(self.taken)), V).numpy()
+
+    def take(self, token: int) -> None:
+        self.taken.append(token)
+
+
+PARAMS = {
+    "plain": SamplingParams(),
+    "reported": SamplingParams(1.0, seed=1, logprobs=4),
+    "penalised": SamplingParams(frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.4),
+    "biased": SamplingParams(0.7, top_k=20, seed=2, logit_bias={200: 100.0, 9: 20.0}, min_tokens=5, logprobs=0),
+    "guided": SamplingParams(0.9, top_p=0.9, seed=3, stop_token_ids=[42], ignore_eos=True),
+    "guided too": SamplingParams(presence_penalty=2.0, logprobs=20),
+    "drawn": SamplingParams(
+        1.0, seed=4, repetition_penalty=1.5, presence_penalty=2.0, stop_token_ids=tuple(range(0, 257, 9))
+    ),
+    "for ever": SamplingParams(logit_bias=dict.fromkeys(EOS, 100.0), frequency_penalty=1.5, ignore_eos=True),
+}
+
+
+def make_requests() -> list[Request]:
+    return [
+        Request(
+            name, [(5 * i + j * j) % 250 for j in range(9 + 7 * i)], 12, params,
+            grammar=EveryThird() if "guided" in name else None,
+        )
+        for i, (name, params) in enumerate(PARAMS.items())
+    ]  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What one rank saw: outputs by request, and its columns of the raw logits by (request, draw)."""
+
+    outputs: dict[Any, Output]
+    logits: dict[tuple[Any, int], Tensor]
+
+
+def play(
+    layout: HelixLayout, requests: Callable[[], list[Request]], tamper: Callable[[Engine], None], **options: Any
+) -> list[Seen]:
+    def body(world: LoopbackWorld, rank: int) -> tuple[Seen, int]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        engine = build_engine(checkpoint("qwen2"), layout, comm, 4, page_size=4, prefill_chunk=24, **options)
+        engine.runner.model.spec = replace(engine.runner.model.spec, eos=EOS)
+        engine.run_steps = 2 if "pages" in options else 8
+        tamper(engine)
+        logits: dict[tuple[Any, int], Tensor] = {}
+
+        def observe(slots: Tensor, positions: Tensor, rows: Tensor) -> None:
+            for slot, position, row in zip(slots.tolist(), positions.tolist(), rows, strict=True):
+                admission = engine.runner.admitted[slot]
+                begin = len(admission.prompt) - admission.drawn
+                logits[admission.id, position - begin] = row.clone()
+
+        engine.runner.observer = observe
+        outputs = {o.id: o for o in engine.generate(requests())}
+        return Seen(outputs, logits), engine.timings.preemptions
+
+    seen = run_ranks(layout.world_size, body, timeout_s=120.0)
+    assert (seen[0][1] > 0) == ("pages" in options), "preempted where pages are few"
+    return [s for s, _ in seen]
+
+
+def insistent() -> list[Request]:
+    """What they have drawn they want again."""
+    wants = dict(temperature=0.0, frequency_penalty=-2.0, presence_penalty=-2.0)
+    return [replace(r, sampling=replace(r.sampling, **wants)) for r in make_requests()]
+
+
+def check(ranks: list[Seen], requests: list[Request]) -> None:
+    """Every token and log-probability is that of the walk over the raw logits of all ranks, up to the right end."""
+    for request in requests:
+        output, params = ranks[0].outputs[request.id], request.sampling
+        drawn: list[int] = []
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+        for token in output.output_ids:
+            assert not ends & {*drawn}, f"{request.id} goes on behind its end"
+            raw = torch.cat([rank.logits[request.id, len(drawn)] for rank in ranks])
+            position = len(request.prompt) + len(drawn)
+            wish = Wish(
+                list(request.prompt), drawn, params.repetition_penalty, params.frequency_penalty,
+                params.presence_penalty, dict(params.logit_bias), [*EOS, *params.stop_token_ids],
+                len(request.prompt) + params.min_tokens,
+                EveryThird.after(len(drawn)) if request.grammar is not None else None,
+            )  # fmt: skip
+            shaped = torch.tensor(wish.shape(raw.tolist(), position), dtype=torch.float64).float()
+            assert token == oracle(shaped, params, position), f"{request.id}, token {len(drawn)}"
+            if params.logprobs is not None:
+                of_all, place = raw.double().log_softmax(0), output.logprobs[len(drawn)]
+                best = sorted(range(V), key=lambda t, of_all=of_all: -of_all[t])[: params.logprobs]
+                assert [t for t, _ in place.best] == best
+                said = torch.tensor([place.drawn, *(value for _, value in place.best)])
+                torch.testing.assert_close(said, of_all[[token, *best]].float(), rtol=1e-6, atol=1e-6)
+            drawn.append(token)
+        assert len(output.logprobs) == (0 if params.logprobs is None else len(drawn))
+        assert output.finish_reason == ("stop" if drawn[-1] in ends else "length")
+        assert output.finish_reason == "stop" or len(drawn) == 12
+
+
+CLOSE = dict(max_batch=3, max_length=192, pages=16, serving=ServeConfig(lease=2, stall_ms=2.0))
+
+
+@pytest.mark.parametrize(
+    "kvp, tpa, options",
+    [(1, 1, {}), (2, 2, dict(max_batch=3)), (2, 1, CLOSE), (1, 2, dict(drafter=NgramDrafter(4, 2), adaptive=False))],
+    ids=["all at once", "slots change hands", "preempted", "beside drafts"],
+)
+def test_tokens_are_those_of_the_walk(kvp: int, tpa: int, options: dict[str, Any]) -> None:
+    layout = HelixLayout.create("helix", kvp, tpa)
+    ranks = play(layout, make_requests, lambda engine: None, **{"max_batch": 8} | options)
+    check(ranks, make_requests())
+    outputs = ranks[0].outputs
+    assert len(outputs["biased"].output_ids) == 6, "min_tokens, then what it is biased to"
+    assert {*outputs["for ever"].output_ids} <= {*EOS}
+    # Who wants nothing draws what it draws alone.
+    plain = play(layout, lambda: make_requests()[:1], lambda engine: None)[0].outputs["plain"]
+    assert outputs["plain"].output_ids == plain.output_ids
+
+
+def _without(method: str) -> Callable[[Engine], None]:
+    def tamper(engine: Engine) -> None:
+        setattr(engine.runner._shaper(), method, lambda *args: args[0])
+
+    return tamper
+
+
+def _forgets_drawn(engine: Engine) -> None:
+    shaper = engine.runner._shaper()
+    admit = shaper.admit
+    shaper.admit = lambda slot, params, tokens, drawn=0: admit(slot, params, tokens)  # type: ignore[method-assign]
+
+
+def _counts_nothing(engine: Engine) -> None:
+    state = engine.runner.state
+    state.uncounted = lambda rows: state.tokens[:rows] * 0 - 1  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "tamper, options",
+    [
+        (_without("allow"), {}),
+        (_without("shape"), {}),
+        (_without("report"), {}),
+        (_counts_nothing, {}),
+        (_forgets_drawn, CLOSE),
+    ],
+    ids=["no masks", "no shaping", "nothing reported", "nothing counted", "what was drawn before is forgotten"],
+)
+def test_planted_errors_show(tamper: Callable[[Engine], None], options: dict[str, Any]) -> None:
+    ranks = play(HelixLayout.create("helix", 2 if options else 1), insistent, tamper, **{"max_batch": 8} | options)
+    with pytest.raises(AssertionError):
+        check(ranks, insistent())
+
+
+def test_a_bias_outside_of_the_vocabulary_is_refused() -> None:
+    def requests() -> list[Request]:
+        return [Request("far", (1, 2), 3, SamplingParams(logit_bias={V: 1.0})), Request("good", (1, 2), 3)]
+
+    outputs = play(HelixLayout.create(), requests, lambda engine: None)[0].outputs
+    assert outputs["far"].reason == "logit_bias token 257 is outside the vocabulary [0, 257)"
+    assert outputs["good"].finish_reason == "length"
