@@ -201,7 +201,7 @@ class DecodeConfig:
 
 @dataclass
 class ServeConfig:
-    """How requests share the ranks.
+    """How requests share the ranks, and how they come over HTTP.
 
     Attributes:
         stall_ms: most milliseconds of a chunk of prompts while somebody decodes.
@@ -209,6 +209,23 @@ class ServeConfig:
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: so many seconds others may pass a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
+        socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`. `python -m launch.serve` sets
+            it for the ranks that it starts.
+        attach: such a socket of ranks that somebody else started; unset: `python -m launch.serve` starts ranks.
+        host: address to listen at.
+        port: port to listen at; 0: any that is free.
+        name: the model's name to clients; unset: that of its directory.
+        api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
+        open: whether an address that other hosts reach may do without keys.
+        body_mib: most MiB of a request.
+        connections: most connections at a time.
+        waiting: most requests that wait for the engine.
+        receive_s: for a client to send a request, seconds.
+        slow_s: for a client to take what is sent, seconds.
+        comment_s: silence after which a stream gets a comment, seconds.
+        restarts: of the ranks, in ten minutes, before the server gives up.
+        hang_s: without progress of any request, after which the ranks are started again, seconds.
+        drain_s: for running requests to end once the server is told to, seconds.
     """
 
     stall_ms: float = 50.0
@@ -216,6 +233,22 @@ class ServeConfig:
     run_ms: float = 20.0
     patience_s: float = 30.0
     lease: int = 1024
+    socket: str | None = None
+    attach: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    api_keys: str | None = None
+    open: bool = False
+    body_mib: int = 64
+    connections: int = 16384
+    waiting: int = 256
+    receive_s: float = 60.0
+    slow_s: float = 60.0
+    comment_s: float = 5.0
+    restarts: int = 3
+    hang_s: float = 60.0
+    drain_s: float = 30.0
 
 
 @dataclass
@@ -327,6 +360,16 @@ def check(config: Config) -> None:
         "serve.run_ms": (0.1, 10_000),
         "serve.patience_s": (0, 86_400),
         "serve.lease": (1, 1 << 24),
+        "serve.port": (0, 65535),
+        "serve.body_mib": (1, 1 << 16),
+        "serve.connections": (1, 1 << 20),
+        "serve.waiting": (1, 1 << 20),
+        "serve.receive_s": (0.1, 86400),
+        "serve.slow_s": (0.1, 86400),
+        "serve.comment_s": (0.1, 86400),
+        "serve.restarts": (0, 1 << 20),
+        "serve.hang_s": (1, 86400),
+        "serve.drain_s": (0, 86400),
         "comm.timeout_s": (0.1, 600),  # kernels that wait for other GPUs count no further (comm/symm_mem.py)
     }
     for key, (least, most) in ranges.items():
@@ -360,6 +403,8 @@ def check(config: Config) -> None:
             f"bench.kind={config.bench.kind} has no drafts of a model: set speculation=none "
             f"(speculation.drafter={speculation.drafter} goes with bench.kind=none, decode and tune)"
         )
+    if config.serve.socket is not None and config.bench.kind != "none":
+        raise ValueError(f"serve.socket={config.serve.socket} and bench={config.bench.kind} are two kinds of work")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
 

@@ -30,11 +30,12 @@ from helix.build import build_engine
 from helix.config import Config, ModelConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_tokenizer, read_config
+from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, handed, spec_from_config
 from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
+from helix.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
 START_S = 300.0  # for all ranks to have loaded the model

@@ -47,36 +47,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def has_tokenizer(path: str | Path | None) -> bool:
-    return path is not None and os.path.lexists(Path(path) / "tokenizer.json")
-
-
-def check_tokenizer_files(path: str | Path | None) -> None:
-    """Raises ValueError where one is no JSON object; transformers passes over what is no regular file."""
-    for file in sorted(Path(str(path)).glob("*token*.json")) if has_tokenizer(path) else ():
-        read_json(file)
-
-
-def load_tokenizer(path: str | Path | None) -> Any | None:
-    """The tokenizer of a checkpoint directory, None where it has none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    if not has_tokenizer(path):
-        return None
-    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
-
-    check_tokenizer_files(path)
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except BaseException as error:  # the library's own, whatever it met in the files; it may even panic
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
-        what = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer in {path} cannot be read: {type(error).__name__}: {what:.300}") from error
-
-
 class Checkpoint:
     """The safetensors files of a directory, and which tensor is in which.
 

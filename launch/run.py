@@ -15,10 +15,11 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.kv_cache import free_bytes
-from helix.loading import load_tokenizer, randomize
+from helix.loading import randomize
 from helix.models import Decoder
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
+from helix.tokenizer import load_tokenizer
 from launch.inputs import compose
 from launch.inputs.parts import weights_of
 from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared

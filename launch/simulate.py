@@ -39,8 +39,9 @@ from helix.simulate.hardware import BYTES, PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.step import predict
 from launch.inputs.arguments import boolean, helped, one_of, parse, unknown
-from launch.inputs.compose import ROOT, load_spec
+from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
+from launch.inputs.shapes import load_spec
 from launch.records.paper import PAGE, write_figures
 
 WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}

@@ -22,9 +22,10 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.build import build_engine
 from helix.config import Config, KVConfig, ModelConfig
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_tokenizer
+from helix.loading import Checkpoint
 from helix.models import Decoder
 from helix.request import Request
+from helix.tokenizer import load_tokenizer
 from launch.inputs.arguments import helped, parse, several, unknown
 from launch.inputs.compose import ROOT
 from launch.inputs.needles import SOURCES, make, score

@@ -9,7 +9,8 @@ import torch
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.bench.clock import READ_CEILING
-from launch.inputs.compose import ROOT, spec_of
+from launch.inputs.compose import ROOT
+from launch.inputs.shapes import spec_of
 
 K, M = 1024, 1 << 20
 SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml")))

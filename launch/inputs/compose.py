@@ -22,12 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config
-from helix.models import DecoderSpec
-from launch.inputs.parts import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-PATHS = ("model.path", "decode.prompts", "decode.output", "record", "speculation.model.path", "bench.output")
+PATHS = (
+    *("model.path", "speculation.model.path", "decode.prompts", "decode.output", "record", "bench.output"),
+    *("serve.socket", "serve.attach", "serve.api_keys"),
+)
 SWEEP_DIR = "hydra.sweep.dir"
 SWEEP = "for several use `python -m launch.sweep -m ...`"
 # The groups of conf/ that a run has; the simulator reads `hardware`.
@@ -251,21 +252,3 @@ def _refuse_unknown(config: DictConfig, schema: type, prefix: str) -> None:
             raise ValueError(_unknown(prefix, name, schema))
         if is_dataclass(kinds[name]) and isinstance(value, DictConfig):
             _refuse_unknown(value, cast(type, kinds[name]), f"{prefix}{name}.")
-
-
-def spec_of(model: str, *overrides: str) -> DecoderSpec:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return make_spec(as_config(compose("config", [f"model={model}", *overrides])))
-
-
-@cache
-def load_spec(model: str) -> DecoderSpec:
-    """The shape in `conf/model/`.
-
-    Raises:
-        ValueError: there is none of this name; the message lists those known.
-    """
-    known = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
-    if model not in known:
-        raise ValueError(f"unknown model {model!r}; known: {', '.join(known)} (or add conf/model/{model}.yaml)")
-    return spec_of(model)

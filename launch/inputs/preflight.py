@@ -13,11 +13,12 @@ from helix.build import draft_budget
 from helix.config import Config, check
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, check_tokenizer_files, has_tokenizer
+from helix.loading import Checkpoint
 from helix.models import DecoderSpec
 from helix.pages import Stripes
 from helix.place import Place, choose_backend
 from helix.speculation import check_draft
+from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.parts import make_checkpoint, make_draft_layout, make_layout, make_spec
@@ -271,7 +272,9 @@ def _check_emulated(config: Config, layout: HelixLayout, processes: int) -> None
 
 
 def _prompts(config: Config) -> list[Prompt]:
-    """What is to be decoded; nothing in a benchmark, unless it tunes on prompts."""
+    """What is to be decoded; nothing in a server, nor in a benchmark, unless it tunes on prompts."""
+    if config.serve.socket is not None:
+        return []
     if config.bench.kind != "none" and (config.bench.kind != "tune" or config.decode.prompts is None):
         return []
     if config.decode.prompts is None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.kv_cache import KVCache, Placement, free_bytes, token_bytes
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_tokenizer, read_config
+from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.speculation import Drafter
+from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT
 from launch.measure.seats import Seats
 

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from helix.simulate.fit import quantiles
-from launch.inputs.compose import ROOT, load_spec
+from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
+from launch.inputs.shapes import load_spec
 from launch.records import paper_rows
 from launch.records.paper_rows import CLAIMS, Row, Setting
 from launch.records.recorded_steps import compare, halves, read_cells

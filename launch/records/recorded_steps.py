@@ -17,7 +17,8 @@ from helix.simulate.fit import Measured
 from helix.simulate.hardware import Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation
 from helix.simulate.step import predict
-from launch.inputs.compose import ROOT, spec_of
+from launch.inputs.compose import ROOT
+from launch.inputs.shapes import spec_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 # Of a cell that both hold, baselines' counts: the other layouts beside it were measured with the same code.

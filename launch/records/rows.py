@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.compose import ROOT, load_spec
+from launch.inputs.compose import ROOT
+from launch.inputs.shapes import load_spec
 
 Row = dict[str, Any]
 WORKLOAD = ("model", "batch", "length", "layout")  # what names a point of a benchmark of decode steps

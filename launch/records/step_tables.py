@@ -8,8 +8,8 @@ from typing import Any
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from launch.bench.clock import READ_CEILING
-from launch.inputs.compose import load_spec
 from launch.inputs.hardware import load_hardware
+from launch.inputs.shapes import load_spec
 from launch.records.rows import WORKLOAD, Row, results, workload
 
 HEADLINE = [

@@ -585,10 +585,10 @@ FAULTS = [
         "begin = columns.start - covering.start * MXFP4_BLOCK", "begin = 0", LOADING,
     ),
     Fault(
-        "a stop text across two tokens", "helix/text.py",
+        "a stop text across two tokens", "helix/detokenize.py",
         "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)", TEXT,
     ),
-    Fault("the last stop text counts", "helix/text.py", "self._held[: min(places)]", "self._held[: max(places)]", TEXT),
+    Fault("the last stop text counts", "helix/detokenize.py", "self._held[: min(places)]", "self._held[: max(places)]", TEXT),
     Fault(
         "results of other token ids are kept", "launch/inputs/prompts.py",
         "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,

@@ -16,10 +16,10 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.engine import Engine
 from helix.layout import HelixLayout
-from helix.loading import load_tokenizer
 from helix.request import Request
 from helix.speculation import Draft, DraftBudget, Drafter
 from helix.step import DecodeState
+from helix.tokenizer import load_tokenizer
 from launch.acceptance import OPTIONS, measure
 from launch.inputs import continuations, copy_prompts, haystacks
 from launch.inputs.compose import ROOT

@@ -16,7 +16,7 @@ from launch.bench.runner import Benchmark, Given, Part, record, run
 from launch.bench.steps import time_job
 from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from launch.inputs import parts
-from launch.inputs.compose import spec_of
+from launch.inputs.shapes import spec_of
 from launch.job import spawn
 from launch.records.step_tables import largest_batch
 

@@ -21,8 +21,8 @@ from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from launch import calibrate
 from launch.calibrate import ROWS, assemble, main, measure
-from launch.inputs.compose import load_spec
 from launch.inputs.hardware import load_hardware, read_hardware
+from launch.inputs.shapes import load_spec
 from launch.records.recorded_steps import FILES
 
 H200 = load_hardware("h200")

@@ -15,7 +15,7 @@ from torch import Tensor
 from helix.attention.dense import DenseAttention
 from helix.kv_cache import BlockBudget
 from helix.layout import HelixLayout
-from helix.loading import load_tokenizer
+from helix.tokenizer import load_tokenizer
 from kernels.attention.split_kv import PartialAttention
 from launch import fidelity
 from launch.fidelity import measure

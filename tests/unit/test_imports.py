@@ -37,8 +37,8 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"config", "errors", "files", "graphs", "layout", "transfers", "prefill_time"},
-        {"pages", "sampling", "score_pages"},
+        {"config", "detokenize", "errors", "files", "graphs", "layout", "transfers", "prefill_time"},
+        {"pages", "sampling", "score_pages", "tokenizer"},
         {"kv_cache"},
         {"prefix", "request", "shaping", "step"},
         {"attention", "block_tables", "inbox", "text"},
@@ -53,7 +53,7 @@ LEVELS = {
         {"llm"},
         {"simulate"},
     ],
-    "launch": [{"inputs"}, {"job"}, {"measure"}, {"bench"}, {"records"}],
+    "launch": [{"inputs"}, {"serving"}, {"job"}, {"measure"}, {"bench"}, {"records"}],
 }
 COMMANDS = len(LEVELS["launch"])  # the level of files beside launch's rooms: what one types
 # Imports that take seconds, and that rank 0 alone needs.

@@ -18,8 +18,8 @@ from helix.layers import mla
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, randomize, read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
-from launch.inputs.compose import spec_of
 from launch.inputs.preflight import check_layout
+from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint
 
 

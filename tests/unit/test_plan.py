@@ -22,10 +22,10 @@ from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, ranks, workload
-from launch.inputs.compose import load_spec
 from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
 from launch.inputs.preflight import preflight
 from launch.inputs.prompts import Prompt
+from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, answer, main
 from launch.records.planner_check import regrets, summary
 from launch.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells

@@ -19,9 +19,9 @@ from helix.simulate.plan import Question, Ranking, plan
 from helix.simulate.points import Options, Points, Speculation
 from helix.simulate.step import Step, predict
 from launch.inputs.arguments import parse
-from launch.inputs.compose import load_spec
 from launch.inputs.hardware import load_hardware
 from launch.inputs.preflight import preflight
+from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, answer, main
 from launch.records.planner_check import drafted_errors
 from launch.records.recorded_steps import RECORDED, read_cells

@@ -17,7 +17,7 @@ from helix.config import AttentionConfig, Config
 from helix.errors import ConfigError
 from helix.kv_cache import Placement
 from helix.layout import HelixLayout
-from helix.loading import load_tokenizer
+from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MOST_PAGES
 from launch.inputs.preflight import check_tokenizers, preflight
 from launch.job import spawn

@@ -11,8 +11,8 @@ from torch import Tensor
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.kv_cache import BlockBudget, LayerCache, Placement
 from helix.layout import HelixLayout
-from helix.loading import load_tokenizer
 from helix.step import Step
+from helix.tokenizer import load_tokenizer
 from kernels.reference.block_bounds import SCORES, fold_blocks
 from kernels.reference.select_blocks import block_scores as scores_of_pages
 from launch.inputs import haystacks

@@ -14,8 +14,8 @@ from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation
 from helix.simulate.step import Step, memory_of, predict
-from launch.inputs.compose import load_spec
 from launch.inputs.hardware import load_hardware
+from launch.inputs.shapes import load_spec
 
 EXACT = 1e-9  # relative: closed formulas in float64, a few dozen operations of 1e-16 each
 M = 10**6

@@ -18,9 +18,9 @@ from helix.simulate.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
 from helix.simulate.search import best_at, frontier, layouts, search
 from helix.simulate.step import predict
-from launch.inputs.compose import load_spec, spec_of
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.preflight import check_layout
+from launch.inputs.shapes import load_spec, spec_of
 from launch.records import paper_rows, style
 from launch.records.paper import PAGE, recorded, with_tables
 from launch.simulate import ROOT, main
