@@ -16,11 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements() -> list[str]:
-    """Packages needed to run and to test."""
+    """Packages needed to run, to serve and to test."""
     import tomllib  # not before the version of Python is known to have it
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    return [
+        *project["dependencies"],
+        *(r for extra in ("serve", "dev") for r in project["optional-dependencies"][extra]),
+    ]
 
 
 def fitting_torch(wanted: str) -> Distribution | None:

@@ -1,0 +1,67 @@
+"""Frames: messages come out as they went in, in whatever pieces their bytes come."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.serving.frames import HEAD, Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
+
+IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
+MESSAGES: list[Message] = [
+    Submit(1, 16, {"temperature": 0.5, "seed": 2**63 - 1}, (3, 4), -1, "é\ud83d", 2, IDS),
+    Submit(2, 1),
+    Abort(1),
+    Stop(),
+    Ready("/models/m", "helix kvp=2", 2, 1 << 20, 4096, 1 << 21, 8, (0, 7)),
+    Delta(1, None, None, 7, ((-0.5, ((3, -0.5), (1, -2.0))),), IDS[:1]),
+    Delta(1, "error", "too long"),
+    Progress(1, 0, 10**6),
+    Stats({"running": 1, "hit_tokens": 0.0}),
+]
+
+
+def same(a: Message, b: Message) -> bool:
+    return type(a) is type(b) and all(
+        np.array_equal(getattr(a, f.name), getattr(b, f.name))
+        if f.name == "ids"
+        else getattr(a, f.name) == getattr(b, f.name)
+        for f in fields(a)
+    )
+
+
+@given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(1, 200)))
+def test_messages_come_out_as_they_went_in(messages: list[Message], cuts: list[int]) -> None:
+    data, decoder, got = b"".join(map(encode, messages)), Decoder(), []
+    for cut in [*cuts, len(data)]:
+        got += decoder.feed(data[:cut])
+        data = data[cut:]
+    assert len(got) == len(messages) and all(map(same, got, messages))
+
+
+def test_a_million_tokens_are_copied_and_not_parsed() -> None:
+    ids = np.arange(1_000_000, dtype=np.int32)
+    (message,) = Decoder().feed(encode(Submit(1, 16, ids=ids)))
+    assert isinstance(message, Submit) and np.array_equal(message.ids, ids)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD.pack(1 << 30, 0),
+        HEAD.pack(2, 3) + b"{}...",
+        HEAD.pack(2, 0) + b"{}",
+        HEAD.pack(2, 0) + b"[]",
+        HEAD.pack(2, 0) + b"no",
+        HEAD.pack(16, 0) + b'{"kind":"abort"}',
+        HEAD.pack(25, 0) + b'{"kind":"stop","more":12}',
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        list(Decoder().feed(data))
