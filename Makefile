@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run test test-all test-gpu test-faults lint format bench docs clean
+.PHONY: help run serve test test-all test-gpu test-faults lint format bench docs clean
 .DEFAULT_GOAL := run
 
 help:  ## List the targets.
@@ -12,6 +12,9 @@ help:  ## List the targets.
 
 run: $(VENV)/.installed  ## Decode the demo prompts over all GPUs, or four CPU ranks.
 	$(BIN)/python -m launch.demo $(ARGS)
+
+serve: $(VENV)/.installed  ## Serve the demo model over all GPUs, or two CPU ranks: make serve MODEL=DIR for another.
+	$(BIN)/python -m launch.serve $(if $(MODEL),model.path=$(MODEL)) $(ARGS)
 
 # Two processes share the tests: neighbours stay together, which share checkpoints, oracles and pools of workers.
 test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.

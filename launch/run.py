@@ -40,6 +40,7 @@ WORK = {
     "serve": "launch.measure.serving",
     "tune": "launch.measure.tuning",
 }
+SERVING = "launch.job.serve"  # where there is a socket to serve at
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -123,7 +124,8 @@ def _run_rank(job: Job, config: Config) -> int:
         phases.mark("load")
         return model, draft
 
-    work: Callable[[Task], Done] = import_module(WORK[config.bench.kind]).run
+    module = WORK[config.bench.kind] if config.serve.socket is None else SERVING
+    work: Callable[[Task], Done] = import_module(module).run
     measured, refused = work(Task(plan, comm, job.backend, load, tokenizer, results, console))
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-LAUNCHER = "HELIX_LAUNCHER"  # variable of the ranks that launch.job.spawn starts: its process id
+LAUNCHER = "HELIX_LAUNCHER"  # variable of ranks, and of a server's launcher: the id of the process that started them
 BEAT_S = 1.0
 STOPPED_S = 10.0  # a process that is stopped for so long holds up the others for good
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -19,7 +19,7 @@ SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 def hold() -> None:
     """Ties this process, where a launcher of this host started it, to that launcher's life."""
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if sys.platform != "linux" or not {"TORCHELASTIC_RUN_ID", LAUNCHER} & os.environ.keys():
         return
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     if LAUNCHER in os.environ:

@@ -33,11 +33,10 @@ class Submit(Message):
 
     Attributes:
         ids: [n] int32, the prompt, with what was drawn of it before where it is submitted again.
-        drawn: so many of the last ids were drawn.
+        drawn: so many of the last ids were drawn, and count among `min_tokens` and for penalties.
         max_new_tokens: to draw from now on.
         sampling: those of `helix.sampling.SamplingParams` that differ from its defaults.
-        stop_ids: tokens that end it, besides the model's own.
-        priority: lower ones are admitted first.
+        priority: higher ones are admitted first.
         salt: continuations share cached prefixes with those of the same salt alone.
     """
 
@@ -45,7 +44,6 @@ class Submit(Message):
     id: int
     max_new_tokens: int
     sampling: dict[str, Any] = field(default_factory=dict)
-    stop_ids: tuple[int, ...] = ()
     priority: int = 0
     salt: str | None = None
     drawn: int = 0
@@ -54,7 +52,7 @@ class Submit(Message):
 
 @dataclass(frozen=True, eq=False)
 class Abort(Message):
-    """Nobody wants the rest; where it has not ended yet, a `Delta` with `abort` follows."""
+    """Nobody wants the rest; what follows of it says nothing."""
 
     kind = "abort"
     id: int
@@ -97,7 +95,7 @@ class Delta(Message):
 
     Attributes:
         ids: [n] int32, drawn since the last one, the token that ends it included.
-        finish_reason: None while it goes on, then stop, length, abort or error.
+        finish_reason: None while it goes on, then stop (one of the model's own ends), length, abort or error.
         reason: why, where it is error.
         cached: prompt tokens that were in the cache, with the first ids.
         logprobs: of each id: its own, then pairs (id, logprob) of the most likely ones.

@@ -13,7 +13,7 @@ from launch.serving.frames import HEAD, Abort, Decoder, Delta, Message, Progress
 
 IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
 MESSAGES: list[Message] = [
-    Submit(1, 16, {"temperature": 0.5, "seed": 2**63 - 1}, (3, 4), -1, "é\ud83d", 2, IDS),
+    Submit(1, 16, {"temperature": 0.5, "seed": 2**63 - 1}, -1, "é\ud83d", 2, IDS),
     Submit(2, 1),
     Abort(1),
     Stop(),

@@ -1,0 +1,132 @@
+"""Serves a model over HTTP, with OpenAI's interface: `python -m launch.serve model.path=DIR layout.kvp=4 ...`.
+
+Without settings it serves the demo model over two ranks. Settings are those of a run, and `serve.KEY=VALUE`
+(`--help` lists them). The ranks are processes of their own, which this one starts, and starts again where they fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from socket import socket
+from tempfile import TemporaryDirectory
+
+import uvloop
+
+from helix.config import ServeConfig, check
+from launch.inputs import compose
+from launch.serving.core import Core
+from launch.serving.frames import Ready
+from launch.serving.http import Server, listen, make_server
+from launch.serving.routes import Api
+from launch.serving.security import Keys, check_exposure
+from launch.serving.supervisor import GaveUp, Supervisor
+
+CPU_TOKENS = 65536  # of KV, where there is no GPU
+LOOK_S = 0.1  # between two looks at what is still running
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until a signal; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
+    try:
+        if (text := compose.told(arguments)) is not None:
+            print(text, end="")
+            return 0
+        arguments = [*_defaults(arguments), *arguments]
+        config = compose.composed(arguments)
+        check(config)
+        check_exposure(config.serve)
+        keys = Keys(config.serve.api_keys)
+        listener = listen(config.serve)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 1
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
+    with TemporaryDirectory(prefix="helix-") as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config.serve, keys, listener, arguments, Path(directory)))
+
+
+async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
+    core = Core(serve.waiting)
+    api = Api(serve, core, keys)
+    core.on_first = lambda ready: _begin(api, ready, serve, listener)
+    server = make_server(api.app(), serve)
+    supervisor = Supervisor(core, serve, arguments, directory)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    answering = asyncio.create_task(server.serve(sockets=[listener]))
+    keeping = asyncio.create_task(supervisor.keep())
+    stopped = asyncio.create_task(stop.wait())
+    code = 0
+    try:
+        await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and not keeping.done():
+            await _drain(core, serve.drain_s, keeping)
+            await supervisor.stop()
+            if serve.attach is not None or core.ready is None:  # others' ranks, or those that cannot hear yet
+                keeping.cancel()
+        await keeping
+    except asyncio.CancelledError:
+        pass
+    except (GaveUp, ValueError) as error:
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
+        core.fail(str(error))
+        code = 1
+    await _close(server, answering)
+    stopped.cancel()
+    return code
+
+
+def _defaults(arguments: Sequence[str]) -> list[str]:
+    """What is served where nobody says: over all GPUs, or two CPU ranks, whose memory is not all the cache's."""
+    keys = {text.partition("=")[0].lstrip("+") for text in arguments}
+    if Path("/dev/nvidia0").exists():
+        return [] if any(key.startswith("layout") for key in keys) else ["layout=auto"]
+    layout = [] if any(key.startswith("layout") for key in keys) else ["layout.kvp=2"]
+    return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={CPU_TOKENS}"])
+
+
+def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket) -> None:
+    """Reads what goes with the model, and tells the terminal where it is served."""
+    api.know(ready)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = " -H 'Authorization: Bearer KEY'" if serve.api_keys is not None else ""
+    body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
+    room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
+    print(
+        f"{api.name} is served at {url}: {ready.layout}, {ready.ranks} ranks\n"
+        f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )
+
+
+async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None]) -> None:
+    """Waits until nothing runs, for so long at most; time without ranks does not count."""
+    core.draining = True
+    left = drain_s
+    while core.flights and left > 0 and not keeping.done():
+        begin = time.monotonic()
+        await asyncio.sleep(LOOK_S)
+        left -= (time.monotonic() - begin) * core.connected
+    core.fail("the server has ended")
+
+
+async def _close(server: Server, answering: asyncio.Task[None]) -> None:
+    await asyncio.sleep(LOOK_S)  # what streams were told is on its way
+    server.should_exit = True
+    with suppress(SystemExit):
+        await answering
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Continuations as OpenAI's objects, whole or in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.serving.choice import Choice, News
+from launch.serving.errors import ApiError
+from launch.serving.streams import COMMENT, DONE
+from launch.serving.tokens import Tokens
+
+
+@dataclass
+class Answer:
+    """What a request gets: its choices, and how they are told.
+
+    Attributes:
+        chat: whether it is a chat's, or a completion's.
+        echoed: of a completion, the prompt's text of each choice.
+        prompt_tokens: of all prompts, each counted once.
+        changed: set where something is new.
+        close: gives up what is still under way; whoever has the answer told calls it in the end.
+    """
+
+    chat: bool
+    model: str
+    choices: list[Choice]
+    tokens: Tokens
+    prompt_tokens: int
+    changed: asyncio.Event
+    close: Callable[[], None]
+    comment_s: float
+    usage_at_end: bool = False
+    progress: bool = False
+    echoed: list[str] = field(default_factory=list)
+    with_logprobs: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._counts = [0] * len(self.choices)  # calls of a chat so far, characters of a completion
+        self._said = 0  # prompt tokens of which progress was told
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece.
+
+        Raises:
+            ApiError: a continuation failed.
+        """
+        told: list[list[News]] = [[] for _ in self.choices]
+        async for news in self._news():
+            for index, one in news:
+                told[index].append(one)
+        choices = [self._choice(index, news) for index, news in enumerate(told)]
+        return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer in pieces; what fails is told in the stream."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        no_usage = {"usage": None} if self.usage_at_end else {}
+        begun = [False] * len(self.choices)
+        try:
+            async for news in self._news():
+                if self.progress and (progress := self._progress()):
+                    yield _event(self._object(kind, []) | {"prompt_progress": progress} | no_usage)
+                elif not news:
+                    yield COMMENT
+                for index, one in news:
+                    yield _event(self._object(kind, [self._piece(index, one, not begun[index])]) | no_usage)
+                    begun[index] = True
+            if self.usage_at_end:
+                yield _event(self._object(kind, []) | {"usage": self.usage()})
+        except ApiError as error:
+            yield b"event: error\n" + _event(error.body())
+        yield DONE
+
+    def usage(self) -> dict[str, Any]:
+        new = sum(choice.tokens for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+            "prompt_tokens_details": {"cached_tokens": max((c.flight.cached or 0 for c in self.choices), default=0)},
+        }
+
+    async def _news(self) -> AsyncIterator[list[tuple[int, News]]]:
+        """What is new, by choice, until all have ended; nothing where it was silent for long."""
+        while any(choice.ended is None for choice in self.choices):
+            try:
+                async with asyncio.timeout(self.comment_s):
+                    await self.changed.wait()
+            except TimeoutError:
+                yield []
+                continue
+            self.changed.clear()
+            news = [(choice.index, one) for choice in self.choices if (one := choice.take())]
+            for index, one in news:
+                if one.finish_reason in ("error", "abort"):
+                    reason = self.choices[index].flight.reason or "the server has ended it"
+                    raise ApiError(500, reason)
+            if news or self.progress:
+                yield news
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, index: int, news: list[News]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": news[-1].finish_reason}
+        logprobs = self._logprobs(index, news)
+        if not self.chat:
+            text = "".join(one.text for one in news)
+            return choice | {"text": self._echo(index) + text, "logprobs": logprobs}
+        parts = [part for one in news for part in one.parts]
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for kind, name in (("content", "content"), ("thinking", "reasoning_content")):
+            if texts := [part.text for part in parts if part.kind == kind]:
+                message[name] = "".join(texts)
+        if calls := [_call(part) for part in parts if part.kind == "call"]:
+            message["tool_calls"] = calls
+        elif message["content"] is None:
+            message["content"] = ""
+        return choice | {"message": message, "logprobs": logprobs}
+
+    def _piece(self, index: int, news: News, first: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": news.finish_reason}
+        logprobs = self._logprobs(index, [news])
+        if not self.chat:
+            return choice | {"text": (self._echo(index) if first else "") + news.text, "logprobs": logprobs}
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+        for part in news.parts:
+            if part.kind == "call":
+                delta.setdefault("tool_calls", []).append({"index": self._calls(index)} | _call(part))
+            else:
+                name = "content" if part.kind == "content" else "reasoning_content"
+                delta[name] = delta.get(name, "") + part.text
+        return choice | {"delta": delta, "logprobs": logprobs}
+
+    def _calls(self, index: int) -> int:
+        """The number of a choice's next call."""
+        self._counts[index] += 1
+        return self._counts[index] - 1
+
+    def _echo(self, index: int) -> str:
+        return self.echoed[index] if self.echoed else ""
+
+    def _logprobs(self, index: int, news: list[News]) -> dict[str, Any] | None:
+        if not self.with_logprobs:
+            return None
+        drawn = [(token, *logprobs) for one in news for token, logprobs in zip(one.ids, one.logprobs, strict=True)]
+        text_of = self.tokens.token_text
+        if self.chat:
+            return {
+                "content": [
+                    _logprob(text_of(token), own) | {"top_logprobs": [_logprob(text_of(i), p) for i, p in top]}
+                    for token, own, top in drawn
+                ]
+            }
+        texts = [text_of(token) for token, _, _ in drawn]
+        offsets = []
+        for text in texts:
+            offsets.append(self._counts[index])
+            self._counts[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [own for _, own, _ in drawn],
+            "top_logprobs": [{text_of(i): p for i, p in top} for _, _, top in drawn],
+            "text_offset": offsets,
+        }
+
+    def _progress(self) -> dict[str, Any] | None:
+        done = sum(choice.flight.progress or 0 for choice in self.choices)
+        if done <= self._said:
+            return None
+        self._said = done
+        return {
+            "total": sum(len(choice.flight.submit.ids) for choice in self.choices),
+            "cache": sum(choice.flight.cached or 0 for choice in self.choices),
+            "processed": done,
+            "time_ms": round((time.monotonic() - self.began) * 1e3),
+        }
+
+
+def _call(part: Any) -> dict[str, Any]:
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", errors="surrogatepass"))}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()

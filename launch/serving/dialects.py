@@ -1,0 +1,263 @@
+"""How families of models write thinking and tool calls, as data, and what a chat's text says in theirs."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.serving.schemas import Tool
+
+CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
+THINKING = {"open": "<think>", "close": "</think>"}
+BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # nothing
+JSON = {"content": "json", "content_args": {"allow_non_json": True}}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A way to write messages.
+
+    Attributes:
+        marks: texts that its chat template has, all of them.
+        template: as transformers' `response_template`, with the fields content, thinking and tool_calls.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    template: dict[str, Any]
+
+
+def _fields(anchor: str, **fields: dict[str, Any]) -> dict[str, Any]:
+    return {"start_anchor": anchor, "fields": {"content": {}} | fields}
+
+
+# The first whose marks are all there.
+DIALECTS = (
+    Dialect(
+        "gpt-oss",
+        ("<|channel|>", "<|start|>"),
+        {
+            "start_anchor": "<|start|>assistant",
+            "fields": {
+                "content": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
+                    r"(?: <\|constrain\|>\w+)?<\|message\|>",
+                    "close_pattern": r"<\|end\|>|<\|return\|>",
+                },
+                "thinking": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+                    "close_pattern": r"<\|end\|>",
+                    "repeats": True,
+                    "join": "\n",
+                },
+                "tool_calls": {
+                    "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?"
+                    r"to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
+                    r"(?: ?(?:<\|constrain\|>)?json)?<\|message\|>",
+                    "close_pattern": r"<\|call\|>",
+                    "repeats": True,
+                    "transform": CAPTURED,
+                    **JSON,
+                },
+            },
+        },
+    ),
+    Dialect(
+        "qwen3-coder",
+        ("<tool_call>", "<function="),
+        _fields(
+            "<|im_start|>assistant\n",
+            thinking=THINKING,
+            tool_calls={
+                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+                },
+                "repeats": True,
+                "transform": CAPTURED,
+            },
+        ),
+    ),
+    Dialect(
+        "qwen",
+        ("<tool_call>",),
+        _fields(
+            "<|im_start|>assistant\n",
+            thinking=THINKING,
+            tool_calls={"open": "<tool_call>", "close": "</tool_call>", "repeats": True, **JSON},
+        ),
+    ),
+    Dialect(
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        _fields(
+            "[/INST]",
+            thinking={"open": "[THINK]", "close": "[/THINK]"},
+            tool_calls={
+                "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+                "close_pattern": r"(?=\[TOOL_CALLS\])",
+                "repeats": True,
+                "transform": CAPTURED,
+                **JSON,
+            },
+        ),
+    ),
+    Dialect(
+        "mistral-list",
+        ("[TOOL_CALLS]",),
+        _fields(
+            "[/INST]",
+            tool_calls={"open": "[TOOL_CALLS]", **JSON},
+        ),
+    ),
+    Dialect(
+        "deepseek-v3.1",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "thinking"),
+        _fields(
+            "<｜Assistant｜>",
+            thinking=THINKING,
+            nothing=BEHIND_CALLS,
+            tool_calls={
+                "open_pattern": r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?P<name>[^<]+?)<｜tool▁sep｜>",
+                "close_pattern": r"<｜tool▁call▁end｜>",
+                "repeats": True,
+                "transform": CAPTURED,
+                **JSON,
+            },
+        ),
+    ),
+    Dialect(
+        "deepseek",
+        ("<｜tool▁call▁begin｜>",),
+        _fields(
+            "<｜Assistant｜>",
+            thinking=THINKING,
+            nothing=BEHIND_CALLS,
+            tool_calls={
+                "open_pattern": r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+                r"(?P<name>[^\n]+)\n```json\n",
+                "close_pattern": r"\n?```\s*<｜tool▁call▁end｜>",
+                "repeats": True,
+                "transform": CAPTURED,
+                **JSON,
+            },
+        ),
+    ),
+    Dialect(
+        "llama3",
+        ("<|start_header_id|>", "ipython"),
+        _fields(
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            tool_calls={
+                "open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\s*\{)",
+                **JSON,
+            },
+        ),
+    ),
+    Dialect("thinking", ("<think>",), _fields("\n", thinking=THINKING)),
+)
+
+
+def dialect_of(template: str) -> Dialect | None:
+    """The dialect of a chat template; None where it is plain text."""
+    return next((d for d in DIALECTS if all(mark in template for mark in d.marks)), None)
+
+
+@dataclass
+class Part:
+    """A piece of an answer: `kind` is content, thinking or call; a call is whole and has a name and arguments."""
+
+    kind: str
+    text: str
+    name: str = ""
+    id: str = ""
+
+
+class Parser:
+    """Takes the text of one answer apart while it comes.
+
+    Args:
+        template: the response template; None: all of it is content.
+        prompt: the conversation's text, the last part of which the answer continues.
+        tools: that may be called; without any, calls are content.
+
+    Attributes:
+        calls: so many tools have been called.
+    """
+
+    def __init__(self, template: dict[str, Any] | None, prompt: str, tools: Sequence[Tool]) -> None:
+        self.calls = 0
+        self._parser: Any = None
+        self._raw = ""  # of the call that is being read
+        self._kind = ""  # of the last part
+        self._spaces = ""  # behind it, which are nobody's unless it goes on
+        if template is not None:
+            from transformers.utils.chat_parsing import ResponseParser  # seconds
+
+            fields = {name: f for name, f in template["fields"].items() if tools or name != "tool_calls"}
+            given = [tool.model_dump(exclude_none=True) for tool in tools]
+            self._parser = ResponseParser(template | {"fields": fields}, prefix=prompt[-1024:], tools=given)
+
+    @property
+    def wants_special(self) -> bool:
+        """Whether special tokens tell parts of the answer."""
+        return self._parser is not None
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that more text completes."""
+        if self._parser is None:
+            return [Part("content", text)] if text else []
+        return self._parts(self._parser.feed(text))
+
+    def finish(self) -> list[Part]:
+        """The parts that were waiting for more."""
+        return [] if self._parser is None else self._parts(self._parser.finalize()[1])
+
+    def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:
+        parts: list[Part] = []
+        for event in events:
+            match event["type"], event["field"]:
+                case "region_chunk", "tool_calls":
+                    self._raw += event["text"]
+                case "region_chunk", ("content" | "thinking") as kind:
+                    parts += self._said(kind, event["text"])
+                case "region_close", "tool_calls":
+                    parts += self._called(event["value"])
+        return parts
+
+    def _said(self, kind: str, text: str) -> list[Part]:
+        """Text without the spaces that stand between parts."""
+        if kind != self._kind:
+            text, self._spaces = text.lstrip(), ""
+            if not text:
+                return []
+            self._kind = kind
+        text = self._spaces + text
+        kept = text.rstrip()
+        self._spaces = text[len(kept) :]
+        return [Part(kind, kept)] if kept else []
+
+    def _called(self, value: Any) -> list[Part]:
+        raw, self._raw = self._raw, ""
+        calls = [_function(one) for one in (value if isinstance(value, list) else [value])]
+        if not calls or None in calls:  # it only looked like one
+            return self._said("content", raw)
+        self._kind = "call"
+        self.calls += len(calls)
+        return [Part("call", text, name, f"call_{uuid.uuid4().hex[:24]}") for name, text in filter(None, calls)]
+
+
+def _function(value: Any) -> tuple[str, str] | None:
+    """Name and arguments of a call, as JSON; None where it is none."""
+    if not isinstance(value, dict):
+        return None
+    function = value.get("function", value)
+    arguments = function.get("arguments", function.get("parameters"))
+    if not isinstance(function.get("name"), str) or arguments is None:
+        return None
+    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,44 @@
+"""What a client is told when something is wrong, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that gets no answer.
+
+    Args:
+        param: the field that is wrong.
+        retry_s: when to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
+        if status == 401:
+            self.headers["WWW-Authenticate"] = "Bearer"
+
+    def body(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

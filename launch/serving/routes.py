@@ -1,0 +1,281 @@
+"""What a server answers: its routes, over the core."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from helix.config import ServeConfig
+from launch.serving.answers import Answer
+from launch.serving.choice import Choice
+from launch.serving.core import Core, Flight
+from launch.serving.dialects import Dialect, Parser, dialect_of
+from launch.serving.errors import ApiError
+from launch.serving.frames import Ready, Submit
+from launch.serving.sampling import limit_of, sampling_of
+from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
+from launch.serving.security import Keys
+from launch.serving.streams import EventStream, Gone, while_connected
+from launch.serving.tokens import Tokens, read_defaults
+
+UNSET_TOKENS = 16  # that a completion draws where its request does not say
+MIB = 1 << 20
+GONE = 499  # nobody reads it
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Api:
+    """The routes of a server.
+
+    Args:
+        keys: who may use them.
+    """
+
+    def __init__(self, serve: ServeConfig, core: Core, keys: Keys) -> None:
+        self._serve = serve
+        self._core = core
+        self._keys = keys
+        self._tokens: Tokens | None = None
+        self._dialect: Dialect | None = None
+        self._defaults: dict[str, Any] = {}
+        self._started = int(time.time())
+        self.name = serve.name or "model"
+
+    def know(self, ready: Ready) -> None:
+        """Reads what goes with the model that a job serves: tokenizer, template, defaults.
+
+        Raises:
+            ValueError: the tokenizer cannot be read.
+        """
+        self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
+        self._tokens = Tokens(ready.model)
+        self._dialect = dialect_of(self._tokens.template)
+        self._defaults = read_defaults(ready.model)
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            ("/v1/chat/completions", "POST", self._chat),
+            ("/v1/completions", "POST", self._complete),
+            ("/v1/models", "GET", self._models),
+            ("/v1/models/{name:path}", "GET", self._model),
+            ("/tokenize", "POST", self._tokenize),
+            ("/detokenize", "POST", self._detokenize),
+            ("/version", "GET", self._version),
+            ("/health", "GET", self._health),
+            ("/livez", "GET", self._livez),
+        ]
+        return Starlette(
+            routes=[Route(path, self._answered(handler), methods=[method]) for path, method, handler in routes],
+            exception_handlers={HTTPException: _no_such_route, ApiError: _refused, Exception: _failed},
+        )
+
+    # ---- what is under way
+
+    async def _complete(self, request: Request) -> ASGIApp:
+        ready, body = self._core.refuse_unless_ready(), await self._body(request, Completion)
+        tokens = self._known(body.model)
+        prompts: list[np.ndarray] = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                prompts.append(await tokens.encode(prompt))
+            elif outside := [i for i in prompt if i >= ready.vocab]:
+                what = f"prompt has {outside[0]}, and the vocabulary is [0, {ready.vocab})"
+                raise ApiError(400, what, param="prompt")
+            else:
+                prompts.append(np.asarray(prompt, dtype=np.int32))
+        if not prompts:
+            raise ApiError(400, "prompt is empty: it has to hold one at least", param="prompt")
+        told = body.prompts
+        echoed = [text if isinstance(text, str) else tokens.decode(text) for text in told] if body.echo else []
+        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None)
+
+    async def _chat(self, request: Request) -> ASGIApp:
+        ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
+        tokens = self._known(body.model)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(400, "response_format is not supported yet", param="response_format")
+        if body.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice is none or auto: a call cannot be forced yet", param="tool_choice")
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        ids, text = await tokens.encode_chat(body.messages, tools, body.chat_template_kwargs)
+        template = self._dialect.template if self._dialect is not None else None
+        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        return await self._answer(request, body, ready, [ids], None, wanted, [], lambda: Parser(template, text, tools))
+
+    async def _answer(
+        self,
+        request: Request,
+        body: Generation,
+        ready: Ready,
+        prompts: Sequence[np.ndarray],
+        unset: int | None,
+        logprobs: int | None,
+        echoed: list[str],
+        parser: Callable[[], Parser] | None,
+    ) -> ASGIApp:
+        """Starts the continuations of all prompts, `n` of each, and tells them in the form that the request wants."""
+        assert self._tokens is not None, "known since there is a job"
+        n, changed, submits = body.n or 1, asyncio.Event(), []
+        salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
+        for prompt in prompts:
+            limit = limit_of(body, len(prompt), unset, ready)
+            for index in range(n):
+                sampling = sampling_of(body, self._defaults, ready, logprobs, index)
+                submits.append(Submit(0, limit, sampling, -body.priority, salt, ids=prompt))
+        flights = self._core.start(submits, changed.set)
+        choices = [
+            Choice(
+                index,
+                flight,
+                self._tokens,
+                body.stop or (),
+                body.stop_token_ids or (),
+                ready.eos,
+                self._core.abort,
+                parser() if parser is not None else None,
+            )
+            for index, flight in enumerate(flights)
+        ]
+        answer = Answer(
+            chat=parser is not None,
+            model=self.name,
+            choices=choices,
+            tokens=self._tokens,
+            prompt_tokens=sum(map(len, prompts)),
+            changed=changed,
+            close=lambda: self._give_up(flights),
+            comment_s=self._serve.comment_s,
+            usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
+            progress=body.return_progress,
+            echoed=[text for text in echoed for _ in range(n)],
+            with_logprobs=logprobs is not None,
+        )
+        ignored = ",".join(map(_header, unknown(body)))
+        headers = {"x-ignored-fields": ignored} if ignored else {}
+        if body.stream:
+            return EventStream(answer.events(), answer.close, self._serve.slow_s, headers)
+        try:
+            return JSONResponse(await while_connected(request.receive, answer.whole()), headers=headers)
+        finally:
+            answer.close()
+
+    def _give_up(self, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            self._core.abort(flight)
+
+    # ---- what is there
+
+    async def _models(self, request: Request) -> ASGIApp:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> ASGIApp:
+        self._known(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        ready = self._core.ready
+        described = {"id": self.name, "object": "model", "created": self._started, "owned_by": "helix"}
+        return described | ({} if ready is None else {"max_model_len": min(ready.context, ready.kv_tokens)})
+
+    async def _tokenize(self, request: Request) -> ASGIApp:
+        ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
+        tokens = self._known(body.model)
+        if body.messages is not None:
+            ids, _ = await tokens.encode_chat(body.messages, body.tools, body.chat_template_kwargs)
+        else:
+            ids = await tokens.encode(body.prompt or "", body.add_special_tokens)
+        return JSONResponse({"count": len(ids), "max_model_len": ready.context, "tokens": ids.tolist()})
+
+    async def _detokenize(self, request: Request) -> ASGIApp:
+        self._core.refuse_unless_ready()
+        body = await self._body(request, Detokenize)
+        return JSONResponse({"prompt": self._known(body.model).decode(body.tokens)})
+
+    async def _version(self, request: Request) -> ASGIApp:
+        return JSONResponse({"version": version("helix-runtime")})
+
+    async def _health(self, request: Request) -> ASGIApp:
+        state, why = self._core.state, self._core.why
+        return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
+
+    async def _livez(self, request: Request) -> ASGIApp:
+        return JSONResponse({"state": "alive"})
+
+    # ---- all of them
+
+    def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+        open_to_all = handler in (self._health, self._livez)
+
+        async def answered(request: Request) -> ASGIApp:
+            request.state.owner = None if open_to_all else self._keys.owner(request.headers.get("authorization"))
+            try:
+                return await handler(request)
+            except (Gone, ClientDisconnect):
+                return Response(status_code=GONE)
+
+        return answered
+
+    def _known(self, model: str | None) -> Tokens:
+        """What goes with the model of a request.
+
+        Raises:
+            ApiError: 404, another model is served.
+        """
+        self._core.refuse_unless_ready()
+        assert self._tokens is not None, "known since there is a job"
+        if model is not None and model != self.name:
+            raise ApiError(404, f"model={model!r:.80} is not served here: {self.name} is", code="model_not_found")
+        return self._tokens
+
+    async def _body(self, request: Request, schema: type[Body]) -> Body:
+        most = self._serve.body_mib * MIB
+        what = f"the body is larger than serve.body_mib={self._serve.body_mib} MiB"
+        too_large = ApiError(413, what, code="too_large")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise too_large
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(self._serve.receive_s):
+                async for piece in request.stream():
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > most:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within serve.receive_s={self._serve.receive_s:g} s") from None
+        return parsed(schema, b"".join(pieces))
+
+
+def _header(name: str) -> str:
+    """A field's name as headers can have it."""
+    return name.encode("ascii", errors="backslashreplace").decode().replace("\n", " ").replace("\r", " ")[:80]
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path:.200}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, f"the server failed: {type(error).__name__}").body(), 500)

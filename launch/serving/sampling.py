@@ -1,0 +1,77 @@
+"""What a request says of how its tokens are drawn, over the checkpoint's defaults, as the engine takes it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from launch.serving.errors import ApiError
+from launch.serving.frames import Ready
+from launch.serving.schemas import Generation
+
+OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# The engine's defaults: what equals them is not sent.
+ENGINE = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "logit_bias": [],
+    "logprobs": None,
+}
+
+
+def sampling_of(
+    request: Generation, defaults: Mapping[str, Any], ready: Ready, logprobs: int | None, index: int
+) -> dict[str, Any]:
+    """Sampling of choice `index` of a request.
+
+    Args:
+        defaults: of the checkpoint's `generation_config.json`.
+        logprobs: how many of the most likely tokens are told with each; None for no log-probabilities.
+
+    Raises:
+        ApiError: a token id is outside of the vocabulary.
+    """
+    bias = sorted((int(name), value) for name, value in (request.logit_bias or {}).items())
+    for param, ids in (("logit_bias", [i for i, _ in bias]), ("stop_token_ids", request.stop_token_ids or [])):
+        if outside := [i for i in ids if i >= ready.vocab]:
+            raise ApiError(400, f"{param} has {outside[0]}, and the vocabulary is [0, {ready.vocab})", param=param)
+    given = {name: value for name in ENGINE if (value := getattr(request, name, None)) is not None}
+    values = OPENAI | dict(defaults) | given
+    values |= {"top_k": max(0, int(values["top_k"])), "logit_bias": bias, "logprobs": logprobs}
+    # A seed fixes all choices, and each draws its own.
+    seed = secrets.randbits(63) if request.seed is None else (request.seed + index) % (1 << 63)
+    sent = {name: value for name, value in values.items() if value != ENGINE[name]}
+    return sent | {"seed": seed} if values["temperature"] > 0 else sent
+
+
+def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) -> int:
+    """How many tokens may be drawn behind a prompt of so many.
+
+    Args:
+        unset: where the request does not say; None for as many as there is room for.
+
+    Raises:
+        ApiError: the prompt, or both together, do not fit.
+    """
+    wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    room = min(ready.context, ready.kv_tokens)
+    what = "the model's context" if ready.context <= ready.kv_tokens else "what the KV cache can hold (kv.tokens)"
+    if prompt == 0:
+        raise ApiError(400, "the prompt is empty: it needs a token", param="prompt")
+    if prompt + (wanted or 1) > room:
+        new = f" and {wanted} new ones are {prompt + wanted}, which" if wanted else ""
+        raise ApiError(
+            400,
+            f"the prompt's {prompt} tokens{new} exceed {what} of {room} tokens",
+            param="messages" if hasattr(request, "messages") else "prompt",
+            code="context_length_exceeded",
+        )
+    return wanted or min(unset or room, room - prompt)

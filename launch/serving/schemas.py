@@ -1,0 +1,247 @@
+"""What requests may hold, checked; mistakes are named with their field, value and range."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from launch.serving.errors import ApiError
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+MOST_BIASED = 300
+# Fields that would change what the answer means, so that nobody may take them for understood.
+REFUSED = {
+    "suffix": "text is continued at its end alone",
+    "best_of": "every continuation is returned: set n",
+    "prompt_logprobs": "log-probabilities are those of new tokens",
+    "chat_template": "templates are the checkpoint's own",
+    "audio": "there is text alone",
+    "use_beam_search": "tokens are drawn",
+    "functions": "they are given as tools",
+    "function_call": "it is given as tool_choice",
+}
+BRANCHES = ("str", "int", "float", "bool", "Choice")  # of unions, in the place of an error
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Scalar = str | int | float | bool | None
+
+
+class Schema(BaseModel):
+    """Strict about types; fields that it does not know are kept apart."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Schema):
+    include_usage: bool = False
+
+
+class Generation(Schema):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool = False
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASED)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    return_progress: bool = False
+    user: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _some_stops(cls, stop: str | list[str] | None) -> list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop
+        if stops is not None and (len(stops) > MOST_STOPS or "" in stops):
+            raise ValueError(f"must be at most {MOST_STOPS} texts, none of them empty")
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for name in bias or ():
+            if not name.isascii() or not name.isdecimal() or int(name[:11]) >= 1 << 31:
+                raise ValueError(f"has the key {name!r:.40}, which is no token id")
+        return bias
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true")
+        return self
+
+
+class Completion(Generation):
+    """Body of /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _no_logprobs_of_the_prompt(self) -> Completion:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs would want those of the prompt, and they are of new tokens alone")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TextPart(Schema):
+    type: Literal["text"]
+    text: str
+
+
+class Call(Schema):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Schema):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Call
+
+
+class Message(Schema):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Schema):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Schema):
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Schema):
+    name: str
+
+
+class Choice(Schema):
+    type: Literal["function"]
+    function: Named
+
+
+class Format(Schema):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class Chat(Generation):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool = True
+    response_format: Format | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Chat:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs=true")
+        names = {tool.function.name for tool in self.tools or ()}
+        if isinstance(self.tool_choice, Choice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice=required needs tools")
+        return self
+
+
+class Tokenize(Schema):
+    """Body of /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Scalar] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Tokenize:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("needs prompt or messages, one of the two")
+        return self
+
+
+class Detokenize(Schema):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+Body = TypeVar("Body", bound=Schema)
+
+
+def parsed(schema: type[Body], body: bytes) -> Body:
+    """A request's body.
+
+    Raises:
+        ApiError: 400, naming the field, its value and what it has to be.
+    """
+    try:
+        request = schema.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise _refusal(first) from error
+    for name, why in REFUSED.items():
+        if (request.model_extra or {}).get(name) is not None:
+            raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+    return request
+
+
+def unknown(request: Schema) -> list[str]:
+    """Fields of a request that nobody reads."""
+    return sorted(request.model_extra or ())
+
+
+def _refusal(error: Any) -> ApiError:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
+    # Branches of a union are named by their types, which are no fields of the body.
+    where = [part for part in error["loc"] if isinstance(part, int) or (part.isidentifier() and part not in BRANCHES)]
+    param = ".".join(map(str, where)) or None
+    if error["type"] == "missing":
+        return ApiError(400, f"{param} is required", param=param)
+    said = repr(error["input"])
+    said = f"{said[:80]}..." if len(said) > 80 else said
+    return ApiError(400, message if param is None else f"{param}={said}: {message}", param=param)

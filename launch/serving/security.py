@@ -1,0 +1,70 @@
+"""Who may use a server: keys and their owners."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from pathlib import Path
+
+from helix.config import ServeConfig
+from helix.files import read_text
+from launch.serving.errors import ApiError
+
+
+class Keys:
+    """The keys of a file, lines of OWNER KEY; what begins with # does not count.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is none.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._digests: list[tuple[str, bytes]] = []
+        if path is None:
+            return
+        for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) != 2:
+                raise ValueError(f"serve.api_keys={path}, line {number}: a line is OWNER KEY, two words")
+            self._digests.append((words[0], _digest(words[1])))
+        if not self._digests:
+            raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
+
+    def owner(self, authorization: str | None) -> str | None:
+        """Whose key an Authorization header has; None where none is needed.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._digests:
+            return None
+        scheme, _, key = (authorization or "").partition(" ")
+        given, found = _digest(key.strip()), None
+        for owner, digest in self._digests:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(given, digest):
+                found = owner
+        if found is None or scheme.lower() != "bearer":
+            raise ApiError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        return found
+
+
+def check_exposure(serve: ServeConfig) -> None:
+    """Raises ValueError where other hosts could use the server without a key, unless that is wanted."""
+    if serve.api_keys is not None or serve.open:
+        return
+    try:
+        local = serve.host == "localhost" or ipaddress.ip_address(serve.host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise ValueError(
+            f"serve.host={serve.host} is reached from other hosts: set serve.api_keys=FILE, or serve.open=true for "
+            "everybody"
+        )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,128 @@
+"""Keeps a job running: starts its ranks, connects to them, and starts them again where they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from helix.config import ServeConfig
+from launch.inputs.compose import ROOT
+from launch.serving.core import Core
+
+ENTRY = ROOT / "torchrun_entry.py"
+LAUNCHER = "HELIX_LAUNCHER"  # variable of a launcher of ranks: the process that it may not outlive
+WINDOW_S = 600.0  # in which `serve.restarts` are counted
+BACKOFF_S = (1.0, 2.0, 4.0)  # before each restart in the window; the last one before all others
+LOOK_S = 0.05  # between two attempts to connect
+ENDING_S = 20.0  # for ranks to end once they are told to
+
+
+class GaveUp(Exception):
+    """There will be no job."""
+
+
+class Supervisor:
+    """The job behind a core, for as long as `keep` runs.
+
+    Args:
+        arguments: settings of the ranks; with `serve.attach`, somebody else starts them.
+        directory: private, for sockets.
+    """
+
+    def __init__(self, core: Core, serve: ServeConfig, arguments: Sequence[str], directory: Path) -> None:
+        self.restarts = 0
+        self._core = core
+        self._serve = serve
+        self._arguments = arguments
+        self._directory = directory
+        self._jobs = 0
+        self._stopping = False
+
+    async def keep(self) -> None:
+        """Returns once the job has ended as it was told to.
+
+        Raises:
+            GaveUp: it did not start, or failed too often.
+            ValueError: what the model directory holds beside weights cannot be read.
+        """
+        failures: deque[float] = deque()
+        while True:
+            why = await (self._attached() if self._serve.attach else self._job())
+            if self._stopping:
+                return
+            if self._core.ready is None and self._serve.attach is None:
+                raise GaveUp("the ranks did not start")
+            self._core.lost(why)
+            print(f"{why}: {len(self._core.flights)} requests wait for it to come back", file=sys.stderr, flush=True)
+            failures.append(time.monotonic())
+            while failures[0] < time.monotonic() - WINDOW_S:
+                failures.popleft()
+            if self._serve.attach is None and len(failures) > self._serve.restarts:
+                raise GaveUp(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
+            self.restarts += 1
+            await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
+
+    async def stop(self) -> None:
+        """Ends the job, where it is this one's, while `keep` runs."""
+        self._stopping = True
+        if self._serve.attach is None:
+            self._core.stop()
+
+    async def _job(self) -> str:
+        """Runs a job to its end; says how it ended."""
+        self._jobs += 1
+        path = self._directory / f"{self._jobs}.sock"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(ENTRY), *self._arguments, f"serve.socket={path}"),
+            env=os.environ | {LAUNCHER: str(os.getpid())},
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's control-C is this process's: running requests are to end well
+        )
+        ended = asyncio.create_task(process.wait())
+        working = asyncio.create_task(self._work(path))
+        try:
+            await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
+            why = working.result() if working.done() else ""
+            if working.done() and (self._stopping or why == ""):
+                await asyncio.wait((ended,), timeout=ENDING_S)
+            return why or f"the ranks ended (exit code {process.returncode})"
+        finally:
+            working.cancel()
+            with suppress(asyncio.CancelledError):
+                await working
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks
+            await ended
+
+    async def _attached(self) -> str:
+        why = await self._work(Path(str(self._serve.attach)))
+        return why or "the connection to the ranks ended"
+
+    async def _work(self, path: Path) -> str:
+        """Works with the ranks behind a socket until they leave or hang, and says why where that is known."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(path)
+                break
+            except OSError:
+                await asyncio.sleep(LOOK_S)
+        serving = asyncio.create_task(self._core.serve(reader, writer))
+        try:
+            while not serving.done():
+                await asyncio.wait((serving,), timeout=1.0)
+                silent = time.monotonic() - self._core.heard
+                if self._core.ready is not None and self._core.flights and silent > self._serve.hang_s:
+                    return f"the ranks made no progress for serve.hang_s={self._serve.hang_s:g} s"
+            await serving
+            return ""
+        finally:
+            serving.cancel()
+            with suppress(asyncio.CancelledError):
+                await serving
