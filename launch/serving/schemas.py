@@ -220,8 +220,8 @@ def parsed(schema: type[Body], body: bytes) -> Body:
     try:
         request = schema.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        raise _refusal(first) from error
+        errors = error.errors(include_url=False, include_context=False)
+        raise _refusal(max(errors, key=lambda one: len(one["loc"]))) from error  # of a union, the branch that went far
     for name, why in REFUSED.items():
         if (request.model_extra or {}).get(name) is not None:
             raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ _find_spec = importlib.util.find_spec
 
 
 def _without_torch(name: str, package: str | None = None) -> ModuleSpec | None:
-    return None if name == "torch" else _find_spec(name, package)
+    return None if name == "torch" and name not in sys.modules else _find_spec(name, package)
 
 
 class Tokens:
@@ -48,7 +49,7 @@ class Tokens:
     """
 
     def __init__(self, path: str | None) -> None:
-        # transformers imports torch wherever it finds it: 335 MB and seconds that nobody here needs.
+        # transformers imports torch where it finds it: 335 MB and seconds that nobody needs who has not done so before.
         quiet = mock.patch.dict(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
         with mock.patch("importlib.util.find_spec", _without_torch), quiet:
             self.tokenizer = load_tokenizer(path)

@@ -1,0 +1,149 @@
+"""A front end in this process, over a job that a test writes in a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from helix.config import ServeConfig
+from launch.serving.core import Core
+from launch.serving.frames import Abort, Decoder, Delta, Message, Ready, Submit, encode
+from launch.serving.http import listen, make_server
+from launch.serving.routes import Api
+from launch.serving.security import Keys
+from launch.serving.supervisor import Supervisor
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
+READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 8, (0,))
+DEADLINE_S = 60.0
+
+Script = Callable[["FakeJob", Submit], Awaitable[None]]
+
+
+async def counting(job: FakeJob, submit: Submit) -> None:
+    """Token n of a sequence is n: what comes depends on the position alone, as an engine's draws do."""
+    begin = len(submit.ids)
+    for n in range(begin, begin + submit.max_new_tokens):
+        await job.say(submit, [100 + n], "length" if n == begin + submit.max_new_tokens - 1 else None)
+
+
+async def silent(job: FakeJob, submit: Submit) -> None:
+    """Nothing ever comes."""
+
+
+@dataclass
+class FakeJob:
+    """What stands at the other end of the socket."""
+
+    script: Script = counting
+    ready: Ready = READY
+    got: list[Message] = field(default_factory=list)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    server: asyncio.Server | None = None
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [message for message in self.got if isinstance(message, Submit)]
+
+    @property
+    def aborts(self) -> list[int]:
+        return [message.id for message in self.got if isinstance(message, Abort)]
+
+    async def listen(self, path: Path) -> None:
+        self.server = await asyncio.start_unix_server(self._serve, path)
+
+    async def say(self, submit: Submit, ids: list[int], finish: str | None = None, **more: Any) -> None:
+        self.send(Delta(submit.id, finish, ids=np.asarray(ids, dtype=np.int32), **more))
+        await asyncio.sleep(0)
+
+    def send(self, message: Message) -> None:
+        if self.writers:
+            self.writers[-1].write(encode(message))
+
+    def die(self) -> None:
+        """Ends the connection, as a job's death does; the next one is another job."""
+        self.writers.pop().transport.abort()
+
+    async def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        self.send(self.ready)
+        decoder, tasks = Decoder(), []
+        with suppress(ConnectionError, asyncio.CancelledError):
+            while data := await reader.read(1 << 20):
+                for message in decoder.feed(data):
+                    self.got.append(message)
+                    if isinstance(message, Submit):
+                        tasks.append(asyncio.create_task(self.script(self, message)))  # type: ignore[arg-type]
+        for task in tasks:
+            task.cancel()
+
+
+@dataclass
+class Front:
+    url: str
+    core: Core
+    api: Api
+    job: FakeJob
+    supervisor: Supervisor
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            return await client.post(f"{self.url}{path}", **({"json": body} if body is not None else {}), **more)
+
+    async def connect(self, path: str, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which a request has been sent; its bytes are the test's to read."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **more)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        return reader, writer
+
+    async def get(self, path: str, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            return await client.get(f"{self.url}{path}", **more)
+
+
+@asynccontextmanager
+async def front(directory: Path, job: FakeJob | None = None, **settings: Any) -> AsyncIterator[Front]:
+    """A front end over a job, ready."""
+    job = job or FakeJob()
+    path = directory / "job.sock"
+    serve = replace(ServeConfig(), attach=str(path), port=0, **settings)
+    core = Core(serve.waiting)
+    api = Api(serve, core, Keys(serve.api_keys))
+    core.on_first = api.know
+    listener = listen(serve)
+    server = make_server(api.app(), serve)
+    supervisor = Supervisor(core, serve, [], directory)
+    await job.listen(path)
+    tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(supervisor.keep())]
+    await until(lambda: core.state == "ready" and server.started)
+    try:
+        yield Front(f"http://127.0.0.1:{listener.getsockname()[1]}", core, api, job, supervisor)
+    finally:
+        server.should_exit = True
+        await tasks[0]
+        tasks[1].cancel()
+        await job.close()
+
+
+async def until(holds: Callable[[], Any], seconds: float = DEADLINE_S) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)

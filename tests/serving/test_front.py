@@ -1,0 +1,397 @@
+"""The front end over a job that a test writes: what clients get, and what becomes of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from launch.serving.frames import Delta, Progress, Submit
+from tests.serving.front import FakeJob, Front, counting, front, silent, until
+
+pytestmark = pytest.mark.timeout(120)
+Check = Callable[[Front], Awaitable[None]]
+
+
+def run(check: Check, directory: Path, job: FakeJob | None = None, **settings: Any) -> None:
+    async def with_front() -> None:
+        async with front(directory, job, **settings) as made, asyncio.timeout(60):
+            await check(made)
+
+    asyncio.run(with_front())
+
+
+def text_of(front: Front, ids: list[int]) -> str:
+    return front.api._tokens.decode(ids)
+
+
+def saying(text: str, finish: str | None = "stop") -> Any:
+    """A job that says a text, a token at a time, and the model's own end."""
+
+    async def script(job: FakeJob, submit: Submit) -> None:
+        from helix.tokenizer import load_tokenizer
+
+        ids = load_tokenizer(job.ready.model)(text)["input_ids"]
+        for token in ids:
+            await job.say(submit, [token])
+        if finish:
+            await job.say(submit, [0] if finish == "stop" else [], finish)
+
+    return script
+
+
+def test_prompts_are_texts_ids_or_lists_of_them(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        for prompt, prompts in (
+            ("def f", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1, 2], [3]], 2),
+        ):  # fmt: skip
+            front.job.got.clear()
+            answer = (await front.post("/v1/completions", {"prompt": prompt, "max_tokens": 3, "n": 2})).json()
+            assert [choice["index"] for choice in answer["choices"]] == list(range(2 * prompts))
+            assert len(front.job.submits) == 2 * prompts
+            for choice, submit in zip(answer["choices"], front.job.submits, strict=True):
+                begin = 100 + len(submit.ids)
+                assert choice["text"] == text_of(front, [begin, begin + 1, begin + 2])
+                assert choice["finish_reason"] == "length"
+            lengths = sum(len(submit.ids) for submit in front.job.submits[::2])
+            assert answer["usage"]["prompt_tokens"] == lengths
+            assert answer["usage"]["completion_tokens"] == 6 * prompts
+
+    run(check, tmp_path)
+
+
+def test_unset_fields_are_the_checkpoints_and_then_openais(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        front.api._defaults = {"temperature": 0.7, "top_k": 20}
+        await front.post("/v1/completions", {"prompt": [1], "top_k": -1})
+        (first,) = front.job.submits
+        assert first.max_new_tokens == 16
+        assert first.sampling.pop("seed") >= 0
+        assert first.sampling == {"temperature": 0.7}
+        body = {"prompt": [1], "temperature": 0, "seed": 5, "logit_bias": {"7": -100, "3": 1.5}, "min_tokens": 2}
+        body |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "ignore_eos": True}
+        await front.post("/v1/completions", body | {"priority": 3, "cache_salt": "x", "max_tokens": 2})
+        second = front.job.submits[1]
+        assert second.sampling == {
+            "top_k": 20, "logit_bias": ((3, 1.5), (7, -100)), "min_tokens": 2, "presence_penalty": 1,
+            "frequency_penalty": -0.5, "repetition_penalty": 1.1, "ignore_eos": True,
+        }  # fmt: skip
+        assert second.priority == -3 and second.salt == '[null, "x"]'
+        await front.post("/v1/completions", {"prompt": [1], "n": 3, "seed": 9, "max_tokens": 1})
+        assert [s.sampling["seed"] for s in front.job.submits[2:]] == [9, 10, 11]
+
+    run(check, tmp_path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told(stream: bool, tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-")
+        for more, text in (({"stop": ["\n#", "never"]}, "def f(x):"), ({"stop": "f"}, "de")):
+            answer = await client.completions.create(
+                model="demo-model", prompt="x", stream=stream, max_tokens=500, **more
+            )
+            choices = [piece.choices[0] async for piece in answer] if stream else [answer.choices[0]]
+            assert "".join(choice.text for choice in choices) == text
+            assert choices[-1].finish_reason == "stop"
+        assert front.job.aborts == [1, 2] and front.core.flights == {}
+        ids = front.api._tokens._whole("(", True).tolist()
+        answer = await client.completions.create(
+            model="demo-model", prompt="x", max_tokens=500, extra_body={"stop_token_ids": ids}
+        )
+        assert answer.choices[0].text == "def f" and answer.choices[0].finish_reason == "stop"
+
+    run(check, tmp_path, FakeJob(saying("def f(x):\n# end\nmore", None)))
+
+
+def test_the_models_end_is_no_text(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        choice = (await front.post("/v1/completions", {"prompt": "x", "max_tokens": 99, "echo": True})).json()[
+            "choices"
+        ][0]
+        assert choice["text"] == "xhello" and choice["finish_reason"] == "stop"
+        assert front.job.aborts == []
+
+    run(check, tmp_path, FakeJob(saying("hello")))
+
+
+def test_a_stream_byte_by_byte(tmp_path: Path) -> None:
+    """Headers before the first token, comments in silence, usage at the end, and DONE."""
+    released = asyncio.Event()
+
+    async def late(job: FakeJob, submit: Submit) -> None:
+        job.send(Progress(submit.id, 0, 3))
+        await released.wait()
+        job.send(Progress(submit.id, 2, 3))
+        await job.say(submit, [100], cached=1)
+        await job.say(submit, [101], "length")
+
+    async def check(front: Front) -> None:
+        body = {"prompt": [5, 6, 7], "stream": True, "stream_options": {"include_usage": True}, "x\n": 1}
+        reader, _writer = await front.connect("/v1/completions", body | {"return_progress": True})
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"content-type: text/event-stream" in head
+        assert b"x-ignored-fields: x \r\n" in head
+        for _ in range(3):
+            assert b": \n\n" in await reader.readuntil(b"\n\n\r\n")
+        released.set()
+        events = [line for line in (await reader.read()).decode().splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        told = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+        assert all(piece["object"] == "text_completion" for piece in told)
+        assert all(piece["usage"] is None for piece in told[:-1])
+        usage = {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
+        assert told[-1]["usage"] == usage and told[-1]["choices"] == []
+        assert "".join(c["text"] for piece in told for c in piece["choices"]) == text_of(front, [100, 101])
+        progress = [piece["prompt_progress"] for piece in told if "prompt_progress" in piece]
+        assert [(p["processed"], p["total"]) for p in progress][-1] in ((2, 3), (3, 3))
+
+    run(check, tmp_path, FakeJob(late), comment_s=0.1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(stream: bool, tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        _reader, writer = await front.connect(
+            "/v1/completions", {"prompt": [1], "n": 2, "max_tokens": 1000, "stream": stream}
+        )
+        await until(lambda: len(front.job.submits) == 2)
+        writer.close()
+        await until(lambda: len(front.job.aborts) == 2, 2)
+        assert front.core.flights == {}
+
+    run(check, tmp_path, FakeJob(silent))
+
+
+def test_a_slow_reader_gets_larger_pieces_and_then_the_end(tmp_path: Path) -> None:
+    """While nobody reads, tokens wait as ids; where nobody does for long, the request ends."""
+    stuck = asyncio.Event()
+
+    async def flood(job: FakeJob, submit: Submit) -> None:
+        while not stuck.is_set():
+            await job.say(submit, [200] * 1000)
+            await asyncio.sleep(0.001)
+
+    async def check(front: Front) -> None:
+        _reader, writer = await front.connect(
+            "/v1/completions", {"prompt": [1], "max_tokens": 4000, "stream": True}, limit=1
+        )
+        await until(lambda: front.job.aborts, 30)
+        stuck.set()
+        assert front.core.flights == {}
+        writer.close()
+
+    run(check, tmp_path, FakeJob(flood), slow_s=0.5)
+
+
+def test_a_job_that_dies_is_a_pause(tmp_path: Path) -> None:
+    """What was drawn goes in again with the rest: tokens are those of a run without the death."""
+
+    async def dying(job: FakeJob, submit: Submit) -> None:
+        if submit.drawn:
+            await counting(job, submit)
+            return
+        await job.say(submit, [100 + len(submit.ids), 101 + len(submit.ids)])
+        await asyncio.sleep(0.05)
+        if job.writers:
+            job.die()
+
+    async def check(front: Front) -> None:
+        answers = await asyncio.gather(
+            *(front.post("/v1/completions", {"prompt": [1] * n, "max_tokens": 6, "seed": n}) for n in (1, 2))
+        )
+        for n, answer in zip((1, 2), answers, strict=True):
+            ids = [100 + n + i for i in range(6)]
+            assert answer.json()["choices"][0]["text"] == text_of(front, ids)
+            assert answer.json()["usage"]["completion_tokens"] == 6
+        again = [submit for submit in front.job.submits if submit.drawn]
+        assert all(s.drawn == 2 and s.max_new_tokens == 4 and s.ids.tolist()[-1] == 101 + len(s.ids) - 2 for s in again)
+        assert {s.sampling["seed"] for s in again} == {1, 2}
+
+    run(check, tmp_path, FakeJob(dying))
+
+
+def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
+    async def deadly(job: FakeJob, submit: Submit) -> None:
+        await asyncio.sleep(0.05)
+        job.die()
+
+    async def check(front: Front) -> None:
+        answer = await front.post("/v1/completions", {"prompt": [1]})
+        assert answer.status_code == 500 and "failed 2 times" in answer.json()["error"]["message"]
+        health = await front.get("/health")
+        assert health.status_code == 503 and health.json()["state"] == "restarting"
+        refused = await front.post("/v1/completions", {"prompt": [1]})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert (await front.get("/livez")).status_code == 200
+        await until(lambda: front.core.state == "ready")
+
+    run(check, tmp_path, FakeJob(deadly))
+
+
+def test_a_job_without_progress_is_started_again(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "max_tokens": 2}))
+        await until(lambda: front.supervisor.restarts == 1)
+        front.job.script = counting
+        assert (await request).status_code == 200
+
+    run(check, tmp_path, FakeJob(silent), hang_s=1)
+
+
+def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> None:
+    async def failing(job: FakeJob, submit: Submit) -> None:
+        await job.say(submit, [100])
+        await asyncio.sleep(0.05)
+        job.send(Delta(submit.id, "error", "planted"))
+
+    async def check(front: Front) -> None:
+        answer = await front.post("/v1/completions", {"prompt": [1], "stream": True})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert 'event: error\ndata: {"error":{"message":"planted"' in answer.text
+
+    run(check, tmp_path, FakeJob(failing))
+
+
+def test_the_queue_has_an_end(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        first = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "n": 2}))
+        await until(lambda: len(front.job.submits) == 2)
+        refused = await front.post("/v1/completions", {"prompt": [1]})
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) > 0
+        for submit in front.job.submits:  # admitted, so that they wait no more
+            front.job.send(Progress(submit.id, 0, 1))
+        await until(lambda: all(not flight.waits for flight in front.core.flights.values()))
+        second = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "n": 2}))
+        await until(lambda: len(front.job.submits) == 4)
+        for task in (first, second):
+            task.cancel()
+
+    run(check, tmp_path, FakeJob(silent), waiting=2)
+
+
+def test_keys_and_their_owners(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nada key-1\nbob key-2\n")
+
+    async def check(front: Front) -> None:
+        body = {"prompt": [1], "max_tokens": 1}
+        for header in ({}, {"authorization": "Bearer key-3"}, {"authorization": "Basic key-1"}):
+            answer = await front.post("/v1/completions", body, headers=header)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert (await front.get("/v1/models")).status_code == 401
+        assert (await front.get("/health")).status_code == (await front.get("/livez")).status_code == 200
+        for key, more in (
+            ("key-1", {}),
+            ("key-2", {}),
+            ("key-1", {"cache_salt": "s"}),
+            ("key-1", {"cache_salt": "bob"}),
+        ):
+            answer = await front.post("/v1/completions", body | more, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        assert len({submit.salt for submit in front.job.submits}) == 4
+
+    run(check, tmp_path, api_keys=str(keys))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_large_is_not_read(declared: bool, tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        if declared:
+            writer.write(head + b"Content-Length: 1000000000000\r\n\r\n")
+        else:
+            writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            for _ in range(20):
+                writer.write(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
+        assert b" 413 " in await reader.readline()
+        writer.close()
+
+    run(check, tmp_path, body_mib=1)
+
+
+def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        for begin, answer in (
+            (b"", b""),
+            (b"POST /v1/completions HTTP/1.1\r\nHost", b""),
+            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{", b"HTTP/1.1 408"),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(begin)
+            try:
+                assert (await asyncio.wait_for(reader.read(12), 5)) == answer
+            except ConnectionResetError:
+                assert answer == b""
+            writer.close()
+
+    run(check, tmp_path, receive_s=0.3)
+
+
+BAD: list[tuple[str, Any, int, str]] = [
+    ("/v1/completions", b"{", 400, "no JSON"),
+    ("/v1/completions", b"\xff", 400, "no JSON"),
+    ("/v1/completions", b"[]", 400, "object"),
+    ("/v1/completions", {}, 400, "prompt is required"),
+    ("/v1/completions", {"prompt": 3}, 400, "prompt=3"),
+    ("/v1/completions", {"prompt": []}, 400, "empty"),
+    ("/v1/completions", {"prompt": [[]]}, 400, "empty"),
+    ("/v1/completions", {"prompt": [4096]}, 400, "[0, 4096)"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "greater than or equal to 0"),
+    ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature=-1"),
+    ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature='hot'"),
+    ("/v1/completions", {"prompt": "x", "top_p": 0}, 400, "top_p=0"),
+    ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n=0"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 5000}, 400, "4096 tokens"),
+    ("/v1/completions", {"prompt": [1] * 4096}, 400, "4096 tokens"),
+    ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": [9999]}, 400, "stop_token_ids has 9999"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "no token id"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"9999": 1}}, 400, "logit_bias has 9999"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 101}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
+    ("/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of is not supported"),
+    ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1}, 400, "prompt_logprobs is not supported"),
+    ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo"),
+    ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream"),
+    ("/v1/completions", {"prompt": "x", "model": "gpt-9"}, 404, "demo-model"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "x"}]}, 400, "messages.0.role"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 400, "no chat template"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "chat_template": "y"}, 400, "chat_template is"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400, "messages.0.content",
+    ),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, 400, "tools"),
+    ("/tokenize", {}, 400, "prompt or messages"),
+    ("/detokenize", {"tokens": "x"}, 400, "tokens='x'"),
+    ("/v1/completion", {}, 404, "/v1/completion"),
+    ("/v1/models", {}, 405, "Method"),
+]  # fmt: skip
+
+
+def test_bad_requests_are_told_what_is_wrong(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        for path, body, status, words in BAD:
+            answer = await front.post(path, None, content=body if isinstance(body, bytes) else json.dumps(body))
+            error = answer.json()["error"]
+            assert (answer.status_code, words in error["message"]) == (status, True), (path, body, answer.text)
+            assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+        assert front.job.submits == [] and front.core.flights == {}
+
+    run(check, tmp_path)

@@ -1,0 +1,173 @@
+"""The whole server over two CPU ranks, and what becomes of it when one of its processes dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.checkpoints import DEMO
+from tests.e2e.cli import ENTRY, ROOT, Job
+
+pytestmark = pytest.mark.timeout(240)
+SERVE = [sys.executable, "-m", "launch.serve"]
+PROMPTS = ["def read_json(path):\n", "import os\n\n\nclass Path:"]
+TOKENS = 24
+
+
+class Server(Job):
+    """`python -m launch.serve` at a port of its own, ready."""
+
+    def __init__(self, directory: Path, *overrides: str) -> None:
+        super().__init__(
+            SERVE, "serve.port=0", "kv.tokens=8192", "decode.max_batch=4", *overrides, log=directory / "log"
+        )
+        self.wait_for(self.log, "is served at", 120)
+        self.wait_for(self.log, "curl -N ")
+        self.url = self.log.read_text().partition("is served at ")[2].partition(": ")[0]
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0, timeout=90)
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def until(self, status: int, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while (answer := self.health())[0] != status:
+            assert time.monotonic() < deadline, (answer, self.log.read_text())
+            time.sleep(0.02)
+        return answer[1]
+
+    def complete(self, prompt: str, **more: Any) -> Any:
+        return self.client.completions.create(
+            **({"model": "demo-model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0} | more)
+        )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"), "comm.timeout_s=8")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What `decode.prompts` makes of the prompts, greedily and then sampled."""
+    directory = tmp_path_factory.mktemp("decoded")
+    lines = [{"prompt": prompt} for prompt in PROMPTS] + [{"prompt": PROMPTS[0], "temperature": 0.9, "seed": 11}]
+    (directory / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = Job(
+        ENTRY, "layout.kvp=2", f"decode.prompts={directory}/p.jsonl", f"decode.output={directory}/o.jsonl",
+        f"decode.max_new_tokens={TOKENS}", log=directory / "log",
+    )  # fmt: skip
+    ended = job.wait(120)
+    assert ended.code == 0, ended.output
+    return [json.loads(line)["text"] for line in (directory / "o.jsonl").read_text().splitlines()]
+
+
+def test_tokens_are_those_of_decoding(server: Server, decoded: list[str]) -> None:
+    assert [server.complete(prompt).choices[0].text for prompt in PROMPTS] == decoded[:2]
+    assert server.complete(PROMPTS[0], temperature=0.9, seed=11).choices[0].text == decoded[2]
+    pieces = list(server.complete(PROMPTS[1], stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == decoded[1]
+    assert pieces[-1].usage.completion_tokens == TOKENS
+
+
+def test_an_idle_server_outlives_its_collectives_deadline(server: Server) -> None:
+    time.sleep(10)
+    assert server.health() == (200, {"state": "ready", "reason": ""})
+    assert server.complete("x", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_printed_line_works(server: Server) -> None:
+    line = next(line for line in server.log.read_text().splitlines() if line.startswith("curl -N "))
+    said = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60).stdout
+    assert said.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in said
+
+
+def test_a_client_that_leaves_makes_room(server: Server) -> None:
+    """The engine gives up what nobody reads: the next request does not wait for 4,000 tokens."""
+    stream = server.complete("x", max_tokens=4000, stream=True)
+    next(iter(stream))
+    stream.close()
+    begin = time.monotonic()
+    server.complete("x", max_tokens=1)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_a_pause(server: Server, victim: int) -> None:
+    """503 at once, the same tokens to the end, and room for the next."""
+    expected = server.complete("def f", max_tokens=300, temperature=0.9, seed=5).choices[0].text
+    stream = server.complete("def f", max_tokens=300, temperature=0.9, seed=5, stream=True)
+    texts = [next(stream).choices[0].text]
+    reading = threading.Thread(target=lambda: texts.extend(piece.choices[0].text for piece in stream))
+    reading.start()
+    os.kill(server.rank(victim), signal.SIGKILL)
+    state = server.until(503, 2)
+    assert state["state"] == "restarting" and state["reason"]
+    server.until(200, 90)
+    reading.join(60)
+    assert not reading.is_alive() and "".join(texts) == expected
+
+
+def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    stream = server.complete("def f", max_tokens=200, stream=True)
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.until(503, 5)["state"] == "draining"
+    assert sum(1 for _ in stream) and server.wait(30).code == 0
+
+
+def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.process.kill()
+    deadline = time.monotonic() + 15
+    while left := server.members():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["layout.kvp=2", "layout.tpa=3"], "tpa"),
+        (["model.path=/nowhere"], "/nowhere"),
+        (["serve.host=0.0.0.0"], "serve.api_keys"),
+        (["serve.api_keys=/nowhere"], "/nowhere"),
+        (["serve.port=70000"], "serve.port=70000"),
+        (["serve.hang_s=0"], "serve.hang_s"),
+        (["bench=decode"], "bench"),
+    ],
+)
+def test_mistakes_are_one_line(overrides: list[str], words: str, tmp_path: Path) -> None:
+    ended = Job(SERVE, "serve.port=0", *overrides, log=tmp_path / "log").wait(90)
+    errors = [line for line in ended.output.splitlines() if line.startswith("error: ")]
+    assert ended.code == 1 and words in errors[0], ended.output
+
+
+def test_the_front_end_has_no_torch() -> None:
+    program = (
+        "import sys; from launch import serve; from launch.serving.tokens import Tokens; "
+        f"t = Tokens({str(DEMO)!r}); assert t.encode_segments('a').size; "
+        "from launch.serving.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
