@@ -60,9 +60,9 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
     core.on_first = lambda ready: _begin(api, ready, serve, listener)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = asyncio.create_task(supervisor.keep())
     stopped = asyncio.create_task(stop.wait())
@@ -70,9 +70,9 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
     try:
         await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
         if stopped.done() and not keeping.done():
-            await _drain(core, serve.drain_s, keeping)
+            await _drain(core, serve.drain_s, keeping, hurry)
             await supervisor.stop()
-            if serve.attach is not None or core.ready is None:  # others' ranks, or those that cannot hear yet
+            if serve.attach is not None or not core.connected:  # others' ranks, or those that cannot hear
                 keeping.cancel()
         await keeping
     except asyncio.CancelledError:
@@ -110,11 +110,11 @@ def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket) -> None
     )
 
 
-async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None]) -> None:
-    """Waits until nothing runs, for so long at most; time without ranks does not count."""
+async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry: asyncio.Event) -> None:
+    """Waits until nothing runs, for so long at most, or a second signal; time without ranks does not count."""
     core.draining = True
     left = drain_s
-    while core.flights and left > 0 and not keeping.done():
+    while core.flights and left > 0 and not keeping.done() and not hurry.is_set():
         begin = time.monotonic()
         await asyncio.sleep(LOOK_S)
         left -= (time.monotonic() - begin) * core.connected

@@ -155,6 +155,8 @@ class Core:
             pass
         finally:
             self._writer = None
+            if self._state == "ready":
+                self._state, self._why = "restarting", "the connection to the ranks ended"
             writer.close()
 
     def lost(self, why: str) -> None:

@@ -22,6 +22,7 @@ WINDOW_S = 600.0  # in which `serve.restarts` are counted
 BACKOFF_S = (1.0, 2.0, 4.0)  # before each restart in the window; the last one before all others
 LOOK_S = 0.05  # between two attempts to connect
 ENDING_S = 20.0  # for ranks to end once they are told to
+LAST_WORDS_S = 3.0  # for a launcher to say why, once a rank has failed
 
 
 class GaveUp(Exception):
@@ -90,9 +91,9 @@ class Supervisor:
         try:
             await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
             why = working.result() if working.done() else ""
-            if working.done() and (self._stopping or why == ""):
-                await asyncio.wait((ended,), timeout=ENDING_S)
-            return why or f"the ranks ended (exit code {process.returncode})"
+            if working.done() and why == "":
+                await asyncio.wait((ended,), timeout=ENDING_S if self._stopping else LAST_WORDS_S)
+            return why or f"the ranks ended ({_exit(process.returncode)})"
         finally:
             working.cancel()
             with suppress(asyncio.CancelledError):
@@ -118,7 +119,7 @@ class Supervisor:
             while not serving.done():
                 await asyncio.wait((serving,), timeout=1.0)
                 silent = time.monotonic() - self._core.heard
-                if self._core.ready is not None and self._core.flights and silent > self._serve.hang_s:
+                if self._core.connected and self._core.flights and silent > self._serve.hang_s:
                     return f"the ranks made no progress for serve.hang_s={self._serve.hang_s:g} s"
             await serving
             return ""
@@ -126,3 +127,7 @@ class Supervisor:
             serving.cancel()
             with suppress(asyncio.CancelledError):
                 await serving
+
+
+def _exit(code: int | None) -> str:
+    return "one of them failed" if code is None else f"exit code {code}"

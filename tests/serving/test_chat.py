@@ -1,0 +1,219 @@
+"""Chats: templates, thinking, tool calls, and the official client's types, over a job that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from transformers import AutoTokenizer
+
+from launch.serving.frames import Submit
+from launch.serving.tokens import Tokens
+from tests.serving.front import DEMO, READY, FakeJob, Front, front
+
+pytestmark = pytest.mark.timeout(120)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Answer with <tool_call> for: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role not in ('system', 'user', 'assistant', 'tool') %}{{ raise_exception('no such role: ' + message.role) }}
+{%- endif %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}{{ call.function.arguments.city }}{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if thinking %}<think>
+{% endif %}{% endif %}"""
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+USER = {"role": "user", "content": "Hello, what is the weather like?"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model's tokenizer with special tokens of a chat, and a template."""
+    directory = tmp_path_factory.mktemp("chat-model")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def run(check: Callable[[Front], Awaitable[None]], directory: Path, model: Path, says: str, **settings: Any) -> None:
+    """Runs a check beside a job that says a text and ends the turn."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    logprobs = (-0.25, ((5, -0.25), (6, -1.5)))
+
+    async def script(job: FakeJob, submit: Submit) -> None:
+        for token in [*tokenizer(says, add_special_tokens=False)["input_ids"], end]:
+            more = {"logprobs": (logprobs,)} if "logprobs" in submit.sampling else {}
+            await job.say(submit, [token], "stop" if token == end else None, **more)
+
+    async def with_front() -> None:
+        job = FakeJob(script, replace(READY, model=str(model), vocab=4100, eos=(0, end)))
+        async with front(directory, job, **settings) as made, asyncio.timeout(60):
+            await check(made)
+
+    asyncio.run(with_front())
+
+
+def client(front: Front) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+
+
+def test_a_conversation_is_the_templates_text(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        parts = [{"type": "text", "text": "Hello, what is "}, {"type": "text", "text": "the weather like?"}]
+        for content in (USER["content"], parts):
+            answer = await client(front).chat.completions.create(
+                model=model.name, messages=[{"role": "user", "content": content}], max_completion_tokens=100
+            )
+            (choice,) = answer.choices
+            assert (choice.message.content, choice.finish_reason) == ("Fine, thanks.", "stop")
+            assert answer.usage.prompt_tokens == len(front.job.submits[-1].ids)
+        first, second = front.job.submits
+        assert np.array_equal(first.ids, second.ids) and first.max_new_tokens == 100
+        text = front.api._tokens.tokenizer.decode(first.ids)
+        assert text == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
+        answer = await front.post("/tokenize", {"messages": [USER]})
+        assert answer.json()["tokens"] == first.ids.tolist()
+        answer = await front.post("/detokenize", {"tokens": first.ids.tolist()})
+        assert answer.json()["prompt"] == text
+
+    run(check, tmp_path, model, "Fine, thanks.")
+
+
+def test_what_is_left_of_the_context_is_the_limit(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        await front.post("/v1/chat/completions", {"messages": [USER]})
+        (submit,) = front.job.submits
+        assert submit.max_new_tokens == READY.kv_tokens - len(submit.ids)
+
+    run(check, tmp_path, model, "x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_and_calls(stream: bool, tmp_path: Path, model: Path) -> None:
+    says = 'Which city?\n</think>\n\nLooking.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+    async def check(front: Front) -> None:
+        body: dict[str, Any] = {"model": model.name, "messages": [USER], "tools": [WEATHER], "stream": stream}
+        answer = await client(front).chat.completions.create(
+            **body, extra_body={"chat_template_kwargs": {"thinking": True}}
+        )
+        if stream:
+            thinking, content, calls, reasons = "", "", [], []
+            async for piece in answer:
+                delta = piece.choices[0].delta
+                thinking += getattr(delta, "reasoning_content", None) or ""
+                content += delta.content or ""
+                calls += delta.tool_calls or []
+                reasons.append(piece.choices[0].finish_reason)
+            assert [call.index for call in calls] == [0] and reasons[-1] == "tool_calls"
+        else:
+            message = answer.choices[0].message
+            thinking, content, calls = message.reasoning_content, message.content, message.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls"
+        assert (thinking, content) == ("Which city?", "Looking.")
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == [
+            ("get_weather", {"city": "Paris"})
+        ]
+        assert calls[0].id.startswith("call_")
+        # The next turn, as clients send it: the call comes back with its arguments as text.
+        turn = [USER, {"role": "assistant", "content": None, "tool_calls": [c.model_dump() for c in calls]}]
+        turn += [{"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"}]
+        await client(front).chat.completions.create(model=model.name, messages=turn)
+        text = front.api._tokens.tokenizer.decode(front.job.submits[-1].ids)
+        assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
+
+    run(check, tmp_path, model, says)
+
+
+def test_several_choices_and_logprobs(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        answer = await client(front).chat.completions.create(
+            model=model.name, messages=[USER], n=2, logprobs=True, top_logprobs=2, seed=1
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        for choice in answer.choices:
+            first = choice.logprobs.content[0]
+            assert first.logprob == -0.25 and [t.logprob for t in first.top_logprobs] == [-0.25, -1.5]
+            assert bytes(first.bytes).decode() == first.token == "Yes"[: len(first.token)]
+        assert front.job.submits[0].sampling["logprobs"] == 2
+        answer = await client(front).completions.create(model=model.name, prompt="x", logprobs=2)
+        told = answer.choices[0].logprobs
+        assert told.token_logprobs[0] == -0.25 and told.text_offset[0] == 0 and len(told.top_logprobs[0]) == 2
+
+    run(check, tmp_path, model, "Yes")
+
+
+def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        for body, words in (
+            ({"messages": [{"role": "developer", "content": "x"}]}, "no such role: developer"),
+            ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+            ({"messages": [USER], "chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
+            ({"messages": [USER], "tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+        ):
+            answer = await front.post("/v1/chat/completions", body)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+    run(check, tmp_path, model, "x")
+
+
+def test_the_synchronous_client(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        def talk() -> None:
+            client = OpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+            assert [one.id for one in client.models.list()] == [model.name]
+            assert client.models.retrieve(model.name).id == model.name
+            with client.chat.completions.stream(model=model.name, messages=[USER]) as stream:
+                assert stream.get_final_completion().choices[0].message.content == "Fine."
+            with pytest.raises(openai.NotFoundError):
+                client.models.retrieve("gpt-9")
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                client.chat.completions.create(model=model.name, messages=[USER], temperature=-1)
+
+        await asyncio.to_thread(talk)
+
+    run(check, tmp_path, model, "Fine.")
+
+
+def test_tokens_of_a_conversation_in_segments(model: Path) -> None:
+    """They are those of the whole, and what a turn before had is looked up."""
+    tokens = Tokens(str(model))
+    assert tokens._special is not None, "segments agree with the whole"
+    turns = [
+        "".join(f"<|im_start|>user\nline {i} of it: é🙂\n\n{'x ' * 40}<|im_end|>\n" for i in range(n)) for n in (20, 21)
+    ]
+    for turn in turns:
+        whole = tokens.tokenizer(turn, add_special_tokens=False)["input_ids"]
+        assert tokens.encode_segments(turn).tolist() == whole
+    assert len(tokens._segments) == 21
+
+
+def test_a_tokenizer_whose_segments_differ_takes_the_whole(model: Path, tmp_path: Path) -> None:
+    """A special token that strips what stands around it joins its segments."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken("<|strips|>", lstrip=True, rstrip=True, special=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    tokens = Tokens(str(tmp_path))
+    assert tokens._special is None
+    text = "a  <|strips|>  b"
+    assert tokens.encode_segments(text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
