@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from threading import Lock, Thread
+from time import sleep
 
 import numpy as np
 
+import helix.request
 from helix.build import build_engine
+from helix.engine import Engine
 from helix.errors import RankError
-from helix.request import Output, Request
+from helix.inbox import Inbox
+from helix.request import Request
 from helix.sampling import SamplingParams
-from launch.job.interim import Inbox, serve
 from launch.job.task import Done, Task
-from launch.serving.frames import Abort, Decoder, Delta, Message, Ready, Stop, Submit, encode
+from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
 
-SEND_S = 30.0  # for the front end to take a message; its process is stopped where it does not
+STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes on their way to it
 PIECE = 1 << 20  # bytes read at a time
 
@@ -36,27 +40,40 @@ def run(task: Task) -> Done:
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
     if comm.device.type == "cuda":
         engine.warm_up({(False, False), (True, False), (True, True)})
+    runner, path = engine.runner, plan.config.model.path
     if link is not None:
-        path = plan.config.model.path
-        link.open(
-            Ready(
-                None if path is None else str(Path(path).resolve()),
-                str(plan.layout),
-                plan.layout.world_size,
-                spec.max_positions,
-                spec.vocab,
-                engine.token_budget,
-                max_batch,
-                tuple(sorted(spec.eos)),
-            )
+        ready = Ready(
+            model=None if path is None else str(Path(path).resolve()),
+            layout=str(plan.layout),
+            ranks=plan.layout.world_size,
+            context=spec.max_positions,
+            max_length=runner.max_length,
+            vocab=spec.vocab,
+            kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens,
+            max_batch=max_batch,
+            eos=tuple(sorted(spec.eos)),
         )
-    for output in serve(engine, inbox, plan.config.comm.timeout_s / 4):
-        assert link is not None  # the other ranks have no outputs
-        link.pass_on(output)
+        link.open(ready, lambda: _stats(engine))
+    for delta in engine.serve(inbox):
+        assert link is not None  # the other ranks have none
+        link.pass_on(delta)
     engine.close()
     if link is not None:
         link.close()
     return {}, 0
+
+
+def _stats(engine: Engine) -> dict[str, float]:
+    pool, timings = engine.tables.pool, engine.timings
+    return {
+        "pages": engine.runner.cache.pages,
+        "pages_used": pool.used,
+        "pages_cached": pool.cached,
+        "pages_free": pool.free,
+        "decode_tokens": timings.decode_tokens,
+        "prefill_tokens": timings.prefill_tokens,
+        "decisions": timings.decisions,
+    }
 
 
 class Link:
@@ -72,12 +89,14 @@ class Link:
         self._listener = _listen(path)
         self._lock = Lock()
         self._peer: socket.socket | None = None
+        self._closed = False
         self._prefix = ""  # of the engine's names for this front end's requests
         self._names: dict[str | int, int] = {}
 
-    def open(self, ready: Ready) -> None:
-        """Serves whoever connects, from now on."""
+    def open(self, ready: Ready, stats: Callable[[], dict[str, float]]) -> None:
+        """Serves whoever connects, from now on, and tells it what `stats` says every second."""
         Thread(target=self._accept, args=(ready,), name="front end", daemon=True).start()
+        Thread(target=self._tell, args=(stats,), name="stats", daemon=True).start()
 
     def close(self) -> None:
         """Leaves the socket to nobody."""
@@ -85,16 +104,24 @@ class Link:
         with suppress(OSError):
             self._path.unlink()
 
-    def pass_on(self, output: Output) -> None:
-        """Sends an output to the front end that wants it."""
-        name = self._names.get(output.id)
+    def pass_on(self, delta: helix.request.Delta) -> None:
+        """Sends what is new of a request to the front end that wants it."""
+        name = self._names.get(delta.id)
         if name is None:
             return
-        if output.finish_reason is not None:
-            self._names.pop(output.id, None)
-        self._send(
-            Delta(name, output.finish_reason, output.reason, ids=np.asarray(output.new_ids, dtype=np.int32)), output.id
-        )
+        if delta.finish_reason is not None:
+            self._names.pop(delta.id, None)
+        if delta.new_ids or delta.finish_reason is not None:
+            ids = np.asarray(delta.new_ids, dtype=np.int32)
+            told: Message = Delta(name, delta.finish_reason, delta.reason, delta.cached_tokens, ids=ids)
+        else:
+            told = Progress(name, delta.prefilled, delta.prompt_tokens)
+        self._send(told, delta.id)
+
+    def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
+        while not self._closed:
+            self._send(Stats(stats()), self._prefix)
+            sleep(STATS_S)
 
     def _send(self, message: Message, of: str | int) -> None:
         with self._lock:
@@ -106,7 +133,7 @@ class Link:
 
     def _accept(self, ready: Ready) -> None:
         connection = 0
-        while not self._inbox.closed:
+        while not self._closed:
             try:
                 peer, _ = self._listener.accept()
             except OSError:  # closed
@@ -117,7 +144,7 @@ class Link:
                 with self._lock:
                     self._peer, self._prefix = peer, f"{connection}:"
                     peer.sendall(encode(ready))
-                with suppress(ConnectionError):
+                with suppress(OSError, ValueError):  # it has left, or is no front end
                     self._read(peer)
                 with self._lock:
                     self._peer = None
@@ -134,17 +161,23 @@ class Link:
                     case Abort():
                         self._inbox.abort(f"{self._prefix}{message.id}")
                     case Stop():
+                        self._closed = True
                         self._inbox.close()
                         for name in [*self._names]:
                             self._inbox.abort(name)
 
     def _submit(self, message: Submit) -> None:
         name = f"{self._prefix}{message.id}"
+        if self._closed:
+            return
         try:
             unknown = sorted(message.sampling.keys() - {f.name for f in fields(SamplingParams)})
             if unknown:
                 raise ValueError(f"{', '.join(unknown)}: not supported by this engine")
-            request = Request(name, message.ids.tolist(), message.max_new_tokens, SamplingParams(**message.sampling))
+            sampling = SamplingParams(**message.sampling)
+            request = Request(
+                name, message.ids, message.max_new_tokens, sampling, priority=message.priority, salt=message.salt
+            )
         except ValueError as error:
             self._send(Delta(message.id, "error", str(error)), name)
             return

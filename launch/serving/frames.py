@@ -72,7 +72,8 @@ class Ready(Message):
     Attributes:
         model: the checkpoint's directory; None for a shape with random weights.
         layout: in words, as the job prints it.
-        context: most tokens of a sequence, as the model has it.
+        context: most tokens of a sequence, as the model has it, and
+        max_length: as the cache has room for.
         kv_tokens: tokens of all sequences together that the cache holds.
         max_batch: sequences at a time.
         eos: the model's own ends.
@@ -83,6 +84,7 @@ class Ready(Message):
     layout: str
     ranks: int
     context: int
+    max_length: int
     vocab: int
     kv_tokens: int
     max_batch: int

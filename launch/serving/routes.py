@@ -189,7 +189,7 @@ class Api:
     def _described(self) -> dict[str, Any]:
         ready = self._core.ready
         described = {"id": self.name, "object": "model", "created": self._started, "owned_by": "helix"}
-        return described | ({} if ready is None else {"max_model_len": min(ready.context, ready.kv_tokens)})
+        return described | ({} if ready is None else {"max_model_len": ready.max_length})
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
@@ -198,7 +198,7 @@ class Api:
             ids, _ = await tokens.encode_chat(body.messages, body.tools, body.chat_template_kwargs)
         else:
             ids = await tokens.encode(body.prompt or "", body.add_special_tokens)
-        return JSONResponse({"count": len(ids), "max_model_len": ready.context, "tokens": ids.tolist()})
+        return JSONResponse({"count": len(ids), "max_model_len": ready.max_length, "tokens": ids.tolist()})
 
     async def _detokenize(self, request: Request) -> ASGIApp:
         self._core.refuse_unless_ready()

@@ -62,8 +62,8 @@ def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) 
         ApiError: the prompt, or both together, do not fit.
     """
     wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    room = min(ready.context, ready.kv_tokens)
-    what = "the model's context" if ready.context <= ready.kv_tokens else "what the KV cache can hold (kv.tokens)"
+    room = ready.max_length
+    what = "the model's context" if ready.context <= room else "what the KV cache can hold (kv.tokens)"
     if prompt == 0:
         raise ApiError(400, "the prompt is empty: it needs a token", param="prompt")
     if prompt + (wanted or 1) > room:

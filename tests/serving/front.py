@@ -22,7 +22,7 @@ from launch.serving.security import Keys
 from launch.serving.supervisor import Supervisor
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
-READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 8, (0,))
+READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
 
 Script = Callable[["FakeJob", Submit], Awaitable[None]]

@@ -17,7 +17,7 @@ MESSAGES: list[Message] = [
     Submit(2, 1),
     Abort(1),
     Stop(),
-    Ready("/models/m", "helix kvp=2", 2, 1 << 20, 4096, 1 << 21, 8, (0, 7)),
+    Ready("/models/m", "helix kvp=2", 2, 1 << 20, 1 << 19, 4096, 1 << 21, 8, (0, 7)),
     Delta(1, None, None, 7, ((-0.5, ((3, -0.5), (1, -2.0))),), IDS[:1]),
     Delta(1, "error", "too long"),
     Progress(1, 0, 10**6),

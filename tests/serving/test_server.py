@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from launch import serve
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.cli import ENTRY, ROOT, Job
 
@@ -146,21 +147,28 @@ def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
+    "override, words",
     [
-        (["layout.kvp=2", "layout.tpa=3"], "tpa"),
-        (["model.path=/nowhere"], "/nowhere"),
-        (["serve.host=0.0.0.0"], "serve.api_keys"),
-        (["serve.api_keys=/nowhere"], "/nowhere"),
-        (["serve.port=70000"], "serve.port=70000"),
-        (["serve.hang_s=0"], "serve.hang_s"),
-        (["bench=decode"], "bench"),
+        ("serve.host=0.0.0.0", "serve.api_keys=FILE"),
+        ("serve.host=nowhere.invalid", "serve.api_keys=FILE"),
+        ("serve.host=127.0.0.256", "serve.api_keys=FILE"),
+        ("serve.host=192.0.2.1 serve.open=true", "serve.host=192.0.2.1"),
+        ("serve.api_keys=/nowhere", "/nowhere"),
+        ("serve.port=70000", "serve.port=70000"),
+        ("serve.hang_s=0", "serve.hang_s"),
+        ("serve.hosts=x", "serve.hosts is unknown"),
     ],
 )
-def test_mistakes_are_one_line(overrides: list[str], words: str, tmp_path: Path) -> None:
-    ended = Job(SERVE, "serve.port=0", *overrides, log=tmp_path / "log").wait(90)
-    errors = [line for line in ended.output.splitlines() if line.startswith("error: ")]
-    assert ended.code == 1 and words in errors[0], ended.output
+def test_mistakes_are_one_line(override: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(["serve.port=0", *override.split()]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and words in said
+
+
+def test_ranks_that_do_not_start_say_why(tmp_path: Path) -> None:
+    ended = Job(SERVE, "serve.port=0", "layout.kvp=2", "layout.tpa=3", log=tmp_path / "log").wait(90)
+    first, *rest = [line for line in ended.output.splitlines() if line.startswith("error: ")]
+    assert ended.code == 1 and "tpa" in first and rest == ["error: the ranks did not start"]
 
 
 def test_the_front_end_has_no_torch() -> None:
