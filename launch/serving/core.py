@@ -14,6 +14,7 @@ import numpy as np
 
 from launch.serving.errors import ApiError
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
+from launch.serving.metrics import ENGINE, Metrics
 
 PIECE = 1 << 20  # bytes read at a time
 CRASHES = 2  # of the job under one continuation, which then may be the cause of them
@@ -43,6 +44,7 @@ class Flight:
         self.progress: int | None = None
         self.crashes = 0
         self.began = time.monotonic()
+        self.last = self.began  # when its last tokens came
 
     @property
     def waits(self) -> bool:
@@ -63,6 +65,7 @@ class Core:
         ready: what the job serves, once the first one is there.
         heard: when the job last said anything, by the monotonic clock.
         stats: what it last said of itself.
+        metrics: of all that went through here.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -73,6 +76,13 @@ class Core:
         self.flights: dict[int, Flight] = {}
         self.heard = time.monotonic()
         self.stats: dict[str, float] = {}
+        self.metrics = Metrics()
+        self.metrics.watch("num_requests_waiting", "requests of which nothing has been heard", lambda: self.waiting)
+        self.metrics.watch(
+            "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
+        )
+        for key, (name, what) in ENGINE.items():
+            self.metrics.watch(name, what, lambda key=key: self.stats.get(key, 0))  # type: ignore[misc]
         self._most_waiting = most_waiting
         self._numbers = itertools.count(1)
         self._writer: StreamWriter | None = None
@@ -91,6 +101,10 @@ class Core:
     def connected(self) -> bool:
         return self._writer is not None
 
+    @property
+    def waiting(self) -> int:
+        return sum(flight.waits for flight in self.flights.values())
+
     def refuse_unless_ready(self) -> Ready:
         """What is served.
 
@@ -108,11 +122,10 @@ class Core:
             ApiError: 503 or 429.
         """
         self.refuse_unless_ready()
-        waiting = sum(flight.waits for flight in self.flights.values())
-        if waiting + len(submits) > self._most_waiting:
+        if self.waiting + len(submits) > self._most_waiting:
             raise ApiError(
                 429,
-                f"{waiting} requests wait, {self._most_waiting} (serve.waiting) may: try again later",
+                f"{self.waiting} requests wait, {self._most_waiting} (serve.waiting) may: try again later",
                 code="queue_full",
                 retry_s=5,
             )
@@ -121,6 +134,7 @@ class Core:
         flights = [Flight(replace(submit, id=next(self._numbers)), changed) for submit in submits]
         for flight in flights:
             self.flights[flight.submit.id] = flight
+            self.metrics.prompt_tokens.inc(len(flight.submit.ids))
             self._send(flight.submit)
         return flights
 
@@ -128,6 +142,7 @@ class Core:
         """Nobody wants the rest of it; nothing where it has ended."""
         if self.flights.pop(flight.submit.id, None) is not None:
             flight.finish_reason = "abort"
+            self.metrics.ended.labels("abort").inc()
             self._send(Abort(flight.submit.id))
 
     def stop(self) -> None:
@@ -192,6 +207,7 @@ class Core:
         if isinstance(message, Stats):
             self.stats = message.values
         elif isinstance(message, Delta | Progress) and (flight := self.flights.get(message.id)) is not None:
+            self._count(flight, message)
             if isinstance(message, Progress):
                 flight.progress = message.done
             else:
@@ -204,8 +220,23 @@ class Core:
                     self._end(flight, message.finish_reason, message.reason)
             flight.changed()
 
+    def _count(self, flight: Flight, message: Delta | Progress) -> None:
+        now, metrics = time.monotonic(), self.metrics
+        if flight.waits:
+            metrics.queued.observe(now - flight.began)
+        if isinstance(message, Delta) and (count := len(message.ids)):
+            if flight.drawn:
+                metrics.between_tokens.observe((now - flight.last) / count)
+            else:
+                metrics.first_token.observe(now - flight.began)
+                metrics.cached_tokens.inc(message.cached or 0)
+            metrics.new_tokens.inc(count)
+            flight.last = now
+
     def _end(self, flight: Flight, finish_reason: str, reason: str | None) -> None:
         self.flights.pop(flight.submit.id, None)
+        self.metrics.ended.labels(finish_reason).inc()
+        self.metrics.whole.observe(time.monotonic() - flight.began)
         flight.end(finish_reason, reason)
 
     def _send(self, message: Message) -> None:

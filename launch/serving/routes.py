@@ -74,6 +74,7 @@ class Api:
             ("/v1/models/{name:path}", "GET", self._model),
             ("/tokenize", "POST", self._tokenize),
             ("/detokenize", "POST", self._detokenize),
+            ("/metrics", "GET", self._metrics),
             ("/version", "GET", self._version),
             ("/health", "GET", self._health),
             ("/livez", "GET", self._livez),
@@ -204,6 +205,9 @@ class Api:
         self._core.refuse_unless_ready()
         body = await self._body(request, Detokenize)
         return JSONResponse({"prompt": self._known(body.model).decode(body.tokens)})
+
+    async def _metrics(self, request: Request) -> ASGIApp:
+        return Response(self._core.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
         return JSONResponse({"version": version("helix-runtime")})

@@ -38,7 +38,6 @@ class Supervisor:
     """
 
     def __init__(self, core: Core, serve: ServeConfig, arguments: Sequence[str], directory: Path) -> None:
-        self.restarts = 0
         self._core = core
         self._serve = serve
         self._arguments = arguments
@@ -67,7 +66,7 @@ class Supervisor:
                 failures.popleft()
             if self._serve.attach is None and len(failures) > self._serve.restarts:
                 raise GaveUp(f"serve.restarts={self._serve.restarts} restarts in ten minutes were not enough: {why}")
-            self.restarts += 1
+            self._core.metrics.restarts.inc()
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
     async def stop(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from launch.serving.frames import Delta, Progress, Submit
+from launch.serving.frames import Delta, Progress, Stats, Submit
 from tests.serving.front import FakeJob, Front, counting, front, silent, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -242,7 +242,7 @@ def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
 def test_a_job_without_progress_is_started_again(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "max_tokens": 2}))
-        await until(lambda: front.supervisor.restarts == 1)
+        await until(lambda: front.core.state == "restarting")
         front.job.script = counting
         assert (await request).status_code == 200
 
@@ -279,6 +279,28 @@ def test_the_queue_has_an_end(tmp_path: Path) -> None:
             task.cancel()
 
     run(check, tmp_path, FakeJob(silent), waiting=2)
+
+
+def test_metrics_count_what_went_through(tmp_path: Path) -> None:
+    async def cached(job: FakeJob, submit: Submit) -> None:
+        job.send(Stats({"pages_used": 3, "pages_free": 5}))
+        await job.say(submit, [100], cached=2)
+        await job.say(submit, [101, 102], "length")
+
+    async def check(front: Front) -> None:
+        await front.post("/v1/completions", {"prompt": [1, 2, 3], "n": 2, "max_tokens": 3})
+        text = (await front.get("/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        expected = {
+            "time_to_first_token_seconds_count": 2, "inter_token_latency_seconds_count": 2,
+            "request_queue_time_seconds_count": 2, "e2e_request_latency_seconds_count": 2,
+            "prompt_tokens_total": 6, "generation_tokens_total": 6, "prefix_cache_hits_total": 4,
+            'request_success_total{finished_reason="length"}': 2, "num_requests_running": 0,
+            "num_requests_waiting": 0, "kv_pages_used": 3, "kv_pages_free": 5, "restarts_total": 0,
+        }  # fmt: skip
+        assert {name: float(values[f"helix:{name}"]) for name in expected} == expected
+
+    run(check, tmp_path, FakeJob(cached))
 
 
 def test_keys_and_their_owners(tmp_path: Path) -> None:
