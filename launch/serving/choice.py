@@ -53,7 +53,7 @@ class Choice:
         stop: Sequence[str],
         stop_ids: Sequence[int],
         eos: Sequence[int],
-        abort: Callable[[Flight], None],
+        abort: Callable[[Flight, str], None],
         parser: Parser | None = None,
     ) -> None:
         self.index = index
@@ -91,7 +91,7 @@ class Choice:
         if self.ended is not None:
             if not stopped:
                 said.append(self._text.finish())
-            self._abort(flight)
+            self._abort(flight, self.ended)
         news.text, news.finish_reason = "".join(said), self.ended
         if self._parser is not None:
             news.parts = self._parser.feed(news.text)

@@ -138,11 +138,11 @@ class Core:
             self._send(flight.submit)
         return flights
 
-    def abort(self, flight: Flight) -> None:
-        """Nobody wants the rest of it; nothing where it has ended."""
+    def abort(self, flight: Flight, finish_reason: str = "abort") -> None:
+        """Nobody wants the rest of it, for a reason of its own; nothing where it has ended."""
         if self.flights.pop(flight.submit.id, None) is not None:
-            flight.finish_reason = "abort"
-            self.metrics.ended.labels("abort").inc()
+            flight.finish_reason = finish_reason
+            self.metrics.ended.labels(finish_reason).inc()
             self._send(Abort(flight.submit.id))
 
     def stop(self) -> None:

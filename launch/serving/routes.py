@@ -34,6 +34,10 @@ from launch.serving.tokens import Tokens, read_defaults
 UNSET_TOKENS = 16  # that a completion draws where its request does not say
 MIB = 1 << 20
 GONE = 499  # nobody reads it
+PAGE = Path(__file__).with_name("page.html")
+# It has no need of other hosts, and shows what models write as text alone.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+PAGE_HEADERS = {"content-security-policy": POLICY, "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -76,6 +80,7 @@ class Api:
             ("/detokenize", "POST", self._detokenize),
             ("/metrics", "GET", self._metrics),
             ("/version", "GET", self._version),
+            ("/", "GET", self._page),
             ("/health", "GET", self._health),
             ("/livez", "GET", self._livez),
         ]
@@ -190,7 +195,9 @@ class Api:
     def _described(self) -> dict[str, Any]:
         ready = self._core.ready
         described = {"id": self.name, "object": "model", "created": self._started, "owned_by": "helix"}
-        return described | ({} if ready is None else {"max_model_len": ready.max_length})
+        if ready is None or self._tokens is None:
+            return described
+        return described | {"max_model_len": ready.max_length, "chat": self._tokens.has_template}
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
@@ -216,13 +223,16 @@ class Api:
         state, why = self._core.state, self._core.why
         return JSONResponse({"state": state, "reason": why}, 200 if state == "ready" else 503)
 
+    async def _page(self, request: Request) -> ASGIApp:
+        return Response(PAGE.read_bytes(), media_type="text/html", headers=PAGE_HEADERS)
+
     async def _livez(self, request: Request) -> ASGIApp:
         return JSONResponse({"state": "alive"})
 
     # ---- all of them
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
-        open_to_all = handler in (self._health, self._livez)
+        open_to_all = handler in (self._health, self._livez, self._page)
 
         async def answered(request: Request) -> ASGIApp:
             request.state.owner = None if open_to_all else self._keys.owner(request.headers.get("authorization"))

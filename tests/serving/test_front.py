@@ -281,6 +281,18 @@ def test_the_queue_has_an_end(tmp_path: Path) -> None:
     run(check, tmp_path, FakeJob(silent), waiting=2)
 
 
+def test_the_page_needs_no_other_host(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        answer = await front.get("/")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "://" not in answer.text and "innerHTML" not in answer.text
+        (described,) = (await front.get("/v1/models")).json()["data"]
+        assert (described["max_model_len"], described["chat"]) == (4096, False)
+
+    run(check, tmp_path)
+
+
 def test_metrics_count_what_went_through(tmp_path: Path) -> None:
     async def cached(job: FakeJob, submit: Submit) -> None:
         job.send(Stats({"pages_used": 3, "pages_free": 5}))
