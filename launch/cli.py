@@ -11,6 +11,7 @@ from launch.inputs.arguments import unknown
 ROOT = Path(__file__).resolve().parent.parent  # found here: the list of commands imports nothing that takes seconds
 COMMANDS = {
     "run": "decode prompts, or time a job: one run of one config",
+    "serve": "serve a model over HTTP, with OpenAI's interface",
     "sweep": "one job for each point of several values",
     "plan": "rank layouts by predicted time",
     "simulate": "price one layout, or redraw the paper's figures",

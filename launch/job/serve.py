@@ -174,7 +174,10 @@ class Link:
             unknown = sorted(message.sampling.keys() - {f.name for f in fields(SamplingParams)})
             if unknown:
                 raise ValueError(f"{', '.join(unknown)}: not supported by this engine")
-            sampling = SamplingParams(**message.sampling)
+            given = dict(message.sampling)
+            if "logit_bias" in given:
+                given["logit_bias"] = dict(given["logit_bias"])
+            sampling = SamplingParams(**given)
             request = Request(
                 name, message.ids, message.max_new_tokens, sampling, priority=message.priority, salt=message.salt
             )

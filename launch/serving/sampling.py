@@ -48,7 +48,9 @@ def sampling_of(
     values |= {"top_k": max(0, int(values["top_k"])), "logit_bias": bias, "logprobs": logprobs}
     # A seed fixes all choices, and each draws its own.
     seed = secrets.randbits(63) if request.seed is None else (request.seed + index) % (1 << 63)
-    sent = {name: value for name, value in values.items() if value != ENGINE[name]}
+    if request.min_tokens and request.stop_token_ids:  # which are not drawn before
+        values["stop_token_ids"] = request.stop_token_ids
+    sent = {name: value for name, value in values.items() if value != ENGINE.get(name)}
     return sent | {"seed": seed} if values["temperature"] > 0 else sent
 
 

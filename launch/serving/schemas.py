@@ -57,7 +57,7 @@ class Generation(Schema):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASED)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     return_progress: bool = False

@@ -28,7 +28,7 @@ PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 PLACEHOLDER = re.compile(r"\b(?:x|test_x|x_sm90|mine)\.|[A-Z]{2,}")  # in `helix/models/x.py`, `conf/GROUP/`
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|takes minutes)$")
-RUNS = "torchrun_entry.py", "helix run", "launch/agent.sh", "launch/slurm.sbatch"
+RUNS = "torchrun_entry.py", "helix run", "launch.serve", "launch/agent.sh", "launch/slurm.sbatch"
 # Words for what this project once reported to someone; in records, `"bar"` is a key.
 WORDS = re.compile(
     r"""\b(?:asked|bars|(?<!['"])(?<!progress )bar(?!['"])|missed|likewise|play(?:s|ed|ing)?|stand-ins?)\b""", re.I
