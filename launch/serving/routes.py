@@ -94,6 +94,9 @@ class Api:
     async def _complete(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Completion)
         tokens = self._known(body.model)
+        if (wanted := len(body.prompts) * (body.n or 1)) > self._serve.waiting:
+            what = f"the request wants {wanted} continuations, and serve.waiting={self._serve.waiting} may wait"
+            raise ApiError(400, what, param="prompt")
         prompts: list[np.ndarray] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from launch.serving.errors import ApiError
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_BIASED = 300
+SAID = Repr()  # values in messages, however large they are
 # Fields that would change what the answer means, so that nobody may take them for understood.
 REFUSED = {
     "suffix": "text is continued at its end alone",
@@ -22,9 +33,32 @@ REFUSED = {
     "functions": "they are given as tools",
     "function_call": "it is given as tool_choice",
 }
+
+
+class FirstMistake(FailFast):
+    """Ends a list at its first mistake: to collect those of a million items takes minutes and gigabytes."""
+
+    def __hash__(self) -> int:  # in unions
+        return hash(FirstMistake)
+
+
+T = TypeVar("T")
+Some = Annotated[list[T], FirstMistake()]
 BRANCHES = ("str", "int", "float", "bool", "Choice")  # of unions, in the place of an error
+
+
+def _short(value: object) -> object:
+    """Looked at before its items are, for the same reason."""
+    if isinstance(value, dict) and len(value) > MOST_BIASED:
+        raise ValueError(f"has {len(value)} keys, and may have {MOST_BIASED}")
+    return value
+
+
+SHORT = BeforeValidator(_short)
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Scalar = str | int | float | bool | None
+
+Arguments = Annotated[dict[str, Scalar], SHORT]
 
 
 class Schema(BaseModel):
@@ -50,11 +84,11 @@ class Generation(Schema):
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Some[str] | None = None
+    stop_token_ids: Some[TokenId] | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool = False
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MOST_BIASED)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], SHORT] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -89,7 +123,7 @@ class Generation(Schema):
 class Completion(Generation):
     """Body of /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Some[TokenId] | Some[str] | Some[Some[TokenId]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -126,9 +160,9 @@ class ToolCall(Schema):
 
 class Message(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Some[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Some[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -162,15 +196,15 @@ class Format(Schema):
 class Chat(Generation):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Some[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Some[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool = True
     response_format: Format | None = None
-    chat_template_kwargs: dict[str, Scalar] | None = None
+    chat_template_kwargs: Arguments | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Chat:
@@ -189,10 +223,10 @@ class Tokenize(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Some[Message] | None = Field(None, min_length=1)
+    tools: Some[Tool] | None = None
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Scalar] | None = None
+    chat_template_kwargs: Arguments | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Tokenize:
@@ -205,7 +239,7 @@ class Detokenize(Schema):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Some[TokenId]
 
 
 Body = TypeVar("Body", bound=Schema)
@@ -242,6 +276,5 @@ def _refusal(error: Any) -> ApiError:
     param = ".".join(map(str, where)) or None
     if error["type"] == "missing":
         return ApiError(400, f"{param} is required", param=param)
-    said = repr(error["input"])
-    said = f"{said[:80]}..." if len(said) > 80 else said
+    said = SAID.repr(error["input"])
     return ApiError(400, message if param is None else f"{param}={said}: {message}", param=param)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
+from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Stats, Submit
+from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from tests.serving.front import FakeJob, Front, counting, front, silent, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -396,6 +401,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "no token id"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"9999": 1}}, 400, "logit_bias has 9999"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 101}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): "x" for i in range(301)}}, 400, "301 keys"),
+    ("/v1/completions", {"prompt": [[1]] * 300}, 400, "300 continuations"),
     ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
     ("/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of is not supported"),
     ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1}, 400, "prompt_logprobs is not supported"),
@@ -417,6 +424,43 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completion", {}, 404, "/v1/completion"),
     ("/v1/models", {}, 405, "Method"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [{}] * 400_000},
+        {"prompt": [[{}]] * 200_000},
+        {"prompt": "x", "stop": [0] * 400_000},
+        {"prompt": "x", "chat_template_kwargs": {str(i): [] for i in range(200_000)}},
+    ],
+    ids=lambda body: str([*body][-1]),
+)
+def test_a_large_mistake_costs_no_more_than_a_small_one(body: dict[str, Any]) -> None:
+    """Without an end at the first one, each takes seconds in which nobody else is answered."""
+    schema = Chat if "chat_template_kwargs" in body else Completion
+    content = json.dumps(body).encode()
+    begin = time.process_time()
+    with pytest.raises(ApiError):
+        parsed(schema, content)
+    assert time.process_time() - begin < 2.5
+
+
+@given(st.data())
+def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -> None:
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=8,
+    )
+    for schema in (Completion, Chat, Tokenize, Detokenize):
+        body = data.draw(st.dictionaries(st.sampled_from([*schema.model_fields, *REFUSED, "else"]), values, max_size=6))
+        try:
+            parsed(schema, json.dumps(body).encode())
+            continue
+        except ApiError as refused:
+            error = refused
+        assert error.status == 400 and error.message and "\n" not in error.message, error.message
 
 
 def test_bad_requests_are_told_what_is_wrong(tmp_path: Path) -> None:
