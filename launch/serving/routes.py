@@ -67,6 +67,8 @@ class Api:
         self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
         self._tokens = Tokens(ready.model)
         self._dialect = dialect_of(self._tokens.template)
+        if self._dialect is not None:
+            Parser(self._dialect.template, "", [])  # what it imports takes seconds: not with the first chat
         self._defaults = read_defaults(ready.model)
 
     def app(self) -> Starlette:
@@ -145,7 +147,8 @@ class Api:
             for index in range(n):
                 sampling = sampling_of(body, self._defaults, ready, logprobs, index)
                 submits.append(Submit(0, limit, sampling, -body.priority, salt, ids=prompt))
-        flights = self._core.start(submits, changed.set)
+        parsers = [parser() if parser is not None else None for _ in submits]
+        flights = self._core.start(submits, changed.set)  # and from here on nothing fails before they have an owner
         choices = [
             Choice(
                 index,
@@ -155,9 +158,9 @@ class Api:
                 body.stop_token_ids or (),
                 ready.eos,
                 self._core.abort,
-                parser() if parser is not None else None,
+                own,
             )
-            for index, flight in enumerate(flights)
+            for index, (flight, own) in enumerate(zip(flights, parsers, strict=True))
         ]
         answer = Answer(
             chat=parser is not None,

@@ -90,6 +90,21 @@ def test_tokens_are_those_of_decoding(server: Server, decoded: list[str]) -> Non
     assert pieces[-1].usage.completion_tokens == TOKENS
 
 
+def test_the_next_turn_is_in_the_cache(server: Server) -> None:
+    """What a prompt and its answer left there changes no token, and is counted."""
+    prompt = "# A line of the first turn, said again and again.\n" * 40
+    first = server.complete(prompt)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    again = server.complete(prompt)
+    assert again.choices[0].text == first.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
+    turn = prompt + first.choices[0].text + "\n\ndef "
+    warm = server.complete(turn)
+    assert warm.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+    cold = server.complete(turn, extra_body={"cache_salt": "another"})
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0 and cold.choices[0].text == warm.choices[0].text
+
+
 def test_an_idle_server_outlives_its_collectives_deadline(server: Server) -> None:
     time.sleep(10)
     assert server.health() == (200, {"state": "ready", "reason": ""})
