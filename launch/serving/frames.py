@@ -33,7 +33,7 @@ class Submit(Message):
 
     Attributes:
         ids: [n] int32, the prompt, with what was drawn of it before where it is submitted again.
-        drawn: so many of the last ids were drawn, and count among `min_tokens` and for penalties.
+        drawn: so many of the last ids were drawn: they are part of the answer, for penalties.
         max_new_tokens: to draw from now on.
         sampling: those of `helix.sampling.SamplingParams` that differ from its defaults.
         priority: higher ones are admitted first.

@@ -56,6 +56,7 @@ VAIN = ("tests/kernels/test_collectives.py::test_a_wait_in_vain_ends_and_the_nex
 LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_with_their_sequence",)
 ENGINE = "tests/e2e/test_engine.py::"
 WISHES = "tests/e2e/test_wishes.py::"
+FRONT = "tests/serving/test_front.py::"
 SERVE = "tests/e2e/test_serve.py::"
 TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
 PARITY = "tests/e2e/test_parity.py::"
@@ -743,5 +744,32 @@ FAULTS = [
     Fault(
         "the token behind the drafts", "helix/simulate/cost.py",
         "for i in range(gamma + 1))", "for i in range(gamma))", COST,
+    ),
+    Fault(
+        "ranks that are started again begin at the prompt", "launch/serving/core.py",
+        "np.concatenate([before.ids, np", "np.concatenate([before.ids[:0], np",
+        (FRONT + "test_a_job_that_dies_is_a_pause",),
+    ),
+    Fault(
+        "what streams to nobody goes on", "launch/serving/streams.py", "            self._close()\n", "            pass\n",
+        (FRONT + "test_a_client_that_leaves_ends_its_request",),
+    ),
+    Fault(
+        "owners of keys share prefixes", "launch/serving/routes.py",
+        "json.dumps([request.state.owner, body", "json.dumps([None, body", (FRONT + "test_keys_and_their_owners",),
+    ),
+    Fault(
+        "a stop id is a token like others", "launch/serving/choice.py", "if token in self._stop_ids or last:", "if last:",
+        (FRONT + "test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told",),
+    ),
+    Fault(
+        "segments are never compared with the whole", "launch/serving/tokens.py",
+        "return all(np.array_equal(a", "return True or all(np.array_equal(a",
+        ("tests/serving/test_chat.py::test_a_tokenizer_whose_segments_differ_takes_the_whole",),
+    ),
+    Fault(
+        "a hang is nobody's business", "launch/serving/supervisor.py",
+        "self._core.flights and silent > self._serve.hang_s", "self._core.flights and silent > 1e9",
+        (FRONT + "test_a_job_without_progress_is_started_again",),
     ),
 ]  # fmt: skip
