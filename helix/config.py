@@ -209,8 +209,8 @@ class ServeConfig:
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
         patience_s: so many seconds others may pass a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
-        socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`. `python -m launch.serve` sets
-            it for the ranks that it starts.
+        socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
+            `python -m launch.serve` sets it for the ranks that it starts.
         attach: such a socket of ranks that somebody else started; unset: `python -m launch.serve` starts ranks.
         host: address to listen at.
         port: port to listen at; 0: any that is free.

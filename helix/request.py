@@ -32,6 +32,8 @@ class Request:
         max_new_tokens: at most so many tokens are drawn, the EOS token included.
         stop: texts that end the continuation; they are not part of the text.
         priority: a higher one is admitted first.
+        drawn: so many of the prompt's last tokens are the answer of an engine that ended: penalties and a least length
+            count them as drawn.
         salt: what is cached under another one is not seen, so that nobody learns from a fast answer what others sent.
         grammar: what the answer has to look like; None: anything.
     """
@@ -43,6 +45,7 @@ class Request:
     stop: tuple[str, ...] = ()
     priority: int = 0
     salt: Hashable = None
+    drawn: int = 0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:

@@ -433,7 +433,7 @@ class Scheduler:
                 held.known,
                 held.copy_from,
                 held.copy_to,
-                len(s.drawn),
+                request.drawn + len(s.drawn),
             )
 
     def _fit(self, s: Scheduled, now: float) -> BlockTable | None:

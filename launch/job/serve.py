@@ -7,7 +7,6 @@ import socket
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from threading import Lock, Thread
 from time import sleep
@@ -24,6 +23,9 @@ from helix.sampling import SamplingParams
 from launch.job.task import Done, Task
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
 
+DRAWS = ((False, False), (True, False), (True, True))
+# Steps that are captured: greedy, drawn, drawn from the likeliest tokens; each also with what requests want of logits.
+VARIANTS = {(stochastic, filtered, shaped) for stochastic, filtered in DRAWS for shaped in (False, True)}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes on their way to it
 PIECE = 1 << 20  # bytes read at a time
@@ -39,7 +41,7 @@ def run(task: Task) -> Done:
     most = max_batch * spec.max_positions  # or as many as memory holds
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
     if comm.device.type == "cuda":
-        engine.warm_up({(False, False), (True, False), (True, True)})
+        engine.warm_up(VARIANTS)
     runner, path = engine.runner, plan.config.model.path
     if link is not None:
         ready = Ready(
@@ -113,7 +115,8 @@ class Link:
             self._names.pop(delta.id, None)
         if delta.new_ids or delta.finish_reason is not None:
             ids = np.asarray(delta.new_ids, dtype=np.int32)
-            told: Message = Delta(name, delta.finish_reason, delta.reason, delta.cached_tokens, ids=ids)
+            logprobs = tuple((of.drawn, of.best) for of in delta.logprobs)
+            told: Message = Delta(name, delta.finish_reason, delta.reason, delta.cached_tokens, logprobs, ids)
         else:
             told = Progress(name, delta.prefilled, delta.prompt_tokens)
         self._send(told, delta.id)
@@ -171,15 +174,18 @@ class Link:
         if self._closed:
             return
         try:
-            unknown = sorted(message.sampling.keys() - {f.name for f in fields(SamplingParams)})
-            if unknown:
-                raise ValueError(f"{', '.join(unknown)}: not supported by this engine")
             given = dict(message.sampling)
             if "logit_bias" in given:
                 given["logit_bias"] = dict(given["logit_bias"])
             sampling = SamplingParams(**given)
             request = Request(
-                name, message.ids, message.max_new_tokens, sampling, priority=message.priority, salt=message.salt
+                name,
+                message.ids,
+                message.max_new_tokens,
+                sampling,
+                priority=message.priority,
+                salt=message.salt,
+                drawn=message.drawn,
             )
         except ValueError as error:
             self._send(Delta(message.id, "error", str(error)), name)

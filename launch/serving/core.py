@@ -195,13 +195,8 @@ class Core:
         for flight in self.flights.values():
             # As if it had not been interrupted: what is drawn depends on seed and position alone.
             before, drawn = flight.submit, len(flight.drawn)
-            sampling = dict(before.sampling)
-            if "min_tokens" in sampling:
-                sampling["min_tokens"] = max(0, sampling["min_tokens"] - drawn)
             ids = np.concatenate([before.ids, np.asarray(flight.drawn, dtype=np.int32)])
-            self._send(
-                replace(before, ids=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn, sampling=sampling)
-            )
+            self._send(replace(before, ids=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):

@@ -589,7 +589,10 @@ FAULTS = [
         "a stop text across two tokens", "helix/detokenize.py",
         "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)", TEXT,
     ),
-    Fault("the last stop text counts", "helix/detokenize.py", "self._held[: min(places)]", "self._held[: max(places)]", TEXT),
+    Fault(
+        "the last stop text counts", "helix/detokenize.py", "self._held[: min(places)]", "self._held[: max(places)]",
+        TEXT,
+    ),
     Fault(
         "results of other token ids are kept", "launch/inputs/prompts.py",
         "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,
@@ -751,7 +754,8 @@ FAULTS = [
         (FRONT + "test_a_job_that_dies_is_a_pause",),
     ),
     Fault(
-        "what streams to nobody goes on", "launch/serving/streams.py", "            self._close()\n", "            pass\n",
+        "what streams to nobody goes on",
+        "launch/serving/streams.py", "            self._close()\n", "            pass\n",
         (FRONT + "test_a_client_that_leaves_ends_its_request",),
     ),
     Fault(
@@ -759,7 +763,8 @@ FAULTS = [
         "json.dumps([request.state.owner, body", "json.dumps([None, body", (FRONT + "test_keys_and_their_owners",),
     ),
     Fault(
-        "a stop id is a token like others", "launch/serving/choice.py", "if token in self._stop_ids or last:", "if last:",
+        "a stop id is a token like others",
+        "launch/serving/choice.py", "if token in self._stop_ids or last:", "if last:",
         (FRONT + "test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told",),
     ),
     Fault(
