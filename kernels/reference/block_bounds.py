@@ -7,6 +7,13 @@ import torch
 SCORES = ("bounds", "mean", "mean_std")  # what a page's two vectors are, and how a query meets them
 
 
+def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
+    """How many pages a sequence's first `length` tokens fill on a rank."""
+    cycle = append_block * kvp
+    rest = length % cycle - (kvp_rank - start) % kvp * append_block
+    return (length // cycle * append_block + min(max(rest, 0), append_block)) // page_size
+
+
 def fold_blocks(
     keys: torch.Tensor,
     bounds: torch.Tensor,
@@ -21,14 +28,9 @@ def fold_blocks(
     append_block: int,
 ) -> None:
     """Bounds of the pages that were filled; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
-    page_size, cycle = keys.shape[2], append_block * kvp
-
-    def full_pages(length: int, start: int) -> int:
-        rest = length % cycle - (kvp_rank - start) % kvp * append_block
-        return (length // cycle * append_block + min(max(rest, 0), append_block)) // page_size
-
+    grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": keys.shape[2]}
     for table, start, old, new in zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True):
-        pages = table[full_pages(old, start) : full_pages(new, start)].long()
+        pages = table[full_pages(old, start, **grid) : full_pages(new, start, **grid)].long()
         k = keys[:, pages].float()  # [layers, n, page_size, Hkv, D]
         if len(pages) == 0:
             continue

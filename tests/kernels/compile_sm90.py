@@ -62,6 +62,9 @@ from kernels.sparse.keep_best import _keep_best_kernel
 from kernels.sparse.select_blocks import LANES, TILE, _select_blocks_kernel
 from kernels.sparse.select_tokens import TILE as TOKENS
 from kernels.sparse.select_tokens import _select_tokens_kernel
+from kernels.tier.copy_blocks import _copy_blocks_kernel
+from kernels.tier.resolve import _resolve_kernel
+from kernels.tier.write_back import _write_back_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
@@ -113,6 +116,12 @@ SPECIAL = {
     "key_scores": ("*fp16", True),
     "fresh": ("*i1", True),
     "layer_stride": ("i64", True),
+    **dict.fromkeys(("place_of", "page_of", "turns", "chosen", "miss_blocks", "miss_places"), ("*i32", True)),
+    "positions": ("*i64", True),
+    **dict.fromkeys(("miss_counts", "his", "listed_from", "listed_to", "block_counts"), ("*i32", True)),
+    **dict.fromkeys(("copied_from", "copied_to", "placed", "kept_on_host"), ("*i32", True)),
+    **dict.fromkeys(("from_layer", "to_layer", "placed_layer", "host_layer"), ("i64", True)),
+    **dict.fromkeys(("entries", "first_row", "ring_pages", "most", "begin", "pages", "places", "MOST"), ("i32", False)),
 }
 TENSORS = {
     "q", "k_cache", "v_cache", "partials", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "x", "weight", "bias",
@@ -269,6 +278,11 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
+    shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
+    yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096}, {"num_warps": 8}
+    block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
+    yield "copy-blocks", bf16, _copy_blocks_kernel, block | {"LISTS": 4, "BLOCK_L": 4}, {"num_warps": 8}
+    yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}
 
 
 def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:

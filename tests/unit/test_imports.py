@@ -29,10 +29,10 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Inside a package, a room (a folder, or a file beside the folders) imports only from levels before its own, or itself.
 LEVELS = {
     "kernels": [
-        {"dispatch", "overlap", "paged_keys", "sm90"},
+        {"dispatch", "hot_blocks", "overlap", "paged_keys", "sm90"},
         {"reference"},
         {"attention"},
-        {"mla", "peers", "sparse"},
+        {"mla", "peers", "sparse", "tier"},
         {"dense", "tokens"},
         {"moe"},
     ],

@@ -1,0 +1,75 @@
+"""Blocks from one memory to another, by lists on the device: from the host to their places, and back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.hot_blocks import BlockList
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.copy_blocks import copy_blocks as reference
+
+PIECE = 8192  # words of a block that a program copies at once, at most: 32 KB on their way
+PROGRAMS = 16  # some 200 KB are on their way over PCIe at 50 GB/s
+
+
+@triton.jit
+def fence_system(FENCE: tl.constexpr):
+    """What this thread wrote is there for everyone, the host and other GPUs too, before what it writes next."""
+    if FENCE:
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _copy_blocks_kernel(
+    copied_from, copied_to, listed_from, listed_to, block_counts, most, from_layer, to_layer,
+    LISTS: tl.constexpr, BLOCK_L: tl.constexpr, WORDS: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    pieces: tl.constexpr = (WORDS + PIECE - 1) // PIECE
+    lane = tl.arange(0, BLOCK_L)
+    counts = tl.load(block_counts + lane, mask=lane < LISTS, other=0)
+    ends = tl.cumsum(counts, 0)
+    copied_from += tl.program_id(1).to(tl.int64) * from_layer
+    copied_to += tl.program_id(1).to(tl.int64) * to_layer
+    w = tl.arange(0, PIECE)
+    for at in range(tl.program_id(0), tl.max(ends, 0) * pieces, tl.num_programs(0)):
+        block = at // pieces
+        one = tl.sum((ends <= block).to(tl.int32), 0)
+        entry = one * most + block - tl.sum(tl.where(lane < one, counts, 0), 0)
+        word = at % pieces * PIECE + w
+        source = tl.load(listed_from + entry).to(tl.int64) * WORDS + word
+        target = tl.load(listed_to + entry).to(tl.int64) * WORDS + word
+        # Past the L1, which may hold what the host's memory was when another kernel ran here.
+        words = tl.load(copied_from + source, mask=word < WORDS, other=0, cache_modifier=".cg")
+        tl.store(copied_to + target, words, mask=word < WORDS)
+    if PDL:
+        fence_system(PDL)
+
+
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, programs: int = PROGRAMS) -> None:
+    """Copies the blocks of some lists, in all layers.
+
+    One of the two may lie in host memory that is pinned and mapped (`helix.host_store`): its words go over PCIe as the
+    kernel reads and writes them.
+
+    Args:
+        source, target: [layers, blocks, ...] of one dtype, each layer contiguous, blocks of a multiple of 16 bytes.
+        blocks: on the GPU; no target occurs twice.
+        programs: of each layer, eight warps each.
+    """
+    if not dispatch.on_gpu(blocks.source):
+        reference(source, target, blocks)
+        return
+    layers, lists = len(source), len(blocks.counts)
+    from_words, to_words = (t.view(*t.shape[:2], -1).view(torch.int32) for t in (source, target))
+    words = from_words.shape[2]
+    assert from_words.stride()[1:] == to_words.stride()[1:] == (words, 1) and words % 4 == 0
+    _copy_blocks_kernel[programs, layers](
+        from_words, to_words, blocks.source, blocks.target, blocks.counts, blocks.source.shape[1],
+        from_words.stride(0), to_words.stride(0), LISTS=lists, BLOCK_L=triton.next_power_of_2(lists), WORDS=words,
+        PIECE=min(PIECE, triton.next_power_of_2(words)), num_warps=8, **overlapped(blocks.source),
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Where the blocks are that queries read: in a ring, in a hot place, or in one that is given to them now.
+
+One program for each KV head, which shares no places with the others. It marks the places of what was chosen and lets
+the first entry of each missing page claim it; then it goes once through the head's places in the order in which they
+were chosen: places of this choice move to the end of the order, and the first of the others are given to what is
+missing. So a place is lost by the least recently chosen block, and never by one of this choice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.attention.placement import local_length
+from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.overlap import overlapped, start_successor, wait_for_predecessor
+from kernels.reference.resolve import resolve as reference
+
+ENTRIES = 1024  # of tables, looked at together
+PLACES = 4096  # of an order, at most
+
+_NOWHERE = tl.constexpr(NOWHERE)
+
+
+@triton.jit
+def _entries(
+    e, head, table, his, held, positions, starts, count, width, first_row, ring_pages, T, HEADS: tl.constexpr,
+    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Where entries e of one head's tables stand, their pages (-1: none), and their places in a ring (-1: in none)."""
+    n = e // width
+    j = e % width
+    inside = e < count
+    at = table + (n.to(tl.int64) * HEADS + head) * width + j
+    columns = (tl.load(his + n, mask=inside, other=0) + PAGE - 1) // PAGE
+    page = tl.load(at, mask=inside & (j < columns), other=-1)
+    row = n // T
+    committed = tl.load(positions + row * T, mask=inside, other=0)
+    start = tl.load(starts + n, mask=inside, other=0)
+    full = local_length(committed, start, KVP, RANK, BLOCK_TOKENS) // PAGE
+    # Local pages come last in a table, and those that are not full of committed tokens last of all.
+    column = tl.load(held + n, mask=inside, other=0) - columns + j
+    ring = ((first_row + row) * ring_pages + column % ring_pages) * HEADS + head
+    return at, page, tl.where((page >= 0) & (column >= full), ring, -1)
+
+
+@triton.jit
+def _resolve_kernel(
+    table, his, held, positions, starts, place_of, page_of, order, turns, chosen, miss_blocks, miss_places, miss_counts,
+    counted, entries, width, pages, places, begin, most, first_row, ring_pages, T, HEADS: tl.constexpr,
+    KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    head = tl.program_id(0)
+    place_of += head.to(tl.int64) * pages
+    page_of += head * places
+    chosen += head * places
+    miss_blocks += head * most
+    miss_places += head * most
+    begin += head * places
+    lane = tl.arange(0, BLOCK)
+    for first in range(0, entries, BLOCK):
+        e = first + lane
+        at, page, ring = _entries(
+            e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
+            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE,
+        )  # fmt: skip
+        seeks = (page >= 0) & (ring < 0)
+        place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
+        tl.store(chosen + place, e * 0 + 1, mask=seeks & (place >= 0))
+        tl.atomic_max(place_of + page, -1 - e, mask=seeks & (place < 0), sem="relaxed")
+    tl.debug_barrier()
+    missing = tl.full([], 0, tl.int32)
+    sought = tl.full([], 0, tl.int32)
+    for first in range(0, entries, BLOCK):
+        e = first + lane
+        at, page, ring = _entries(
+            e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
+            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE,
+        )  # fmt: skip
+        seeks = (page >= 0) & (ring < 0)
+        claims = seeks & (tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg") == -1 - e)
+        rank = missing + tl.cumsum(claims.to(tl.int32), 0) - 1
+        tl.store(miss_blocks + rank, page * HEADS + head, mask=claims)
+        missing += tl.sum(claims.to(tl.int32), 0)
+        sought += tl.sum(seeks.to(tl.int32), 0)
+    tl.store(miss_counts + head, missing)
+    tl.atomic_add(counted, (sought - missing).to(tl.int64), sem="relaxed")
+    tl.atomic_add(counted + 1, missing.to(tl.int64), sem="relaxed")
+    turn = tl.load(turns + head)
+    known = order + (turn * HEADS + head) * places
+    renewed = order + ((1 - turn) * HEADS + head) * places
+    tl.debug_barrier()
+    found = 0
+    others = 0
+    lane_s = tl.arange(0, BLOCK_S)
+    for first in range(0, places, BLOCK_S):
+        i = first + lane_s
+        place = tl.load(known + i, mask=i < places, other=0)
+        hit = (i < places) & (tl.load(chosen + place, mask=i < places, other=0, cache_modifier=".cg") != 0)
+        tl.store(chosen + place, i * 0, mask=hit)
+        stays = (i < places) & (hit == 0)
+        # Both counted by one scan.
+        until = tl.cumsum(stays.to(tl.int64) + (hit.to(tl.int64) << 32), 0)
+        nth = others + (until & 0xFFFFFFFF).to(tl.int32) - 1  # of those that stay
+        nth_hit = found + (until >> 32).to(tl.int32) - 1
+        victim = stays & (nth < missing)
+        to = tl.where(hit, places - 1 - missing - nth_hit, tl.where(victim, places - 1 - nth, nth - missing))
+        tl.store(renewed + to, place, mask=i < places)
+        page = tl.load(miss_blocks + nth, mask=victim, other=0, cache_modifier=".cg") // HEADS
+        old = tl.load(page_of + place, mask=victim, other=-1)
+        lost = victim & (old >= 0)
+        lost = lost & (tl.load(place_of + old, mask=lost, other=-1, cache_modifier=".cg") == place)
+        tl.store(place_of + old, i * 0 + _NOWHERE, mask=lost)
+        tl.store(place_of + page, place, mask=victim)
+        tl.store(page_of + place, page, mask=victim)
+        tl.store(miss_places + nth, begin + place, mask=victim)
+        others += tl.sum(stays.to(tl.int32), 0)
+        found += tl.sum(hit.to(tl.int32), 0)
+    tl.debug_barrier()
+    tl.store(turns + head, 1 - turn)
+    for first in range(0, entries, BLOCK):
+        e = first + lane
+        at, page, ring = _entries(
+            e, head, table, his, held, positions, starts, entries, width, first_row, ring_pages, T,
+            HEADS, KVP, RANK, BLOCK_TOKENS, PAGE,
+        )  # fmt: skip
+        seeks = (page >= 0) & (ring < 0)
+        place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
+        tl.store(at, tl.where(seeks, begin + place, ring), mask=page >= 0)
+
+
+def resolve(
+    table: torch.Tensor,
+    hi: torch.Tensor,
+    pages: torch.Tensor,
+    positions: torch.Tensor,
+    starts: torch.Tensor,
+    queries: int,
+    hot: HotBlocks,
+    misses: BlockList,
+    counted: torch.Tensor,
+    first_row: int,
+    ring_pages: int,
+    *,
+    kvp: int,
+    kvp_rank: int,
+    append_block: int,
+    page_size: int,
+) -> None:
+    """Turns the pages that queries read into places on the GPU, and lists the blocks that have to come.
+
+    No size depends on device data, and the host decides nothing. Deterministic.
+
+    Args:
+        table: [N, Hkv, width] int32, contiguous: pages of each query, its last local pages last; negative: none.
+            Overwritten with the places of their blocks.
+        hi: [N] int32, contiguous: one past the last key in a query's table.
+        pages: [N] int32, contiguous: pages of the query's sequence on this rank.
+        positions: [N] int64, contiguous, `queries` of each sequence, the first at the sequence's committed length.
+        starts: [N] int64, contiguous, the kvp rank of each sequence's first block.
+        hot: of the layer; it has at least as many places for a KV head as pages can be in all tables together.
+        misses: a list for each KV head, written: blocks of the layer on the host, and the places that they are to have.
+        counted: [2] int64, to which entries whose blocks have a place, and blocks that have to come, are added. Pages
+            in rings count for neither.
+        first_row: row of the first sequence in the batch.
+        ring_pages: of a sequence: its local page i, unless it is full of committed tokens, is page i % ring_pages of
+            its ring.
+    """
+    N, heads, width = table.shape
+    if not dispatch.on_gpu(table):
+        reference(
+            table, hi, pages, positions, starts, queries, hot, misses, counted, first_row, ring_pages,
+            kvp=kvp, kvp_rank=kvp_rank, append_block=append_block, page_size=page_size,
+        )  # fmt: skip
+        return
+    assert all(t.is_contiguous() for t in (table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order))
+    assert misses.source.shape == misses.target.shape == (heads, misses.source.shape[1])
+    _resolve_kernel[(heads,)](
+        table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order, hot.turn, hot.chosen,
+        misses.source, misses.target, misses.counts, counted, N * width, width, hot.place_of.shape[1], hot.places,
+        hot.begin, misses.source.shape[1], first_row, ring_pages, queries, HEADS=heads, KVP=kvp, RANK=kvp_rank,
+        BLOCK_TOKENS=append_block, PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),
+        BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), num_warps=8, **overlapped(table),
+    )  # fmt: skip

@@ -1,0 +1,375 @@
+"""A cache on the host, hot blocks and rings on the GPU: what a query reads is what was written, whatever happens."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from helix.kv_cache import Placement
+from helix.layout import HelixLayout
+from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.reference.copy_blocks import copy_blocks as reference_copy
+from kernels.reference.resolve import resolve as reference
+from kernels.reference.write_back import write_back as reference_write
+from kernels.tier.copy_blocks import copy_blocks
+from kernels.tier.resolve import resolve
+from kernels.tier.write_back import write_back
+from tests.kernels.interleaving import Streams
+
+HEADS, DIM, LAYERS, ROWS = 2, 2, 2, 3
+generators = st.integers(0, 2**32 - 1).map(random.Random)
+
+
+class Tier:
+    """Sequences that come, grow, and go, over a cache whose every number is known.
+
+    Args:
+        ops: resolve, copy_blocks, write_back.
+        queries: of a step, the drafts among them.
+    """
+
+    def __init__(
+        self, ops: tuple[Any, Any, Any], generator: random.Random, device: torch.device, queries: int, hot: int
+    ) -> None:
+        self.resolve, self.copy, self.write = ops
+        self.generator, self.device, self.queries = generator, device, queries
+        kvp, page, block = generator.choice([(1, 4, 4), (2, 4, 4), (3, 4, 2), (2, 2, 6)])
+        self.page, self.pages = page, 96
+        self.placement = Placement(HelixLayout.create("helix", kvp), generator.randrange(kvp), block, page)
+        self.most = [] if self.write is reference_write else [(queries - 1) // page + 1]
+        self.ring = (page + queries - 2) // page + 1
+        shape = 2, page, DIM
+        rings = ROWS * self.ring * HEADS
+        self.hot = HotBlocks.create(LAYERS, HEADS, self.pages, hot, rings, device)
+        self.places = torch.full((LAYERS, rings + HEADS * hot, *shape), torch.nan, device=device)
+        self.host = torch.full((LAYERS, self.pages * HEADS, *shape), torch.nan, device=device)
+        self.misses = BlockList.create(HEADS, hot, device)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self.free = list(range(self.pages))
+        self.lengths = torch.zeros(ROWS, dtype=torch.int64)
+        self.starts = torch.zeros(ROWS, dtype=torch.int64)
+        self.tables = torch.zeros(ROWS, 40, dtype=torch.int32)
+        self.truth: list[Tensor] = [torch.empty(0)] * ROWS  # [layers, local tokens, heads, 2, D]
+        self.live = [False] * ROWS
+        self.late: list[Callable[[], None]] = []
+
+    @property
+    def grid(self) -> dict[str, int]:
+        return {**self.placement.grid, "page_size": self.page}
+
+    def local(self, row: int, length: int) -> int:
+        grid = self.placement
+        return int(grid.layout.local_length(length, grid.kvp_rank, grid.append_block, int(self.starts[row])))
+
+    def full(self, row: int) -> int:
+        return self.local(row, int(self.lengths[row])) // self.page
+
+    def admit(self, row: int) -> None:
+        """A prompt: its full pages go to the host, the unfinished one to the ring."""
+        self.live[row] = True
+        self.starts[row] = self.generator.randrange(self.placement.layout.kvp)
+        self.lengths[row] = length = self.generator.randrange(1, 40)
+        self.generator.shuffle(self.free)
+        pages = [self.free.pop() for _ in range(28)]
+        self.tables[row, : len(pages)] = torch.tensor(pages)
+        held = self.local(row, length)
+        truth = torch.randn(LAYERS, held, HEADS, 2, DIM)
+        self.truth[row] = truth
+        for column in range(-(-held // self.page)):
+            block = truth[:, column * self.page : (column + 1) * self.page].permute(0, 2, 3, 1, 4)
+            at = pages[column] * HEADS
+            memory = self.host
+            if (column + 1) * self.page > held:
+                memory, at = self.places, (row * self.ring + column % self.ring) * HEADS
+            memory[:, at : at + HEADS, :, : block.shape[3]] = block.to(self.device)
+            self.hot.place_of[:, :, pages[column]] = NOWHERE
+
+    def retire(self, row: int) -> None:
+        """Nobody may read what a sequence leaves."""
+        self.live[row] = False
+        for page in self.tables[row, :28].tolist():
+            self.host[:, page * HEADS : (page + 1) * HEADS] = torch.nan
+            self.free.append(page)
+        self.tables[row] = 0
+
+    def step(self) -> None:
+        """Appends tokens, lets every query read some pages of every head, takes some of the tokens."""
+        T, rng = self.queries, self.generator
+        positions = (self.lengths[:, None] + torch.arange(T)).flatten()
+        starts = self.starts.repeat_interleave(T)
+        live = torch.tensor(self.live).repeat_interleave(T)
+        for row in range(ROWS):
+            held = self.local(row, int(self.lengths[row]))
+            if self.live[row]:
+                more = self.local(row, int(self.lengths[row]) + T) - held
+                new = torch.randn(LAYERS, more, HEADS, 2, DIM)
+                self.truth[row] = torch.cat([self.truth[row][:, :held], new], 1)
+                for i in range(held, held + more):
+                    at = (row * self.ring + i // self.page % self.ring) * HEADS
+                    self.places[:, at : at + HEADS, :, i % self.page] = new[:, i - held].to(self.device)
+        for write in self.late:
+            write()
+        self.late = []
+        read = self.choose(positions, live)
+        for layer in range(LAYERS):
+            self.attend(layer, read, positions, starts)
+        taken = torch.tensor([rng.randint(1, T) if self.live[row] else 0 for row in range(ROWS)])
+        before, self.lengths = self.lengths, self.lengths + taken
+        self.wrote(before)
+
+    def choose(self, positions: Tensor, live: Tensor) -> list[list[list[list[int]]]]:
+        """Columns that each query reads of each layer's heads, some of them left out for a better rank's."""
+        found = []
+        self.held = torch.zeros(len(positions), dtype=torch.int32)
+        for n, position in enumerate(positions.tolist()):
+            row = n // self.queries
+            pages = -(-self.local(row, position + 1) // self.page) if live[n] else 0
+            last = self.generator.randint(0, min(self.full(row), pages))
+            first = self.generator.randint(0, min(last, 2))
+            count = self.generator.randint(0, min(last - first, 3))
+            self.held[n] = pages
+            found.append(
+                [
+                    [
+                        [*range(first), *sorted(self.generator.sample(range(first, last), count)), *range(last, pages)]
+                        for _ in range(HEADS)
+                    ]
+                    for _ in range(LAYERS)
+                ]
+            )
+        return found
+
+    def attend(self, layer: int, read: list[list[list[list[int]]]], positions: Tensor, starts: Tensor) -> None:
+        N, width = len(read), 40
+        table = torch.randint(-(2**31), 2**31 - 1, (N, HEADS, width)).int()
+        hi = torch.zeros(N, dtype=torch.int32)
+        for n in range(N):
+            row = n // self.queries
+            for h in range(HEADS):
+                columns = read[n][layer][h]
+                table[n, h, : len(columns)] = self.tables[row, columns]
+                if columns:
+                    hi[n] = self.local(row, int(positions[n]) + 1) - (int(self.held[n]) - len(columns)) * self.page
+                    if self.generator.random() < 0.3 and columns[0] < self.full(row):
+                        table[n, h, 0] = -1
+        asked = table.clone()
+        args = [x.to(self.device) for x in (hi, self.held, positions, starts)]
+        found = table.to(self.device)
+        before = self.counted.clone()
+        self.resolve(
+            found, *args, self.queries, self.hot.layer(layer), self.misses, self.counted, 0, self.ring, **self.grid
+        )
+        one = slice(layer, layer + 1)
+        self.copy(self.host[one], self.places[one], self.misses)
+        misses = int(self.misses.counts.sum())
+        assert (self.counted - before)[1] == misses
+        for n in range(N):
+            row = n // self.queries
+            for h in range(HEADS):
+                for j, column in enumerate(read[n][layer][h]):
+                    place = int(found[n, h, j])
+                    if asked[n, h, j] < 0:
+                        assert place < 0
+                        continue
+                    tokens = self.truth[row][layer, column * self.page : (column + 1) * self.page, h]
+                    tokens = tokens[: max(0, self.local(row, int(positions[n]) + 1) - column * self.page)]
+                    block = self.places[layer, place, :, : len(tokens)].transpose(0, 1).cpu()
+                    assert torch.equal(block, tokens), f"query {n}, head {h}, column {column}"
+
+    def wrote(self, before: Tensor) -> None:
+        lengths = (x.to(self.device) for x in (self.tables, self.starts, before, self.lengths))
+        self.write(self.places, self.host, self.hot.place_of, *lengths, *self.most, 0, self.ring, **self.grid)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for row in range(ROWS):
+                if self.live[row] and (self.lengths[row] > 60 or self.generator.random() < 0.15):
+                    self.retire(row)
+                elif not self.live[row] and self.generator.random() < 0.7:
+                    self.admit(row)
+            self.step()
+
+
+KERNELS = resolve, copy_blocks, write_back
+REFERENCES = reference, reference_copy, reference_write
+
+
+@settings(max_examples=15, deadline=None)
+@given(generators, st.integers(1, 5))
+def test_what_is_read_is_what_was_written(generator: random.Random, queries: int) -> None:
+    """With places enough for one choice and no more, or for most of what there is."""
+    least = ROWS * queries * 22
+    Tier(REFERENCES, generator, torch.device("cpu"), queries, generator.choice([least, least + 40])).run(20)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_kernels_read_what_was_written(queries: int, device: torch.device) -> None:
+    Tier(KERNELS, random.Random(queries), device, queries, ROWS * queries * 22).run(8)
+
+
+def without_write_back(tier: Tier) -> None:
+    tier.write = lambda *args, **kwargs: None
+
+
+def with_stale_places(tier: Tier) -> None:
+    """A page that is written anew is still looked up where it was."""
+    write = tier.write
+
+    def keeping(places: Tensor, host: Tensor, place_of: Tensor, *args: Any, **kwargs: Any) -> None:
+        write(places, host, place_of.clone(), *args, **kwargs)
+
+    tier.write = keeping
+
+
+def with_late_write_back(tier: Tier) -> None:
+    """A page is written when the next step's tokens are in the rings already, and before anything is fetched."""
+    write = tier.write
+    tier.write = lambda *args, **kwargs: tier.late.append(lambda: write(*args, **kwargs))
+
+
+def with_a_ring_too_short(tier: Tier) -> None:
+    """Drafts run over into the page that holds what is certain."""
+    tier.ring = 1
+
+
+MISTAKES = [without_write_back, with_stale_places, with_late_write_back, with_a_ring_too_short]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught(mistake: Callable[[Tier], None]) -> None:
+    tier = Tier(REFERENCES, random.Random(2), torch.device("cpu"), 4, ROWS * 4 * 22)
+    mistake(tier)
+    with pytest.raises(AssertionError, match="query"):
+        tier.run(60)
+
+
+@settings(max_examples=6, deadline=None)
+@given(generators)
+def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
+    """Tables, lists, counts, and every number of the state, over several choices with pages in common."""
+    queries, rows, width, pages, ring = generator.choice([1, 3]), 2, 9, 60, 2
+    heads, kvp = generator.choice([1, 3]), generator.choice([1, 2])
+    hots = [HotBlocks.create(1, heads, pages, rows * queries * width + 5, 12, torch.device("cpu")) for _ in range(2)]
+    lists = [BlockList.create(heads, rows * queries * width + 5, torch.device("cpu")) for _ in range(2)]
+    counts = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    grid = {"kvp": kvp, "kvp_rank": kvp - 1, "append_block": 4, "page_size": 4}
+    layout = HelixLayout.create("helix", kvp)
+    starts = torch.tensor([generator.randrange(kvp) for _ in range(rows)])
+    for _ in range(6):
+        lengths = torch.tensor([generator.randrange(0, 200) for _ in range(rows)])
+        positions = (lengths[:, None] + torch.arange(queries)).flatten()
+        of_tokens = starts.repeat_interleave(queries)
+        local = layout.local_length(positions + 1, kvp - 1, 4, of_tokens)
+        held = -(-local // 4)
+        full = layout.local_length(lengths, kvp - 1, 4, starts).repeat_interleave(queries) // 4
+        table = torch.full((rows * queries, heads, width), 99, dtype=torch.int32)
+        hi = torch.zeros(rows * queries, dtype=torch.int32)
+        for n in range(rows * queries):
+            columns = int(min(held[n], generator.randrange(int(held[n] - full[n]), width)))
+            hi[n] = max(0, int(local[n]) - (int(held[n]) - columns) * 4) if columns else 0
+            for h in range(heads):
+                table[n, h, :columns] = torch.tensor(generator.sample(range(pages), columns), dtype=torch.int32)
+                if columns and generator.random() < 0.5:
+                    table[n, h, 0] = -1
+        tables = [table.clone(), table.clone()]
+        for op, found, hot, misses, counted in zip((resolve, reference), tables, hots, lists, counts, strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                if not torch.cuda.is_available():
+                    patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
+                op(found, hi, held.int(), positions, of_tokens, queries, hot.layer(0), misses, counted, 1, ring, **grid)
+        assert torch.equal(*tables) and torch.equal(*counts)
+        for field in fields(HotBlocks)[:-1]:
+            assert torch.equal(*(getattr(hot, field.name) for hot in hots)), field.name
+        for h in range(heads):
+            ours, theirs = ([x.source[h, : x.counts[h]], x.target[h, : x.counts[h]]] for x in lists)
+            assert all(map(torch.equal, ours, theirs)) and torch.equal(lists[0].counts, lists[1].counts)
+
+
+def test_the_least_recently_chosen_goes(device: torch.device) -> None:
+    """Three places; a page of this choice is never given up, however long ago it was chosen before."""
+    hot = HotBlocks.create(1, 1, 9, 3, 0, device).layer(0)
+    misses, counted = BlockList.create(1, 3, device), torch.zeros(2, dtype=torch.int64, device=device)
+    chosen = [[0, 1, 2], [1], [2, 3], [0, 1], [4, 0, 5]]  # 3 takes 0's place, 0 takes 2's, 4 and 5 take 3's and 1's
+    fetched = [[0, 1, 2], [], [3], [0], [4, 5]]
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    for pages, wanted in zip(chosen, fetched, strict=True):
+        table = torch.tensor([[pages]], dtype=torch.int32, device=device)
+        columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
+        grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
+        resolve(table, columns, columns, zero + 9, zero, 1, hot, misses, counted, 0, 1, **grid)
+        assert misses.source[0, : misses.counts[0]].tolist() == wanted
+        assert hot.page_of[0, table[0, 0].long()].tolist() == pages
+    assert counted.tolist() == [sum(map(len, chosen)) - 7, 7]
+
+
+@pytest.mark.parametrize("lists, words, layers, programs", [(1, 16, 1, 1), (3, 20, 2, 4), (5, 9000, 1, 7)])
+def test_listed_blocks_are_copied(lists: int, words: int, layers: int, programs: int, device: torch.device) -> None:
+    """And no others, for whatever number of programs and lists, some of them empty."""
+    gen = torch.Generator().manual_seed(words)
+    most = 6
+    source = torch.randint(-(2**31), 2**31 - 1, (layers, lists * most, words), generator=gen, dtype=torch.int32)
+    target = torch.zeros(layers, lists * most + 3, words, dtype=torch.int32)
+    blocks = BlockList(
+        torch.randperm(lists * most, generator=gen).int().view(lists, most),
+        torch.randperm(lists * most + 3, generator=gen).int()[: lists * most].view(lists, most),
+        torch.randint(0, most + 1, (lists,), generator=gen, dtype=torch.int32),
+    )
+    wanted = target.clone()
+    for i, count in enumerate(blocks.counts.tolist()):
+        wanted[:, blocks.target[i, :count].long()] = source[:, blocks.source[i, :count].long()]
+    on_device = BlockList(*(x.to(device) for x in (blocks.source, blocks.target, blocks.counts)))
+    found = target.to(device)
+    copy_blocks(source.to(device), found, on_device, programs)
+    assert torch.equal(found.cpu(), wanted)
+
+
+def fetched_behind_a_write(generator: random.Random, *waiting: ModuleType) -> bool:
+    """Whether a page that is written to the host by one launch is what the next but one fetches, of three that overlap.
+
+    Args:
+        waiting: modules whose kernels wait for their predecessors.
+    """
+    streams, shape = Streams(1, *waiting), (1, 2, 4, 16)
+    places = torch.cat([torch.randn(shape), torch.zeros(2, *shape[1:])])[None]  # a ring of one page, two hot places
+    host = torch.zeros(1, 3, *shape[1:])
+    hot = HotBlocks.create(1, 1, 3, 2, 1, torch.device("cpu"))
+    misses, counted = BlockList.create(1, 2, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    table, one = torch.tensor([[[2]]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int64)
+    grid = {"kvp": 1, "kvp_rank": 0, "append_block": 4, "page_size": 4}
+    with streams.of(0):
+        write_back(places, host, hot.place_of, table[0], zero, zero, zero + 4, 1, 0, 1, **grid)
+        resolve(table, 4 * one, one, zero + 4, zero, 1, hot.layer(0), misses, counted, 0, 1, **grid)
+        copy_blocks(host, places, misses, programs=2)
+    streams.run(generator)
+    return int(table) == 1 and torch.equal(places[0, 1], places[0, 0])
+
+
+MODULES = [sys.modules[f"kernels.tier.{name}"] for name in ("write_back", "resolve", "copy_blocks")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on CPUs")
+@settings(max_examples=10, deadline=None)
+@given(generators)
+def test_a_fetch_waits_for_what_is_written(generator: random.Random) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
+        assert fetched_behind_a_write(generator, *MODULES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on CPUs")
+@pytest.mark.parametrize("late", ["resolve", "copy_blocks"])
+def test_a_wait_left_out_is_noticed(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.dispatch.on_gpu", lambda t: True)
+    waiting = [module for module in MODULES if not module.__name__.endswith(late)]
+    assert not all(fetched_behind_a_write(random.Random(seed), *waiting) for seed in range(40))
