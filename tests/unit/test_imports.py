@@ -38,7 +38,7 @@ LEVELS = {
     ],
     "helix": [
         {"config", "detokenize", "errors", "files", "graphs", "layout", "transfers", "prefill_time"},
-        {"pages", "sampling", "score_pages", "tokenizer"},
+        {"host_store", "pages", "sampling", "score_pages", "tokenizer"},
         {"kv_cache"},
         {"prefix", "request", "shaping", "step"},
         {"attention", "block_tables", "inbox", "text"},

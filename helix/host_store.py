@@ -1,0 +1,122 @@
+"""Host memory that a GPU's kernels read and write as their own: pinned, mapped, and exactly as large as wanted.
+
+torch's pinned allocator rounds up to a power of two, so the memory is mapped here and registered with CUDA piece by
+piece. Under unified addressing a GPU sees registered memory at the host's own address: the CPU tensor over it is a
+kernel's argument like any other, and kernels reach it over PCIe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import platform
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comm.base import Communicator
+from helix.errors import ConfigError
+
+PIECE = 1 << 30  # bytes registered at once: half a second, after which progress can be shown
+PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+PREFERRED = 1  # MPOL_PREFERRED
+MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
+DEVICES = Path("/sys/bus/pci/devices")
+
+
+class HostStore:
+    """A tensor in host memory that kernels on `device` can use; on a CPU, memory like any other.
+
+    Args:
+        progress: called with (bytes pinned, bytes in all).
+
+    Attributes:
+        tensor: [*shape]; gone after `close`.
+
+    Raises:
+        OSError: the memory cannot be had; nothing stays pinned.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self.bytes = math.prod(shape) * dtype.itemsize
+        self._pinned: list[int] = []  # addresses
+        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=dtype).view(*shape)
+        if device.type != "cuda":
+            return
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        at = self.tensor.data_ptr()
+        if (node := numa_node(device)) is not None:
+            place_on(node, at, self.bytes)
+        self._runtime: Any = torch.cuda.cudart()
+        for begin in range(0, self.bytes, PIECE):
+            size = min(PIECE, self.bytes - begin)
+            if error := int(self._runtime.cudaHostRegister(at + begin, size, PORTABLE_MAPPED)):
+                self.close()
+                raise OSError(f"CUDA error {error} after {begin} bytes")
+            self._pinned.append(at + begin)
+            progress(begin + size, self.bytes)
+
+    def close(self) -> None:
+        """Gives the memory back; no kernel may use it any more. A second call does nothing."""
+        self.tensor = None
+        while self._pinned:
+            self._runtime.cudaHostUnregister(self._pinned.pop())
+
+
+def host_store(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    comm: Communicator,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> HostStore:
+    """This rank's store, of whatever shape; a collective call.
+
+    Raises:
+        ConfigError: some rank cannot have its memory; raised on every rank, and no rank keeps any.
+    """
+    store, reason = None, ""
+    try:
+        store = HostStore(shape, dtype, comm.device, progress)
+    except (OSError, ValueError, OverflowError) as error:  # a mapping of more than there are addresses is the last two
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        reason = (
+            f"rank {comm.rank} cannot pin {math.prod(shape) * dtype.itemsize} bytes of host memory for kv.host_bytes "
+            f"({error}; its limit of locked memory, ulimit -l, is {locked}): lower kv.host_bytes, or raise the limit"
+        )
+    reasons = [said for said in comm.all_gather_object(reason) if said]
+    if reasons:
+        if store is not None:
+            store.close()
+        raise ConfigError(reasons[0])
+    assert store is not None
+    return store
+
+
+def numa_node(device: torch.device) -> int | None:
+    """The NUMA node that a GPU's PCIe link leads to; None where the machine does not say."""
+    of = torch.cuda.get_device_properties(device)
+    address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+    file = DEVICES / address / "numa_node"
+    node = int(file.read_text()) if file.exists() else -1
+    return None if node < 0 else node
+
+
+def place_on(node: int, address: int, size: int) -> None:
+    """Lets pages that are not there yet come from a NUMA node, while it has any; where Linux refuses, from anywhere."""
+    if number := MBIND.get(platform.machine()):
+        nodes = (ctypes.c_ulong * (node // 64 + 1))()
+        nodes[node // 64] = 1 << node % 64
+        libc = ctypes.CDLL(None)
+        libc.syscall(number, ctypes.c_void_p(address), ctypes.c_ulong(size), PREFERRED, nodes, 64 * len(nodes) + 1, 0)

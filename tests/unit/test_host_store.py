@@ -1,0 +1,117 @@
+"""Host memory for a cache: as large as wanted, pinned piece by piece, or not at all, on every rank alike."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix import host_store as module
+from helix.errors import ConfigError
+from helix.host_store import HostStore, host_store, numa_node, place_on
+
+GPU = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+class Runtime:
+    """CUDA, as far as pinning goes: it has room for some bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 3
+        if sum(self.pinned.values()) + size > self.room:
+            return 2
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime(10 * MIB)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
+    monkeypatch.setattr(module, "PIECE", MIB)
+    return made
+
+
+PROPERTIES = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
+
+
+def test_exactly_the_bytes_that_are_wanted(runtime: Runtime) -> None:
+    """In pieces that follow one another, and given back to the last."""
+    seen: list[tuple[int, int]] = []
+    store = HostStore((3, 700_001), torch.bfloat16, GPU, lambda *bytes: seen.append(bytes))
+    assert store.tensor is not None and store.tensor.shape == (3, 700_001) and store.bytes == 4_200_006
+    begins = sorted(runtime.pinned)
+    assert begins[0] == store.tensor.data_ptr() and sum(runtime.pinned.values()) == store.bytes
+    assert all(a + runtime.pinned[a] == b for a, b in pairwise(begins))
+    assert seen[-1] == (store.bytes, store.bytes) and len(seen) == 5
+    store.tensor.fill_(1)
+    store.close()
+    store.close()
+    assert runtime.pinned == {} and store.tensor is None
+
+
+def test_nothing_stays_pinned_where_not_all_can_be(runtime: Runtime) -> None:
+    with pytest.raises(OSError, match="CUDA error 2 after 10485760 bytes"):
+        HostStore((11 * MIB,), torch.int8, GPU)
+    assert runtime.pinned == {}
+
+
+def test_a_cpu_pins_nothing(runtime: Runtime) -> None:
+    store = HostStore((5, 7), torch.float32, torch.device("cpu"))
+    assert store.tensor is not None and store.tensor.abs().sum() == 0 and runtime.pinned == {}
+    store.close()
+
+
+def test_every_rank_hears_of_one_that_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bytes, rank and limit; the others keep nothing."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (65536, 65536))
+    closed: list[int] = []
+    monkeypatch.setattr(HostStore, "close", lambda store: closed.append(store.bytes))
+
+    def body(world: LoopbackWorld, rank: int) -> str:
+        comm = world.communicator(rank, [0, 1, 2])
+        with pytest.raises(ConfigError) as error:
+            host_store((1 << (62 if rank == 1 else 10),), torch.int8, comm)
+        return str(error.value)
+
+    said = run_ranks(3, body, timeout_s=30.0)
+    assert len(set(said)) == 1 and closed == [1024, 1024]
+    for part in ("rank 1", f"{1 << 62} bytes", "65536 bytes", "lower kv.host_bytes"):
+        assert part in said[0]
+
+
+@pytest.mark.parametrize("text, node", [("1\n", 1), ("-1\n", None), (None, None)])
+def test_the_gpus_own_node(
+    text: str | None, node: int | None, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEVICES", tmp_path)
+    (tmp_path / "0000:dc:01.0").mkdir()
+    if text is not None:
+        (tmp_path / "0000:dc:01.0" / "numa_node").write_text(text)
+    assert numa_node(GPU) == node
+
+
+def test_memory_is_asked_of_a_node() -> None:
+    """Or of any, where Linux refuses; either way it can be written."""
+    memory = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for node in (0, 63, 64):
+        place_on(node, ctypes.addressof(ctypes.c_char.from_buffer(memory)), MIB)
+    memory[:5] = b"hello"
+    assert memory[:5] == b"hello"
