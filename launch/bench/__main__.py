@@ -27,6 +27,7 @@ from launch.bench import (
     sparse,
     speculate,
     steps,
+    tier,
     verify,
 )
 from launch.bench.runner import Benchmark, Given, record, run
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "verify": verify.BENCHMARK,
     "sampling": sampling.BENCHMARK,
     "sparse": sparse.BENCHMARK,
+    "tier": tier.BENCHMARK,
     "comm": comm.BENCHMARK,
     "step": steps.STEP,
     "baselines": steps.BASELINE,

@@ -259,9 +259,10 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
     """Tables, lists, counts, and every number of the state, over several choices with pages in common."""
     queries, rows, width, pages, ring = generator.choice([1, 3]), 2, 9, 60, 2
     heads, kvp = generator.choice([1, 3]), generator.choice([1, 2])
-    hots = [HotBlocks.create(1, heads, pages, rows * queries * width + 5, 12, torch.device("cpu")) for _ in range(2)]
-    lists = [BlockList.create(heads, rows * queries * width + 5, torch.device("cpu")) for _ in range(2)]
-    counts = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    devices, places = [torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.device("cpu")], 27 * queries
+    hots = [HotBlocks.create(1, heads, pages, places, 12, device) for device in devices]
+    lists = [BlockList.create(heads, places, device) for device in devices]
+    counts = [torch.zeros(2, dtype=torch.int64, device=device) for device in devices]
     grid = {"kvp": kvp, "kvp_rank": kvp - 1, "append_block": 4, "page_size": 4}
     layout = HelixLayout.create("helix", kvp)
     starts = torch.tensor([generator.randrange(kvp) for _ in range(rows)])
@@ -281,18 +282,18 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                 table[n, h, :columns] = torch.tensor(generator.sample(range(pages), columns), dtype=torch.int32)
                 if columns and generator.random() < 0.5:
                     table[n, h, 0] = -1
-        tables = [table.clone(), table.clone()]
+        tables = [table.to(device, copy=True) for device in devices]
         for op, found, hot, misses, counted in zip((resolve, reference), tables, hots, lists, counts, strict=True):
             with pytest.MonkeyPatch.context() as patch:
                 if not torch.cuda.is_available():
                     patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
-                op(found, hi, held.int(), positions, of_tokens, queries, hot.layer(0), misses, counted, 1, ring, **grid)
-        assert torch.equal(*tables) and torch.equal(*counts)
-        for field in fields(HotBlocks)[:-1]:
-            assert torch.equal(*(getattr(hot, field.name) for hot in hots)), field.name
-        for h in range(heads):
-            ours, theirs = ([x.source[h, : x.counts[h]], x.target[h, : x.counts[h]]] for x in lists)
-            assert all(map(torch.equal, ours, theirs)) and torch.equal(lists[0].counts, lists[1].counts)
+                args = [x.to(found.device) for x in (hi, held.int(), positions, of_tokens)]
+                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, **grid)
+        pairs = [tables, counts, [x.counts for x in lists]]
+        pairs += [[getattr(hot, field.name) for hot in hots] for field in fields(HotBlocks)[:-1]]
+        for h, count in enumerate(lists[0].counts.tolist()):
+            pairs += [[x.source[h, :count] for x in lists], [x.target[h, :count] for x in lists]]
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in pairs)
 
 
 def test_the_least_recently_chosen_goes(device: torch.device) -> None:
