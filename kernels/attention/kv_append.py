@@ -32,9 +32,8 @@ class HeadSlots:
     ) -> HeadSlots:  # fmt: skip
         """For all `heads` of N rows, x [N, ...]; of its dtype."""
         kv_heads, D = k_cache.shape[2:]
-        for cache in (k_cache, v_cache):
-            assert cache.stride()[1:] == (kv_heads * D, D, 1), f"a page must be contiguous, got {cache.stride()}"
-            assert cache.dtype == x.dtype
+        assert k_cache.stride()[1:] == v_cache.stride()[1:] and k_cache.stride(3) == 1
+        assert k_cache.dtype == v_cache.dtype == x.dtype
         assert cos.is_contiguous() and sin.is_contiguous() and slots.is_contiguous()
         q = torch.empty(len(x), heads - 2 * kv_heads, D, dtype=x.dtype, device=x.device)
         return cls(cos, sin, slots, k_cache, v_cache, q)
@@ -52,17 +51,20 @@ class HeadSlots:
     def shape(self) -> dict[str, int]:
         """The arguments as kernels want them."""
         (_, q_heads, D), (_, page_size, kv_heads, _) = self.q.shape, self.k_cache.shape
-        return dict(Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size)
+        slot, head = self.k_cache.stride()[1:3]
+        return dict(Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size, SLOT=slot, HEAD=head)
 
 
 @triton.jit
 def store_heads(
     first, second, c, s, n, head, d, slot, live, q, k_cache, v_cache, k_page, v_page,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
+    HEAD: tl.constexpr,
 ):  # fmt: skip
     """Stores values d and d + D / 2 of heads of tokens n: queries and keys rotated, keys and values in their slots.
 
-    All but the cache and its shape are of one shape, or broadcast to it; the values fp32, not rounded yet.
+    All but the cache and its shape are of one shape, or broadcast to it; the values fp32, not rounded yet. A page has
+    SLOT numbers from a token to the next, and HEAD from a head to the next.
     """
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q.dtype.element_ty
@@ -77,11 +79,11 @@ def store_heads(
     tl.store(target + half, second, mask=query)
     kept = live & (slot >= 0)
     key = kept & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
-    within = slot % PAGE * (KV_HEADS * D) + (head - Q_HEADS) * D + d
+    within = slot % PAGE * SLOT + (head - Q_HEADS) * HEAD + d
     target = k_cache + slot // PAGE * k_page + within
     tl.store(target, first, mask=key)
     tl.store(target + half, second, mask=key)
-    target = v_cache + slot // PAGE * v_page + within - KV_HEADS * D
+    target = v_cache + slot // PAGE * v_page + within - KV_HEADS * HEAD
     tl.store(target, first, mask=kept & is_value)
     tl.store(target + half, second, mask=kept & is_value)
 
@@ -89,8 +91,8 @@ def store_heads(
 @triton.jit
 def _kv_append_kernel(
     qkv, cos, sin, slots, k_cache, v_cache, q, q_norm, k_norm, x_n, x_h, k_page, v_page, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     if D > ROOMY:  # otherwise attention has to find the whole GPU empty, or its programs crowd on some SMs
@@ -117,8 +119,9 @@ def _kv_append_kernel(
                 tl.float32
             )
     store_heads(
-        first, second, c, s, n, head, d, slot, inside, q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE
-    )
+        first, second, c, s, n, head, d, slot, inside, q, k_cache, v_cache, k_page, v_page,
+        Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
+    )  # fmt: skip
 
 
 def kv_append(
@@ -136,8 +139,8 @@ def kv_append(
         qkv: [N, Hq + 2 Hkv, D]: the query heads, then the key heads, then the value heads; last dim contiguous.
         cos: [N, D / 2], contiguous; of the angles by which the halves of a head are rotated against each other.
         sin: like `cos`.
-        k_cache: [pages, page_size, Hkv, D] in qkv's dtype, contiguous within a page; pages may be strided.
-        v_cache: like `k_cache`.
+        k_cache: [pages, page_size, Hkv, D] in qkv's dtype, last dim contiguous.
+        v_cache: like `k_cache`; with the same strides within a page.
         slots: [N] int64, `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
         norms: RMSNorm of each head before the rotation: weights of queries and of keys [D], and eps.
 

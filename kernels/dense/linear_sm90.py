@@ -91,7 +91,8 @@ def _linear_sm90_kernel(
     SPLIT: gl.constexpr, SLICED: gl.constexpr, N_MAX: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
-    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
+    HEAD: gl.constexpr,
 ):  # fmt: skip
     SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight; a pair has to end in one program
     HEADS: gl.constexpr = D > 0
@@ -217,7 +218,7 @@ def _linear_sm90_kernel(
     elif HEADS:
         store_heads(
             y, up, cosine, sine, n[None, :].to(gl.int64), head, d, place, live,
-            q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE,
+            q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
         )  # fmt: skip
     else:
         gl.store(out + (row + r)[:, None] + (n * R)[None, :], y.to(out.dtype.element_ty), mask=live)
@@ -306,6 +307,6 @@ def launch(
         *(*heads.tensors, *heads.strides) if heads else (*[None] * 6, 0, 0),
         SPLIT=split, SLICED=sliced, N_MAX=n_max, BLOCK_K=block_k, STAGES=stages, BIAS=bias is not None, GATED=gated,
         **sum_shape(sums),
-        **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0),
+        **heads.shape if heads else dict(Q_HEADS=0, KV_HEADS=0, D=0, PAGE=0, SLOT=0, HEAD=0),
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -25,8 +25,8 @@ WARPS = 48  # that an SM has registers for
 @triton.jit
 def _qkv_append_kernel(
     x, weight, bias, cos, sin, slots, k_cache, v_cache, q, x_n, N, K, k_page, v_page,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
@@ -53,6 +53,7 @@ def _qkv_append_kernel(
     store_heads(
         first, second, c, s, n[:, None].to(tl.int64), head[None, :], d[None, :], slot[:, None],
         (n < N)[:, None] & live[None, :], q, k_cache, v_cache, k_page, v_page, Q_HEADS, KV_HEADS, D, PAGE,
+        SLOT, HEAD,
     )  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
     yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
-    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64}
+    heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
     yield "append", bf16, _kv_append_kernel, heads | {"BLOCK": 64, "NORMS": True, "PDL": True}, {"num_warps": 1}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
@@ -207,7 +207,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         tile |= {"BIAS": True, "GATED": gated}
         world = {"RANKS": 8, "PIECES": 512, "SIZE": 256, "TWO_SHOT": split == 2, "out": None}
         none = dict.fromkeys(("cos", "sin", "slots", "k_cache", "v_cache", "q"))
-        none |= dict.fromkeys(("Q_HEADS", "KV_HEADS", "D", "PAGE"), 0)
+        none |= dict.fromkeys(("Q_HEADS", "KV_HEADS", "D", "PAGE", "SLOT", "HEAD"), 0)
         alone |= {"TWO_SHOT": False}
         yield "linear-sm90", bf16, _linear_sm90_kernel, tile | alone | none, {"num_warps": 4}
         if gated:

@@ -33,6 +33,7 @@ SHAPES = [  # query heads, KV heads, head dim, page size
 @pytest.mark.parametrize("q_heads, kv_heads, dim, page_size", SHAPES)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("blocks", [False, True])
 def test_rotates_and_writes_slots_and_nothing_else(
     op: Any,
     q_heads: int,
@@ -41,6 +42,7 @@ def test_rotates_and_writes_slots_and_nothing_else(
     page_size: int,
     norms: bool,
     dtype: torch.dtype,
+    blocks: bool,
     device: torch.device,
 ) -> None:
     pages, N = 5, 6
@@ -52,9 +54,10 @@ def test_rotates_and_writes_slots_and_nothing_else(
     angle = torch.randn(N, dim // 2, generator=gen) * 100
     cos, sin = angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
     gains = torch.randn(2, dim, generator=gen).to(dtype).to(device)
-    # Layers of one cache: pages are apart from each other.
-    wide = torch.full((pages, 2, page_size, kv_heads, dim), torch.nan, dtype=dtype, device=device)
-    k_cache, v_cache = wide[:, 0], wide[:, 1]
+    # Layers of one cache: pages are apart from each other; or a block for each head, its keys and then its values.
+    shape = (pages, kv_heads, 2, page_size, dim) if blocks else (pages, 2, page_size, kv_heads, dim)
+    wide = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    k_cache, v_cache = wide.permute(2, 0, 3, 1, 4) if blocks else wide.transpose(0, 1)
     slots = torch.randperm(pages * page_size, generator=gen)[:N]
     slots = torch.cat([slots, torch.full((N - len(slots),), -1)])
     slots[2] = -1
