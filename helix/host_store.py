@@ -1,8 +1,9 @@
 """Host memory that a GPU's kernels read and write as their own: pinned, mapped, and exactly as large as wanted.
 
 torch's pinned allocator rounds up to a power of two, so the memory is mapped here and registered with CUDA piece by
-piece. Under unified addressing a GPU sees registered memory at the host's own address: the CPU tensor over it is a
-kernel's argument like any other, and kernels reach it over PCIe.
+piece. Under unified addressing a GPU sees registered memory at the host's own address, and torch takes such an address
+for the GPU's own (`__cuda_array_interface__`): the tensor is one of the GPU, whatever is launched over it runs there,
+in the order of its stream, and goes over PCIe.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 class HostStore:
-    """A tensor in host memory that kernels on `device` can use; on a CPU, memory like any other.
+    """A tensor of `device` that lies in host memory; on a CPU, memory like any other.
 
     Args:
         progress: called with (bytes pinned, bytes in all).
@@ -50,12 +52,17 @@ class HostStore:
     ) -> None:
         self.bytes = math.prod(shape) * dtype.itemsize
         self._pinned: list[int] = []  # addresses
-        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor: torch.Tensor | None = torch.frombuffer(memory, dtype=dtype).view(*shape)
-        if device.type != "cuda":
-            return
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        at = self.tensor.data_ptr()
+        self._memory: mmap.mmap | None = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        numbers = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.tensor: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._pin(numbers.data_ptr(), device, progress)
+            numbers = mapped(numbers.data_ptr(), self.bytes, device)
+        self.tensor = numbers.view(dtype).view(*shape)
+
+    def _pin(self, at: int, device: torch.device, progress: Callable[[int, int], None]) -> None:
+        assert self._memory is not None
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
         if (node := numa_node(device)) is not None:
             place_on(node, at, self.bytes)
         self._runtime: Any = torch.cuda.cudart()
@@ -72,6 +79,7 @@ class HostStore:
         self.tensor = None
         while self._pinned:
             self._runtime.cudaHostUnregister(self._pinned.pop())
+        self._memory = None
 
 
 def host_store(
@@ -102,6 +110,12 @@ def host_store(
         raise ConfigError(reasons[0])
     assert store is not None
     return store
+
+
+def mapped(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes of registered memory as a tensor of the GPU, uint8."""
+    said = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=said), device=device)
 
 
 def numa_node(device: torch.device) -> int | None:

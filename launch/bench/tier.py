@@ -42,9 +42,8 @@ def store(device: torch.device) -> tuple[HostStore, float]:
     made = HostStore((1, (STORE if gpu else 1 << 20) // (4 * PAGE * DIM), 2, PAGE, DIM), torch.bfloat16, device)
     took = time.perf_counter() - begin
     assert made.tensor is not None
-    made.tensor.view(torch.int32).view(made.tensor.shape[1], -1)[:, ::1024] = torch.arange(made.tensor.shape[1])[
-        :, None
-    ]
+    numbers = torch.arange(made.tensor.shape[1], dtype=torch.int32, device=device)
+    made.tensor.view(torch.int32).view(len(numbers), -1)[:, ::1024] = numbers[:, None]
     return made, took / made.bytes * 1e9
 
 
@@ -138,7 +137,7 @@ def write(given: Given, batch: int, filled: bool) -> Iterator[Row]:
     run(0)
     if filled:
         for n, page in enumerate(tables[:, 0].tolist()):
-            ours = places[:, n * HEADS : (n + 1) * HEADS].cpu()
+            ours = places[:, n * HEADS : (n + 1) * HEADS]
             assert torch.equal(host[:, page * HEADS : (page + 1) * HEADS], ours)
     s = seconds(run, 1, device)
     size = filled * layers * places[0].numel() * 2

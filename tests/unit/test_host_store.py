@@ -46,7 +46,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(module, "PIECE", MIB)
+    monkeypatch.setattr(module, "mapped", lambda address, size, device: bytes_at(address, size))
     return made
+
+
+def bytes_at(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
 PROPERTIES = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
