@@ -216,6 +216,7 @@ class KVCache:
         entries: shapes of what one token stores in one layer: `(Hkv, D)` twice for keys and values, `(R + P,)` for a
             latent.
         score: what stands for a page where queries choose, as `kernels.sparse.block_bounds` has it; None: nothing.
+        tensors: the memory; None: allocated on `device`.
 
     Attributes:
         tensors: one for each entry, [layers, pages, page_size, *entry].
@@ -231,19 +232,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         score: str | None = None,
+        tensors: list[Tensor] | None = None,
     ) -> None:
         self.pages = pages
         self.score = score
         self.device = device
         self.bytes_per_token = token_bytes(layers, entries, dtype)
-        self.tensors = [torch.empty(layers, pages, page_size, *entry, dtype=dtype, device=device) for entry in entries]
+        self.tensors = tensors or [
+            torch.empty(layers, pages, page_size, *entry, dtype=dtype, device=device) for entry in entries
+        ]
         self.bounds: Tensor | None = None
         if score is not None:
             heads, dim = entries[0]
             self.bounds = torch.empty(layers, pages, heads, 2, dim, dtype=dtype, device=device)
 
-    def layer(self, index: int, latent: int | None = None) -> LayerCache:
-        """One layer's part; `latent` is R of a cache of latents."""
+    def layer(self, index: int, latent: int | None = None, prefill: bool = False) -> LayerCache:
+        """One layer's part; `latent` is R of a cache of latents; `prefill`: for a step of prompts."""
         keys = self.tensors[0][index]
         values = self.tensors[1][index] if latent is None else keys[..., :latent]
         return LayerCache(index, keys, values, None if self.bounds is None else self.bounds[index])
@@ -264,6 +268,12 @@ class KVCache:
             fold_blocks(
                 self.tensors[0], self.bounds, tables, starts, before, after, pages, self.score, **placement.grid
             )
+
+    def commit(
+        self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int
+    ) -> None:
+        """Takes notice of what a decode step has committed of sequences 0, 1, ..; arguments as in `fold`."""
+        self.fold(placement, tables, starts, before, after, most)
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         """Copies pages `sources` [n] int32 to the pages `to`, which nobody has yet, in all layers."""

@@ -26,6 +26,7 @@ from helix.scheduler import Admission, Decision, Segment
 from helix.shaping import Shaper
 from helix.speculation import Draft, Drafter, accepted_tokens
 from helix.step import PAST, DecodeState
+from helix.tiered_cache import TieredCache
 from helix.transfers import to_device, to_host
 from kernels.reference.top_tokens import logprobs
 
@@ -86,7 +87,8 @@ class ModelRunner:
         self.device = cache.device
         max_pages = placement.stripes.pages_for(max_length + self.drafts)
         history = max_length + self.drafts + 1 if self.drafts else 0
-        self.state = DecodeState(max_batch, max_pages, placement, self.device, history)
+        rings = cache.ring_pages if isinstance(cache, TieredCache) else 0
+        self.state = DecodeState(max_batch, max_pages, placement, self.device, history, rings)
         self.admitted: dict[int, Admission] = {}
         self.hopb_chunks: dict[int, int] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
@@ -178,7 +180,7 @@ class ModelRunner:
             (s.slot, s.begin, torch.from_numpy(self.admitted[s.slot].prompt[s.begin : s.end]).long()) for s in segments
         ]
         step = self.state.prefill_step(prompts)
-        hidden = self.model.hidden(self.cache, step, self.dense)
+        hidden = self.model.hidden(self.cache, step, self.policy)
         slots, begins, ends = (
             to_device(torch.tensor(x), self.device)
             for x in zip(*((s.slot, s.begin, s.end) for s in segments), strict=True)
@@ -255,7 +257,7 @@ class ModelRunner:
         state, before = self.state, self.state.lengths[:rows].clone()
         taken = state.commit(drawn, tokens)
         ends = state.starts[:rows], before, state.lengths[:rows]
-        self.cache.fold(self.placement, state.block_tables[:rows], *ends, step.max_q)
+        self.cache.commit(self.placement, state.block_tables[:rows], *ends, step.max_q)
         if learner is not None:
             self.mark("choose")
             learner.verified(state, rows, drafts, before)

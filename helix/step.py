@@ -22,6 +22,38 @@ from kernels.tokens.commit import PAST, commit
 __all__ = ["PAST", "DecodeState", "Step"]
 
 
+@dataclass(frozen=True)
+class ChunkPart:
+    """A sequence's part of a prefill step whose new keys go to pages of the chunk's own first.
+
+    Attributes:
+        row: of its slot.
+        queries: its tokens among the step's.
+        begin, end: its local tokens before and behind the chunk.
+        page: page of the chunk for local page `begin // page_size`, the next ones behind it.
+    """
+
+    row: int
+    queries: slice
+    begin: int
+    end: int
+    page: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The prompts of a prefill step over a cache in host memory.
+
+    Attributes:
+        tables: [n, P] int32: pages of the chunk, from the one on in which a sequence's part begins.
+        edges: [N] int32: the first local token of that page, of each token's sequence.
+    """
+
+    parts: tuple[ChunkPart, ...]
+    tables: Tensor
+    edges: Tensor
+
+
 @dataclass
 class Step:
     """The N tokens of one forward pass.
@@ -40,6 +72,7 @@ class Step:
         first: slot of the first sequence of a decode step, whose slots follow one another.
         overlapped: whether another half of a prefill step computes while messages of this one are on their way.
         shared: tensors [N] that all layers read, by what they are.
+        chunk: of a prefill step, where the cache lies in host memory.
     """
 
     placement: Placement
@@ -56,6 +89,7 @@ class Step:
     first: int = 0
     overlapped: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
+    chunk: Chunk | None = None
 
     def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `make` gives, tensors [N]; made once for each key."""
@@ -123,6 +157,7 @@ class DecodeState:
 
     Args:
         history: tokens of each sequence to be kept for drafters, 0 where nobody looks back.
+        ring_pages: pages of a sequence that new tokens go to, where the cache lies in host memory; 0 elsewhere.
 
     Attributes:
         tokens: last token of each sequence [B] int64, not yet in the cache.
@@ -133,11 +168,18 @@ class DecodeState:
         active: rows that decode [B] bool.
         history: tokens of each sequence from its first on, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
+        append_tables: pages that new tokens of decode steps go to [B, P] int32; the same where the cache is on the GPU.
         sampling: each row's sampling parameters.
     """
 
     def __init__(
-        self, max_batch: int, max_pages: int, placement: Placement, device: torch.device, history: int = 0
+        self,
+        max_batch: int,
+        max_pages: int,
+        placement: Placement,
+        device: torch.device,
+        history: int = 0,
+        ring_pages: int = 0,
     ) -> None:
         self.placement = placement
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -147,6 +189,15 @@ class DecodeState:
         self.draft_limits = torch.full((max_batch,), MAX_QUERIES, dtype=torch.int64, device=device)
         self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(max_batch, max(max_pages, 1), dtype=torch.int32, device=device)
+        self.append_tables = self.block_tables
+        if ring_pages:
+            row, column = (
+                torch.arange(max_batch, device=device),
+                torch.arange(self.block_tables.shape[1], device=device),
+            )
+            self.append_tables = (row[:, None] * ring_pages + column % ring_pages).int()
+        self.ring_pages = ring_pages
+        self._starts = [0] * max_batch
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
@@ -159,7 +210,7 @@ class DecodeState:
             prompt: int32 [n].
         """
         self.write(row, 0, pages)
-        self.starts[row] = start
+        self.starts[row] = self._starts[row] = start
         self.limits[row] = limit
         self.active[row] = False
         if self.history.shape[1]:
@@ -220,7 +271,7 @@ class DecodeState:
             starts=starts,
             live=active,
             block_tables=block_tables,
-            append_slots=self.placement.cache_slots(positions, starts, active, block_tables, owner),
+            append_slots=self.placement.cache_slots(positions, starts, active, self.append_tables[:rows], owner),
             cu_q=None,
             max_q=len(tokens) // rows,
             chunks=chunks,
@@ -286,6 +337,8 @@ class DecodeState:
         tables = self.block_tables[rows]
         starts = self.starts[rows][sequence]
         live = torch.ones_like(positions, dtype=torch.bool)
+        chunk = self._chunk([(row, at, len(tokens)) for row, at, tokens in segments]) if self.ring_pages else None
+        append_tables = tables if chunk is None else chunk.tables
         return Step(
             self.placement,
             tokens=tokens,
@@ -293,8 +346,28 @@ class DecodeState:
             starts=starts,
             live=live,
             block_tables=tables,
-            append_slots=self.placement.cache_slots(positions, starts, live, tables, sequence),
+            append_slots=self.placement.cache_slots(positions, starts, live, append_tables, sequence),
             cu_q=cu_q,
             max_q=max(counts),
             max_k=-(-max(at + len(tokens) for _, at, tokens in segments) // self.placement.layout.kvp),
+            chunk=chunk,
         )
+
+    def _chunk(self, segments: list[tuple[int, int, int]]) -> Chunk:
+        """Pages for the new tokens of segments (row, global position of the first token, tokens)."""
+        where, page_size = self.placement, self.placement.page_size
+        parts: list[ChunkPart] = []
+        offset = page = 0
+        for row, at, count in segments:
+            begin, end = (
+                where.layout.local_length(n, where.kvp_rank, where.append_block, self._starts[row])
+                for n in (at, at + count)
+            )
+            parts.append(ChunkPart(row, slice(offset, offset + count), begin, end, page))
+            offset += count
+            page += -(-end // page_size) - begin // page_size
+        columns = self.block_tables.shape[1]
+        firsts = torch.tensor([part.begin // page_size for part in parts])
+        tables = torch.tensor([part.page for part in parts])[:, None] - firsts[:, None] + torch.arange(columns)
+        edges = (firsts * page_size).repeat_interleave(torch.tensor([count for *_, count in segments]))
+        return Chunk(tuple(parts), *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))

@@ -76,7 +76,9 @@ class ShardedAttention:
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Queries of `project` -> this rank's part [N, H]."""
-        return self.output(self.attend(q, cache.layer(self.index, self.latent), step, policy).flatten(1))
+        return self.output(
+            self.attend(q, cache.layer(self.index, self.latent, step.cu_q is not None), step, policy).flatten(1)
+        )
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """[N, Hq_local, D] over one layer's cache -> what all ranks found for this one's own heads [N, heads, D]."""
@@ -156,7 +158,7 @@ class Attention(ShardedAttention):
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """x [N, H], the same on every rank -> queries [N, Hq, D] of this TPA slice; keys and values are appended."""
-        mine = cache.layer(self.index)
+        mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = *angles, mine.keys, mine.values, step.append_slots, self.norms
         if len(self.shares) > 1 and step.overlapped:
             return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)

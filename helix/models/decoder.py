@@ -167,7 +167,9 @@ class Decoder:
         Args:
             policy: which keys a query reads, in this step; steps of different policies may share a cache.
         """
-        if step.cu_q is None or self.comm.world_size == 1 or len(step.tokens) < 2 * turns.LEAST:
+        # Layers of a cache in host memory have one place for a chunk's keys: no half may run ahead of the other.
+        whole = step.cu_q is None or step.chunk is not None or self.comm.world_size == 1
+        if whole or len(step.tokens) < 2 * turns.LEAST:
             *_, normed = self._through(cache, step, policy)
             assert normed is not None
             return normed

@@ -15,8 +15,10 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.tiered import TieredAttention
 from helix.config import ServeConfig
 from helix.engine import Engine
+from helix.host_store import HostStore
 from helix.kv_cache import BlockBudget, KVCache, Placement
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
@@ -24,6 +26,7 @@ from helix.model_runner import ModelRunner
 from helix.models import Decoder, spec_from_config
 from helix.request import Request
 from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
+from helix.tiered_cache import TieredCache, chunk_pages, ring_pages
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -48,11 +51,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Sparse:
-    """How block-sparse steps choose; `choice` is local or global."""
+    """How block-sparse steps choose; `choice` is local or global.
+
+    Attributes:
+        hot: places of each KV head in each layer, where the cache is in host memory; None: it is on the GPU.
+    """
 
     budget: BlockBudget
     score: str = "bounds"
     choice: str = "global"
+    hot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,27 @@ def build_engine(
     entries = spec.entries(layout, comm.rank)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
-    cache = KVCache(spec.layers, pages, page_size, entries, dtype, device, score)
+    policy: AttentionPolicy | None = None
+    if sparse:
+        over_all, kind = comm if sparse.choice == "global" else None, BlockSparseAttention
+        if sparse.hot is not None:
+            kind = TieredAttention
+        policy = kind(sparse.budget, sparse.score, placement, max_length, device, over_all)
+    if isinstance(policy, TieredAttention):
+        assert score is not None and sparse is not None and sparse.hot is not None
+        drafts = 0 if drafter is None else drafter.limit
+        heads, dim = entries[0]
+        cache: KVCache = TieredCache(
+            spec.layers, pages, page_size, entries, dtype, device, score, max_batch=max_batch,
+            store=HostStore((spec.layers, pages * heads, 2, page_size, dim), dtype, device),
+            ring_pages=ring_pages(page_size, drafts + 1),
+            hot=sparse.hot,
+            chunk_pages=chunk_pages(placement, prefill_chunk, max_batch), piece_pages=3,
+        )  # fmt: skip
+        for tensor in cache.on_gpu:
+            tensor.fill_(torch.nan)
+    else:
+        cache = KVCache(spec.layers, pages, page_size, entries, dtype, device, score)
     for tensor in [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):
@@ -130,10 +158,6 @@ def build_engine(
         )  # fmt: skip
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)
-    policy: AttentionPolicy | None = None
-    if sparse:
-        over_all = comm if sparse.choice == "global" else None
-        policy = BlockSparseAttention(sparse.budget, sparse.score, placement, max_length, device, over_all)
     runner = ModelRunner(
         model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
         drafter=drafter,

@@ -41,6 +41,7 @@ LEVELS = {
         {"host_store", "pages", "sampling", "score_pages", "tokenizer"},
         {"kv_cache"},
         {"prefix", "request", "shaping", "step"},
+        {"tiered_cache"},
         {"attention", "block_tables", "inbox", "text"},
         {"layers", "scheduler"},
         {"models"},

@@ -1,0 +1,145 @@
+"""Block-sparse decode over a cache in host memory: a step chooses, lets what it has chosen come, and reads it there.
+
+What attention reads is what the layer chose, as over a cache on the GPU; tokens are the same. Prefill stays dense and
+exact: a chunk reads its own keys where they were written, and those before it as they come from the host, in pieces
+whose partial results are merged by their LSE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.step import ChunkPart, Step
+from helix.tiered_cache import TieredLayer, pages_of
+from kernels.attention.flash_decode import decode_parts
+from kernels.attention.flash_prefill import flash_prefill
+from kernels.attention.lse_combine import lse_combine
+from kernels.attention.split_kv import PartialAttention
+from kernels.overlap import sm_count
+from kernels.paged_keys import PagedKeys
+from kernels.sparse.select_blocks import select_blocks
+from kernels.tier.copy_blocks import copy_blocks
+from kernels.tier.resolve import resolve
+
+
+class TieredAttention(BlockSparseAttention):
+    """All steps over a cache in host memory run under it, those of short sequences and of windows too.
+
+    Arguments and attributes as in `BlockSparseAttention`.
+    """
+
+    def __init__(
+        self,
+        budget: BlockBudget,
+        score: str,
+        placement: Placement,
+        max_length: int,
+        device: torch.device,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__(budget, score, placement, max_length, device, comm)
+        self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
+        self._placement, self._max_length = placement, max_length
+        self._uncounted = torch.zeros_like(self.counted)
+
+    def _width(self, window: int | None) -> int:
+        """The most pages that a query of a layer reads."""
+        if window is None:
+            return self.width
+        budget = BlockBudget(0, -(-window // self._placement.page_size) + 1, 0, 0)
+        return self._placement.most_blocks(budget, self._max_length)
+
+    def least_places(self, windows: Iterable[int | None], drafts: int) -> int:
+        """Hot places of each KV head that hold whatever a sequence's queries of one step read, drafts among them."""
+        return max(self._width(w) + drafts * (self.budget.topk if w is None else 0) for w in windows)
+
+    def prepare(self, step: Step, windows: set[int | None]) -> None:
+        for window in windows:
+            if step.cu_q is not None:
+                step.bounds(window)
+            else:
+                self._read(step, window)
+
+    def _read(self, step: Step, window: int | None) -> tuple[Tensor, ...]:
+        """First, last and number of the pages that each query's table is made of, one past its last key, its first."""
+        if window is None:
+            return self._ranges(step)
+
+        def make() -> tuple[Tensor, ...]:
+            lo, hi = step.bounds(window)
+            page = step.placement.page_size
+            skipped = lo // page
+            return torch.zeros_like(lo), skipped, -(-hi // page), hi - skipped * page, lo - skipped * page
+
+        return step.once(("pages of a window", window), make)
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: Step,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
+        reserved_sms: int = 0,
+    ) -> PartialAttention:
+        assert isinstance(cache, TieredLayer) and cache.bounds is not None
+        if step.cu_q is not None:
+            return self._prefill(q, cache, step, window, scale, sinks)
+        first, last, pages, hi, lo = self._read(step, window)
+        sms = max(1, sm_count(q.device) - reserved_sms)
+        if window is None:
+            table = self.choose(q, cache, step, sms)
+        else:
+            width, ranges = self._width(window), (first, last, pages)
+            table = select_blocks(
+                q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
+            )
+        resolve(
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
+            step.first, cache.ring_pages, **step.placement.grid, page_size=step.placement.page_size,
+        )  # fmt: skip
+        copy_blocks(cache.host, cache.places, cache.misses)
+        keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], scale, sinks)
+        return decode_parts(q[:, None], keys, sms=sms, early=True)
+
+    def _prefill(
+        self, q: Tensor, cache: TieredLayer, step: Step, window: int | None, scale: float, sinks: Tensor | None
+    ) -> PartialAttention:
+        assert step.cu_q is not None and step.chunk is not None
+        lo, hi = step.bounds(window)
+        for part in step.chunk.parts:
+            cache.begin(part)
+        own = PagedKeys(
+            cache.keys, cache.values, step.chunk.tables, torch.maximum(lo, step.chunk.edges), hi, scale, sinks
+        )
+        out, lse = flash_prefill(q, own, step.cu_q, step.max_q, step.max_q)
+        for part, table in zip(step.chunk.parts, step.block_tables, strict=True):
+            at = part.queries
+            for keys in self._before(part, table, cache, lo[at], window, scale):
+                cu_q = torch.tensor([0, at.stop - at.start], dtype=torch.int32).to(q.device)
+                found = flash_prefill(q[at], keys, cu_q, at.stop - at.start, keys.table.shape[1] * keys.page_size)
+                both = (torch.stack(pair) for pair in zip((out[at], lse[at]), found, strict=True))
+                lse_combine(*both, out=out[at], out_lse=lse[at], return_lse=True)
+            cache.end(part, table)
+        return PartialAttention(out, lse)
+
+    def _before(
+        self, part: ChunkPart, table: Tensor, cache: TieredLayer, lo: Tensor, window: int | None, scale: float
+    ) -> Iterator[PagedKeys]:
+        """Full pages before a part of a chunk that its queries may read, as they come from the host."""
+        page_size, heads = cache.keys.shape[1:3]
+        keys, values = pages_of(cache.pieces[0], heads)
+        begin, stop = 0 if window is None else max(0, part.begin - window) // page_size, part.begin // page_size
+        for first in range(begin, stop, len(keys)):
+            count = min(len(keys), stop - first)
+            here = torch.arange(count, dtype=torch.int32, device=lo.device)
+            copy_blocks(cache.host, cache.pieces, cache.blocks(table[first : first + count], here))
+            from_here = (lo - first * page_size).clamp(0, count * page_size)
+            yield PagedKeys(keys, values, here[None], from_here, torch.full_like(from_here, count * page_size), scale)

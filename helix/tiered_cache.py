@@ -1,0 +1,180 @@
+"""A KV cache in host memory, and what of it is on the GPU: what is being written, and the blocks that were chosen last.
+
+A page goes to the host once it is full of committed tokens, in blocks: a page of one KV head, its keys and then its
+values, in one piece. Until then it lies on the GPU in a ring of pages that its sequence has: local page i is page
+`i % ring_pages` of the ring. Where blocks have places is `kernels.hot_blocks`' matter, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from helix.host_store import HostStore
+from helix.kv_cache import KVCache, LayerCache, Placement
+from helix.step import ChunkPart
+from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.tier.copy_blocks import copy_blocks
+from kernels.tier.write_back import write_back
+
+
+@dataclass(frozen=True, kw_only=True)
+class TieredLayer(LayerCache):
+    """One layer's part on this rank. `keys` and `values` are where new tokens go: rings, or pages of a prompt's chunk.
+
+    Attributes:
+        host: [1, pages * Hkv, 2, page_size, D], the layer's blocks in host memory.
+        places: [1, places, 2, page_size, D]: rings, then hot places.
+        hot: which blocks have a place.
+        chunk: [1, n * Hkv, 2, page_size, D], pages of a prompt's chunk, for all layers in turn.
+        pieces: like `chunk`: pages of what is before it.
+        misses: what has to come, for all layers in turn.
+        counted: [2] int64: blocks chosen that had a place, and blocks that came.
+        ring_pages: of a sequence.
+    """
+
+    host: Tensor
+    places: Tensor
+    hot: HotBlocks
+    chunk: Tensor
+    pieces: Tensor
+    misses: BlockList
+    counted: Tensor
+    ring_pages: int
+
+    @property
+    def every_place(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [places, page_size, Hkv, D] in which every head finds a place's block."""
+        keys, values = (self.places[0, :, i, :, None].expand(-1, -1, self.keys.shape[2], -1) for i in range(2))
+        return keys, values
+
+    def blocks(self, source: Tensor, target: Tensor) -> BlockList:
+        """All blocks of pages `source` [n], for those of pages `target` [n]; both int, on the device."""
+        heads = torch.arange(self.keys.shape[2], dtype=torch.int32, device=source.device)
+        count = torch.full((1,), len(source) * len(heads), dtype=torch.int32, device=source.device)
+        source, target = ((pages.int()[:, None] * len(heads) + heads).view(1, -1) for pages in (source, target))
+        return BlockList(source, target, count)
+
+    def begin(self, part: ChunkPart) -> None:
+        """Takes the page that earlier chunks have left unfinished out of its ring; new tokens are in the chunk already.
+
+        Args:
+            part: of a step whose tokens were appended.
+        """
+        page_size, heads = self.keys.shape[1:3]
+        if known := part.begin % page_size:
+            here, ring = part.page * heads, self._ring(part.row, part.begin // page_size)
+            of_chunk, of_ring = self.chunk[0, here : here + heads], self.places[0, ring : ring + heads]
+            of_chunk[:, :, :known] = of_ring[:, :, :known]
+
+    def end(self, part: ChunkPart, table: Tensor) -> None:
+        """Writes a chunk's full pages to the host's of `table` [P], and puts the unfinished one into its ring."""
+        page_size, heads = self.keys.shape[1:3]
+        first, last = part.begin // page_size, part.end // page_size
+        if last > first:
+            at = torch.arange(part.page, part.page + last - first, device=table.device)
+            pages = table[first:last]
+            copy_blocks(self.chunk, self.host, self.blocks(at, pages))
+            self.hot.place_of[:, pages.long()] = NOWHERE
+        if part.end % page_size:
+            here, ring = (part.page + last - first) * heads, self._ring(part.row, last)
+            self.places[0, ring : ring + heads] = self.chunk[0, here : here + heads]
+
+    def _ring(self, row: int, column: int) -> int:
+        """The first place of a local page in its sequence's ring."""
+        return (row * self.ring_pages + column % self.ring_pages) * self.keys.shape[2]
+
+
+class TieredCache(KVCache):
+    """What this rank stores of the tokens it owns, in host memory.
+
+    Args:
+        store: host memory, [layers, pages * Hkv, 2, page_size, D].
+        ring_pages: of each of `max_batch` sequences; `ring_pages` says how many.
+        hot: places of each KV head in each layer, for at least as many blocks as a step can choose.
+        chunk_pages: that the chunks of a prefill step can touch.
+        piece_pages: of what lies before a chunk, that are on the GPU at once.
+
+    Attributes:
+        tensors: keys and values [layers, pages, page_size, Hkv, D] in host memory.
+        hot: which blocks have a place, in all layers.
+        places: [layers, places, 2, page_size, D].
+        counted: [2] int64, on the device: blocks chosen that had a place, and blocks that came over the link.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        entries: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        score: str,
+        *,
+        store: HostStore,
+        max_batch: int,
+        ring_pages: int,
+        hot: int,
+        chunk_pages: int,
+        piece_pages: int,
+    ) -> None:
+        assert store.tensor is not None
+        heads, dim = entries[0]
+        self.store, self.host, self.ring_pages = store, store.tensor, ring_pages
+        super().__init__(layers, pages, page_size, entries, dtype, device, score, [*pages_of(self.host, heads)])
+        rings, block = max_batch * ring_pages * heads, (2, page_size, dim)
+        # Zeros: a benchmark's sequences were never written.
+        self.places = torch.zeros(layers, rings + heads * hot, *block, dtype=dtype, device=device)
+        self.hot = HotBlocks.create(layers, heads, pages, hot, rings, device)
+        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self._chunk, self._pieces = (
+            torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (chunk_pages, piece_pages)
+        )
+        self._misses = BlockList.create(heads, hot, device)
+        self._heads, self._rings = heads, rings
+
+    @property
+    def on_gpu(self) -> list[Tensor]:
+        """All blocks that are not in host memory."""
+        return [self.places, self._chunk, self._pieces]
+
+    def layer(self, index: int, latent: int | None = None, prefill: bool = False) -> LayerCache:
+        assert latent is None and self.bounds is not None
+        keys, values = pages_of(self._chunk[0] if prefill else self.places[index, : self._rings], self._heads)
+        return TieredLayer(
+            index, keys, values, self.bounds[index], host=self.host[index : index + 1],
+            places=self.places[index : index + 1], hot=self.hot.layer(index), chunk=self._chunk, pieces=self._pieces,
+            misses=self._misses, counted=self.counted, ring_pages=self.ring_pages,
+        )  # fmt: skip
+
+    def commit(
+        self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int
+    ) -> None:
+        page = placement.page_size
+        write_back(
+            self.places, self.host, self.hot.place_of, tables, starts, before, after, (page + most - 1) // page,
+            0, self.ring_pages, **placement.grid, page_size=page,
+        )  # fmt: skip
+        self.fold(placement, tables, starts, before, after, most)
+
+
+def ring_pages(page_size: int, queries: int) -> int:
+    """Pages that tokens of a rank can lie in which are not committed, and which have `queries` at most."""
+    return (page_size + queries - 2) // page_size + 1
+
+
+def pages_of(blocks: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [..., n, page_size, heads, D] in blocks [..., n * heads, 2, page_size, D]."""
+    keys, values = (x.transpose(-3, -2) for x in blocks.unflatten(-4, (-1, heads)).unbind(-3))
+    return keys, values
+
+
+def chunk_pages(placement: Placement, tokens: int, sequences: int) -> int:
+    """Pages of a rank that a prefill step of so many tokens of so many sequences can touch."""
+    block = placement.append_block
+    local = -(-tokens // (placement.layout.kvp * block)) * block + sequences * block
+    return -(-local // placement.page_size) + 2 * sequences

@@ -1,0 +1,148 @@
+"""A cache in host memory changes no token: not with places for one choice alone, nor with some for all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.tiered_cache import TieredCache
+from tests.e2e.parity import Sparse
+from tests.e2e.test_block_sparse import (
+    BUDGET,
+    GRIDS,
+    LENGTHS,
+    NEW_TOKENS,
+    PAGE,
+    SHORT_WINDOW,
+    SLOW,
+    dense,
+    prompts,
+    tokens,
+    wanted,
+)
+
+# Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
+FEW, ALL = {1: 25, 2: 17, 3: 11, 4: 9}, 40
+
+
+def in_host_memory(kvp: int) -> Sparse:
+    return Sparse(SHORT_WINDOW, hot=FEW.get(kvp, FEW[4]))
+
+
+@pytest.mark.parametrize("kvp, tpa", GRIDS)
+def test_every_grid(kvp: int, tpa: int) -> None:
+    counted: list[torch.Tensor] = []
+
+    def watched(engine: Engine) -> None:
+        assert isinstance(engine.runner.cache, TieredCache)
+        counted.append(engine.runner.cache.counted)
+
+    found = tokens("qwen2", HelixLayout.create("helix", kvp, tpa), in_host_memory(kvp), watched)
+    assert found == wanted("qwen2", SHORT_WINDOW) != dense("qwen2")
+    assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches"
+
+
+def test_with_places_for_everything_a_block_comes_once() -> None:
+    caches: list[TieredCache] = []
+
+    def watched(engine: Engine) -> None:
+        assert isinstance(engine.runner.cache, TieredCache)
+        caches.append(engine.runner.cache)
+
+    for hot in (FEW[1], ALL):
+        found = tokens("qwen2", HelixLayout.create(), Sparse(SHORT_WINDOW, hot=hot), watched)
+        assert found == wanted("qwen2", SHORT_WINDOW)
+    few, most = (int(cache.counted[1]) for cache in caches)
+    full = sum((n + NEW_TOKENS - 1) // PAGE for n in LENGTHS)
+    assert most <= full * caches[1].hot.place_of[:, :, 0].numel() < few
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", *(pytest.param(f, marks=SLOW) for f in ("llama-llama3", "qwen3", "qwen3-moe"))]
+)
+def test_families(family: str) -> None:
+    """With a learned sink, and windowed layers, whose keys come from the host too."""
+    assert tokens(family, HelixLayout.create("helix", 2), in_host_memory(2)) == wanted(family, SHORT_WINDOW)
+
+
+@pytest.mark.parametrize("mode, kvp, tpa", [pytest.param(*x, marks=SLOW) for x in (("medha", 3, 1), ("tp", 1, 2))])
+def test_modes(mode: str, kvp: int, tpa: int) -> None:
+    found = tokens("qwen2", HelixLayout.create(mode, kvp, tpa), in_host_memory(kvp))
+    assert found == wanted("qwen2", SHORT_WINDOW)
+
+
+@pytest.mark.parametrize("drafts, hot", [(3, 19), pytest.param(8, 24, marks=SLOW), pytest.param(20, 30, marks=SLOW)])
+def test_drafts(drafts: int, hot: int) -> None:
+    """Rejected ones run over into pages that are overwritten."""
+    budget = replace(BUDGET, local_blocks=2 if drafts < 16 else 3)
+    found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget, hot=hot), drafts=drafts)
+    assert found == wanted("qwen2", budget)
+
+
+def test_short_sequences_read_everything() -> None:
+    budget = replace(BUDGET, from_tokens=140)
+    assert tokens("qwen2", HelixLayout.create("helix", 2), Sparse(budget, hot=17)) == wanted("qwen2", budget)
+
+
+@pytest.mark.parametrize("block, kvp", [(8, 3), *(pytest.param(*x, marks=SLOW) for x in ((1, 2), (16, 4), (64, 2)))])
+def test_each_rank_its_own_share(block: int, kvp: int) -> None:
+    """Pages of several append blocks, and append blocks of several pages."""
+    layout, local = HelixLayout.create("helix", kvp), Sparse(SHORT_WINDOW, choice="local")
+    few = replace(local, hot=FEW[kvp])
+    assert tokens("qwen2", layout, few, block=block) == tokens("qwen2", layout, local, block=block)
+
+
+@pytest.mark.slow
+def test_chunks_change_no_token() -> None:
+    """A part of the batch may take the places of another."""
+
+    def chunked(engine: Engine) -> None:
+        engine.runner.hopb = "2"
+
+    layout, local = HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, choice="local")
+    assert tokens("qwen2", layout, replace(local, hot=10), chunked) == tokens("qwen2", layout, local)
+
+
+@pytest.mark.slow
+def test_sampled() -> None:
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
+    found = tokens("qwen2", HelixLayout.create("helix", 2), in_host_memory(2), sampling=sampling)
+    assert found == wanted("qwen2", SHORT_WINDOW, sampling=sampling)
+
+
+def without_write_back(engine: Engine) -> None:
+    engine.runner.cache.commit = engine.runner.cache.fold  # type: ignore[method-assign]
+
+
+def with_stale_places(engine: Engine) -> None:
+    """A page of a new sequence is looked up where the one before, of another sequence, has its place."""
+    cache = engine.runner.cache
+    assert isinstance(cache, TieredCache)
+    layer = cache.layer
+
+    def forgetful(index: int, latent: int | None = None, prefill: bool = False) -> object:
+        found = layer(index, latent, prefill)
+        hot = found.hot  # type: ignore[attr-defined]
+        return replace(found, hot=replace(hot, place_of=hot.place_of.clone())) if prefill else found
+
+    cache.layer = forgetful  # type: ignore[method-assign, assignment]
+    others = [Request(i, prompt[::-1], NEW_TOKENS) for i, prompt in enumerate(prompts())]
+    for _ in engine.generate(others):
+        pass
+
+
+@pytest.mark.parametrize("mistake", [without_write_back, with_stale_places])
+def test_mistakes_are_caught(mistake: Callable[[Engine], None]) -> None:
+    """In tokens, or by memory that nobody has written, which is NaN."""
+    found = None
+    with suppress(RuntimeError):
+        found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, hot=ALL), mistake)
+    assert found != wanted("qwen2", SHORT_WINDOW)
