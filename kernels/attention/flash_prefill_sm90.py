@@ -53,16 +53,20 @@ def _page(pages, tile, piece: gl.constexpr, start, stop, last, PAGE: gl.constexp
 
 
 @gluon.jit
-def _copy(cache, to, ready, tile, page_0, page_1, page_rows, column, PAGE: gl.constexpr):
-    row_0 = page_0 * page_rows + tile * KEYS % PAGE
-    row_1 = page_1 * page_rows + (tile * KEYS + PIECE) % PAGE
+def _copy(cache, to, ready, tile, page_0, page_1, head, PAGE: gl.constexpr):
+    page_rows, head_row, column = head
+    row_0 = page_0 * page_rows + head_row + tile * KEYS % PAGE
+    row_1 = page_1 * page_rows + head_row + (tile * KEYS + PIECE) % PAGE
     tma.async_copy_global_to_shared(cache, [row_0, column], ready, to.slice(0, PIECE))
     tma.async_copy_global_to_shared(cache, [row_1, column], ready, to.slice(PIECE, PIECE))
 
 
 @gluon.jit
-def _load(keys, values, pages, page_rows, column, tiles, pairs, PAGE: gl.constexpr):
-    """The warp that fills the stages: pair i is the keys of tile i and the values of tile i - 1."""
+def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
+    """The warp that fills the stages: pair i is the keys of tile i and the values of tile i - 1.
+
+    `head` is the rows of a page, and where in them the head begins: row and column.
+    """
     start, stop, _, _, first, last = tiles
     k_shared, v_shared, ready, free = pairs
     BYTES: gl.constexpr = KEYS * D * 2
@@ -70,7 +74,7 @@ def _load(keys, values, pages, page_rows, column, tiles, pairs, PAGE: gl.constex
         page_0 = _page(pages, first, 0, start, stop, last, PAGE)
         page_1 = _page(pages, first, 1, start, stop, last, PAGE)
         mbarrier.expect(ready.index(0), BYTES)
-        _copy(keys, k_shared.index(0), ready.index(0), first, page_0, page_1, page_rows, column, PAGE)
+        _copy(keys, k_shared.index(0), ready.index(0), first, page_0, page_1, head, PAGE)
         next_0 = _page(pages, first + 1, 0, start, stop, last, PAGE)
         next_1 = _page(pages, first + 1, 1, start, stop, last, PAGE)
         stage = 1
@@ -82,8 +86,8 @@ def _load(keys, values, pages, page_rows, column, tiles, pairs, PAGE: gl.constex
             here = ready.index(stage)
             mbarrier.wait(free.index(stage), phase)
             mbarrier.expect(here, 2 * BYTES)
-            _copy(keys, k_shared.index(stage), here, tile, next_0, next_1, page_rows, column, PAGE)
-            _copy(values, v_shared.index(stage), here, tile - 1, page_0, page_1, page_rows, column, PAGE)
+            _copy(keys, k_shared.index(stage), here, tile, next_0, next_1, head, PAGE)
+            _copy(values, v_shared.index(stage), here, tile - 1, page_0, page_1, head, PAGE)
             page_0 = next_0
             page_1 = next_1
             next_0 = ahead_0
@@ -94,7 +98,7 @@ def _load(keys, values, pages, page_rows, column, tiles, pairs, PAGE: gl.constex
                 phase ^= 1
         mbarrier.wait(free.index(stage), phase)
         mbarrier.expect(ready.index(stage), BYTES)
-        _copy(values, v_shared.index(stage), ready.index(stage), last - 1, page_0, page_1, page_rows, column, PAGE)
+        _copy(values, v_shared.index(stage), ready.index(stage), last - 1, page_0, page_1, head, PAGE)
 
 
 @gluon.jit
@@ -194,7 +198,7 @@ def _attend(
 @gluon.jit(do_not_specialize=["lse_s", "splits"])  # they change from chunk to chunk
 def _flash_prefill_sm90_kernel(
     keys, values, q, block_table, cu_q, lo, hi, sinks, out, lse,
-    q_n, q_h, page_rows, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
+    q_n, q_h, page_rows, head_rows, head_columns, table_i, out_s, out_n, out_h, lse_s, lse_n, lse_h, splits, scale_log2,
     GROUP: gl.constexpr, PAGE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     # The last queries read the most keys: they start first.
@@ -243,6 +247,7 @@ def _flash_prefill_sm90_kernel(
         out += split.to(gl.int64) * out_s
         lse += split.to(gl.int64) * lse_s
         tiles = (start, stop, full, full_stop, first, last)
+        rows_of_head = (page_rows, head * head_rows, head * head_columns)
         gl.warp_specialize(
             [
                 (
@@ -259,7 +264,7 @@ def _flash_prefill_sm90_kernel(
                         GROUP, SINKS,
                     ),
                 ),
-                (_load, (keys, values, block_table + segment * table_i, page_rows, head * D, tiles, pairs, PAGE)),
+                (_load, (keys, values, block_table + segment * table_i, rows_of_head, tiles, pairs, PAGE)),
             ],
             [4, 1],
             [240, 24],
@@ -277,8 +282,9 @@ def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
         and dim == D.value
         and q.dtype in (torch.bfloat16, torch.float16)
         and page_size % PIECE.value == 0
-        and k.stride()[1:] == (heads * dim, dim, 1)
-        and k.stride(0) % (heads * dim) == 0
+        # Heads beside each other, or each in rows of its own.
+        and (k.stride()[1:] == (heads * dim, dim, 1) or (k.stride(1) == dim and k.stride(2) % dim == 0))
+        and k.stride(0) % k.stride(1) == 0
         and k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
         and keys.scale > 0  # the largest score is sought before it is scaled
         and torch.cuda.get_device_capability(q.device)[0] == 9
@@ -288,7 +294,7 @@ def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
 def _slots(cache: torch.Tensor) -> TensorDescriptor:
     """The slots as rows of one matrix, those between pages that are apart among them."""
     width = cache.stride(1)
-    rows = (cache.shape[0] - 1) * (cache.stride(0) // width) + cache.shape[1]
+    rows = 1 + sum((n - 1) * (stride // width) for n, stride in zip(cache.shape[:3], cache.stride(), strict=False))
     slots = cache.as_strided((rows, width), (width, 1))
     return TensorDescriptor(slots, [rows, width], [width, 1], [PIECE.value, D.value], SHARED.value)
 
@@ -316,7 +322,7 @@ def launch(
         grid = triton.cdiv(max_q * group, 2 * ROWS.value), heads, (cu_q.shape[0] - 1) * splits
         _flash_prefill_sm90_kernel[grid](
             *slots, q, keys.table, cu_q, keys.lo, keys.hi, keys.sinks, part, part_lse,
-            *q.stride()[:2], k.stride(0) // k.stride(1), keys.table.stride(0),
+            *q.stride()[:2], k.stride(0) // k.stride(1), *divmod(k.stride(2), k.stride(1)), keys.table.stride(0),
             *part.stride()[:3], *part_lse.stride(), splits,
             keys.scale * math.log2(math.e), GROUP=group, PAGE=keys.page_size, SINKS=keys.sinks is not None, num_warps=4,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from kernels.attention import flash_prefill_sm90, split_prefill
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.paged_tiles import tile_shape
 from kernels.attention.split_prefill import split_count
+from kernels.paged_keys import PagedKeys
 from kernels.reference.flash_prefill import flash_prefill as reference
 from tests.kernels.oracle import Case, check, make_case
 
@@ -31,10 +32,18 @@ SHAPES = {
 }
 
 
-def run(op: Any, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(op: Any, case: Case, blocks: bool = False, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     cu_q = torch.tensor([0, *case.counts], device=case.q.device).cumsum(0).int()
     longest = max(len(keys) for keys in case.keys)
-    return op(case.q, case.paged(), cu_q, max(case.counts), longest, **options)
+    keys = in_blocks(case.paged()) if blocks else case.paged()
+    return op(case.q, keys, cu_q, max(case.counts), longest, **options)
+
+
+def in_blocks(keys: PagedKeys) -> PagedKeys:
+    """The same keys and values, of each page a block for each head."""
+    blocks = torch.stack((keys.k, keys.v), 1).permute(0, 3, 1, 2, 4).contiguous()  # [pages, Hkv, 2, page_size, D]
+    k, v = (x.transpose(1, 2) for x in blocks.unbind(2))
+    return replace(keys, k=k, v=v)
 
 
 def split_into(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
@@ -48,9 +57,10 @@ def test_reference(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel(shape: str, device: torch.device) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_kernel(shape: str, blocks: bool, device: torch.device) -> None:
     case = make_case(**SHAPES[shape], device=device)
-    check(*run(flash_prefill, case), case)
+    check(*run(flash_prefill, case, blocks), case)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -170,20 +180,21 @@ LONG = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits, blocks", [(1, False), (3, False), (1, True)])
 @pytest.mark.parametrize("shape", LONG)
-def test_hopper(shape: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper(shape: str, splits: int, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into outputs full of NaN, and bitwise the same when repeated."""
     monkeypatch.setattr(flash_prefill_sm90, "MIN_ROWS", 1)
     split_into(monkeypatch, splits)
     case = make_case(**dict(dim=128, page_size=64, dtype=torch.bfloat16, device="cuda") | LONG[shape])
-    assert flash_prefill_sm90.fits(case.q, case.paged(), max(case.counts), max(len(keys) for keys in case.keys))
+    keys = in_blocks(case.paged()) if blocks else case.paged()
+    assert flash_prefill_sm90.fits(case.q, keys, max(case.counts), max(len(keys) for keys in case.keys))
     out = torch.full(case.q.shape, torch.nan, dtype=case.q.dtype, device="cuda")
     lse = torch.full(case.q.shape[:2], torch.nan, device="cuda")
-    check(*run(flash_prefill, case, out=out, lse=lse), case)
+    check(*run(flash_prefill, case, blocks, out=out, lse=lse), case)
     first, first_lse = out.clone(), lse.clone()
     for _ in range(5):
-        run(flash_prefill, case, out=out, lse=lse)
+        run(flash_prefill, case, blocks, out=out, lse=lse)
         assert torch.equal(first, out) and torch.equal(first_lse, lse)
 
 
@@ -231,15 +242,16 @@ def test_offsets_beyond_2_to_the_31(rows: int, monkeypatch: pytest.MonkeyPatch) 
         ({"capability": (8, 0)}, False),
         ({"capability": (10, 0)}, False),
         ({"kv_heads": 1}, False),  # of two: the slots of the rest lie between
+        ({"blocks": True}, True),
     ],
     ids=str,
 )
 def test_shapes_of_the_kernel_for_hopper(change: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = dict(max_q=6144, max_k=3, scale=0.1, kv_heads=2, capability=(9, 0))
+    given: dict[str, Any] = dict(max_q=6144, max_k=3, scale=0.1, kv_heads=2, capability=(9, 0), blocks=False)
     given |= dict(dim=128, dtype=torch.bfloat16, page_size=64) | change
-    names = "max_q", "max_k", "scale", "kv_heads", "capability"
-    max_q, max_k, scale, kv_heads, capability = (given.pop(name) for name in names)
+    names = "max_q", "max_k", "scale", "kv_heads", "capability", "blocks"
+    max_q, max_k, scale, kv_heads, capability, blocks = (given.pop(name) for name in names)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     case = make_case([2], [3], heads=(4, 2), **given)
     keys = replace(case.paged(), k=case.k_cache[:, :, :kv_heads], v=case.v_cache[:, :, :kv_heads], scale=scale)
-    assert flash_prefill_sm90.fits(case.q, keys, max_q, max_k) == fits
+    assert flash_prefill_sm90.fits(case.q, in_blocks(keys) if blocks else keys, max_q, max_k) == fits
