@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -274,6 +275,16 @@ class KVCache:
     ) -> None:
         """Takes notice of what a decode step has committed of sequences 0, 1, ..; arguments as in `fold`."""
         self.fold(placement, tables, starts, before, after, most)
+
+    def admit(self, placement: Placement, row: int, start: int, pages: np.ndarray, known: int) -> None:
+        """Takes notice of a sequence in slot `row` whose pages, int32 [n], hold its first `known` tokens."""
+
+    def retire(self, placement: Placement, row: int, table: Tensor, start: Tensor, length: Tensor) -> None:
+        """Leaves in its pages, `table` [P] int32, what a sequence has that gives slot `row` up.
+
+        Args:
+            start, length: int64 [1], on the device.
+        """
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         """Copies pages `sources` [n] int32 to the pages `to`, which nobody has yet, in all layers."""

@@ -113,6 +113,8 @@ class ModelRunner:
                 drawn.append(StepTokens(tokens, slots, self.check, summaries))
 
         for slot in decision.retire:
+            at, state = slice(slot, slot + 1), self.state
+            self.cache.retire(self.placement, slot, state.block_tables[slot], state.starts[at], state.lengths[at])
             self.state.retire(slot)
             del self.admitted[slot]
             if self.drafter is not None:
@@ -173,6 +175,7 @@ class ModelRunner:
             self.cache.copy(sources, to)
             if self.drafter is not None:
                 self.drafter.copy(sources, to)
+        self.cache.admit(self.placement, admission.slot, admission.start, admission.pages, admission.known)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
@@ -186,6 +189,7 @@ class ModelRunner:
             for x in zip(*((s.slot, s.begin, s.end) for s in segments), strict=True)
         )
         self.cache.fold(self.placement, step.block_tables, self.state.starts[slots], begins, ends, step.max_q)
+        self.state.lengths[slots] = ends
         if self.drafter is not None:
             self.drafter.prefill(self.state, prompts)
         last = [i for i, s in enumerate(segments) if s.last]

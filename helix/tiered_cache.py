@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,6 +161,29 @@ class TieredCache(KVCache):
             0, self.ring_pages, **placement.grid, page_size=page,
         )  # fmt: skip
         self.fold(placement, tables, starts, before, after, most)
+
+    def admit(self, placement: Placement, row: int, start: int, pages: np.ndarray, known: int) -> None:
+        local = placement.layout.local_length(known, placement.kvp_rank, placement.append_block, start)
+        column, heads = local // placement.page_size, self._heads
+        if local % placement.page_size:
+            ring = (row * self.ring_pages + column % self.ring_pages) * heads
+            page = int(pages[column]) * heads
+            self.places[:, ring : ring + heads] = self.host[:, page : page + heads]
+
+    def retire(self, placement: Placement, row: int, table: Tensor, start: Tensor, length: Tensor) -> None:
+        local = placement.layout.local_length(length, placement.kvp_rank, placement.append_block, start)
+        column = local // placement.page_size
+        heads = torch.arange(self._heads, device=table.device)
+        page = table[column.clamp(max=len(table) - 1)]
+        source = (row * self.ring_pages + column % self.ring_pages) * self._heads + heads
+        unfinished = (local % placement.page_size > 0) * self._heads
+        target = page * self._heads + heads
+        blocks = BlockList(source.int()[None], target.int()[None], unfinished.int())
+        copy_blocks(self.places, self.host, blocks)
+
+    def copy(self, sources: Tensor, to: Tensor) -> None:
+        super().copy(sources, to)
+        self.hot.place_of[:, :, to.long()] = NOWHERE
 
 
 def ring_pages(page_size: int, queries: int) -> int:

@@ -13,6 +13,7 @@ from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
+from helix.scheduler import Admission
 from helix.tiered_cache import TieredCache
 from tests.e2e.parity import Sparse
 from tests.e2e.test_block_sparse import (
@@ -23,7 +24,9 @@ from tests.e2e.test_block_sparse import (
     PAGE,
     SHORT_WINDOW,
     SLOW,
+    Tokens,
     dense,
+    generate,
     prompts,
     tokens,
     wanted,
@@ -118,6 +121,30 @@ def test_sampled() -> None:
     assert found == wanted("qwen2", SHORT_WINDOW, sampling=sampling)
 
 
+def test_what_is_found_in_pages() -> None:
+    """What was in a sequence's unfinished page as it ended goes on in another sequence, to the token."""
+    found: list[Tokens] = []
+    known: list[int] = []
+
+    def follow_up(engine: Engine) -> None:
+        admit = engine.runner.admit
+
+        def noted(admission: Admission) -> None:
+            known.append(admission.known)
+            admit(admission)
+
+        first = engine.comm.broadcast_object(generate(engine))
+        engine.runner.admit = noted  # type: ignore[method-assign]
+        requests = [Request(i, (*p, *first[i][:-1], 7, 8, 9), 6) for i, p in enumerate(prompts())]
+        outputs = {int(output.id): output.output_ids for output in engine.generate(requests)}
+        if engine.comm.rank == 0:
+            found.append(outputs)
+
+    for sparse in (Sparse(SHORT_WINDOW), in_host_memory(2)):
+        assert tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up) == wanted("qwen2", SHORT_WINDOW)
+    assert found[0] == found[1] and any(n % PAGE for n in known)
+
+
 def without_write_back(engine: Engine) -> None:
     engine.runner.cache.commit = engine.runner.cache.fold  # type: ignore[method-assign]
 
@@ -134,9 +161,10 @@ def with_stale_places(engine: Engine) -> None:
         return replace(found, hot=replace(hot, place_of=hot.place_of.clone())) if prefill else found
 
     cache.layer = forgetful  # type: ignore[method-assign, assignment]
-    others = [Request(i, prompt[::-1], NEW_TOKENS) for i, prompt in enumerate(prompts())]
-    for _ in engine.generate(others):
-        pass
+    for turn in range(5):  # until no page is left that nobody had
+        others = [Request(i, (turn, *prompt[::-1]), NEW_TOKENS) for i, prompt in enumerate(prompts())]
+        for _ in engine.generate(others):
+            pass
 
 
 @pytest.mark.parametrize("mistake", [without_write_back, with_stale_places])
@@ -144,5 +172,5 @@ def test_mistakes_are_caught(mistake: Callable[[Engine], None]) -> None:
     """In tokens, or by memory that nobody has written, which is NaN."""
     found = None
     with suppress(RuntimeError):
-        found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, hot=ALL), mistake)
+        found = tokens("qwen2", HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, hot=4 * ALL), mistake)
     assert found != wanted("qwen2", SHORT_WINDOW)
