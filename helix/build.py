@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from comm.base import Communicator
-from helix.attention.base import AttentionPolicy
-from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.policies import make_policy
 from helix.buffers import longest_chunk, token_buffers
-from helix.config import AttentionConfig, Config, SpeculationConfig
+from helix.config import Config, SpeculationConfig
 from helix.engine import Engine
 from helix.errors import ConfigError
-from helix.kv_cache import BlockBudget, KVCache, Placement, free_bytes, page_bytes
+from helix.kv_cache import KVCache, Placement, free_bytes, page_bytes
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
-from helix.models import Decoder
+from helix.models import Decoder, DecoderSpec
 from helix.speculation import (
     DraftBudget,
     Drafter,
@@ -24,7 +25,7 @@ from helix.speculation import (
     SparseDrafter,
     SyntheticDrafter,
 )
-from kernels.sparse.select_blocks import MOST_PAGES
+from helix.tiering import make_tiered
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
@@ -78,26 +79,48 @@ def make_drafter(
             return None
 
 
-def make_policy(
-    config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator
-) -> AttentionPolicy | None:
-    """The policy of sparse decode steps that a config names; None where all steps are dense.
+def make_cache(
+    config: Config, spec: DecoderSpec, placement: Placement, comm: Communicator, dtype: torch.dtype, max_batch: int,
+    wanted: int, drafts: int, of_draft: int, chunk: int, room: int,
+) -> KVCache:  # fmt: skip
+    """A cache on the GPU with room for `wanted` tokens over all ranks, or for as many as its memory allows.
+
+    Args:
+        of_draft: bytes of a draft model's page.
+        chunk: most tokens of a prefill step.
+        room: bytes that there are for the cache.
 
     Raises:
-        ConfigError: sequences of so many tokens have more pages than the choosing kernel is made for.
+        ConfigError: kv.tokens does not fit, or not a single page does.
     """
-    if config.policy == "dense":
-        return None
-    kvp, page = placement.layout.kvp, placement.page_size
-    if max_length > MOST_PAGES * page * kvp:
+    kv, page_size = config.kv, placement.page_size
+    entries = spec.entries(placement.layout, comm.rank)
+    sparse = config.attention.policy == "block_sparse"
+    quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
+    score = config.attention.score if sparse else "bounds" if quest else None
+    of_page = page_bytes(spec.layers, entries, dtype, page_size, bounds=score is not None) + of_draft
+    tables = 0
+    if config.speculation.drafter == "sparse":
+        keys, longest = draft_budget(config.speculation), min(wanted, spec.max_positions)
+        of_page += keys.page_bytes(spec, placement.layout, comm.rank, drafts, dtype, page_size)
+        tables = keys.table_bytes(spec, placement, comm.rank, max_batch, longest, drafts)
+    needed = placement.stripes.pages_for_all(wanted, max_batch)
+    fitting = min(max(0, (room - tables) // of_page), needed)
+    pages = min(comm.all_gather_object(fitting))
+    beside = f"beside the buffers of prefill chunks of {chunk} tokens"
+    beside += f" and {tables} bytes of tables of what drafts read" if tables else ""
+    if kv.tokens is not None and pages < needed:
         raise ConfigError(
-            f"attention.policy={config.policy} chooses among {MOST_PAGES} pages of a rank at most: sequences of "
-            f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
-            f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_new_tokens lower"
+            f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but "
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} {beside}: "
+            "take fewer tokens, or a larger layout.kvp"
         )
-    budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
-    over_all = comm if config.choice == "global" else None
-    return BlockSparseAttention(budget, config.score, placement, max_length, comm.device, over_all)
+    if pages == 0:
+        raise ConfigError(
+            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes {beside}: "
+            "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
+        )
+    return KVCache(spec.layers, pages, page_size, entries, dtype, comm.device, score)
 
 
 def build_engine(
@@ -118,49 +141,23 @@ def build_engine(
         draft: of speculation.drafter=model; its cache has as many pages.
 
     Raises:
-        ConfigError: kv.tokens does not fit, or not a single page does.
+        ConfigError: kv.tokens does not fit, or not a single page does; or a host does not give what kv.host_bytes says.
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
-    entries = spec.entries(layout, comm.rank)
-    dtype, device = model.weights.dtype, comm.device
-    sparse = config.attention.policy == "block_sparse"
-    quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
-    score = config.attention.score if sparse else "bounds" if quest else None
-    of_page = page_bytes(spec.layers, entries, dtype, kv.page_size, bounds=score is not None)
+    dtype = model.weights.dtype
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
-    tables = 0
-    if config.speculation.drafter == "sparse":
-        keys, longest = draft_budget(config.speculation), min(wanted, spec.max_positions)
-        of_page += keys.page_bytes(spec, layout, comm.rank, drafts, dtype, kv.page_size)
-        tables = keys.table_bytes(spec, placement, comm.rank, max_batch, longest, drafts)
-    if draft is not None:
-        of_page += draft.page_bytes(placement)
-    needed = placement.stripes.pages_for_all(wanted, max_batch)
-
-    free, buffers = free_bytes(device), token_buffers(spec, layout, comm.rank, dtype)
+    of_draft = 0 if draft is None else draft.page_bytes(placement)
+    free, buffers = free_bytes(comm.device), token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
-    free = min(int(free * kv.memory_fraction), free - chunk * buffers) - tables
-    fitting = min(max(0, free // of_page), needed)
-    pages = min(comm.all_gather_object(fitting))
-    and_tables = f" and {tables} bytes of tables of what drafts read" if tables else ""
-    if kv.tokens is not None and pages < needed:
-        raise ConfigError(
-            f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but "
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds {pages} beside the buffers of prefill "
-            f"chunks of {chunk} tokens{and_tables}: take fewer tokens, or a larger layout.kvp"
-        )
-    if pages == 0:
-        raise ConfigError(
-            f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes beside the "
-            f"buffers of prefill chunks of {chunk} tokens{and_tables}: raise it, set a smaller decode.prefill_chunk, "
-            "or take a layout whose ranks hold fewer weights"
-        )
-    budget = min(wanted, pages * placement.stripes.page_tokens)
+    room = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    make = make_tiered if kv.tier == "host" else make_cache
+    cache = make(config, spec, placement, comm, dtype, max_batch, wanted, drafts, of_draft, chunk, room)
+    budget = min(wanted, cache.pages * placement.stripes.page_tokens)
     max_length = min(budget, spec.max_positions)
-    cache = KVCache(spec.layers, pages, kv.page_size, entries, dtype, device, score)
+    together = config.attention.policy != "dense" and config.attention.choice == "global"
     drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length)
     runner = ModelRunner(
         model,
@@ -170,10 +167,10 @@ def build_engine(
         placement,
         max_batch=max_batch,
         max_length=max_length,
-        policy=make_policy(config.attention, placement, max_length, comm),
+        policy=make_policy(config.attention, placement, max_length, comm, kv.tier == "host"),
         drafter=drafter,
         # One choice over all ranks is an exchange of its own in the middle of attention.
-        hopb="none" if sparse and config.attention.choice == "global" else config.hopb.chunks,
+        hopb="none" if together else config.hopb.chunks,
     )
     return Engine(
         runner,

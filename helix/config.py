@@ -51,6 +51,10 @@ class KVConfig:
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.
+    tier: gpu: keys and values lie on the GPU; host: in pinned memory of the host, and what a step chooses comes over
+        the link (with attention=block_sparse alone).
+    host_bytes: of each rank's keys and values, with tier=host.
+    gpu_bytes: all that a rank's keys and values take on its GPU, with tier=host; unset: from memory_fraction.
     """
 
     append_block: int = 16
@@ -58,6 +62,9 @@ class KVConfig:
     tokens: int | None = None
     memory_fraction: float = 0.9
     prefix_cache: bool = True
+    tier: str = "gpu"
+    host_bytes: float | None = None
+    gpu_bytes: float | None = None
 
 
 @dataclass
@@ -324,6 +331,7 @@ def check(config: Config) -> None:
         "speculation.model.dtype": ("auto", "float32", "bfloat16", "float16"),
         "speculation.model.load": ("checkpoint", "random"),
         "layout.mode": ("helix", "tp", "medha", "auto"),
+        "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
         "attention.score": ("bounds", "mean", "mean_std"),
         "attention.choice": ("local", "global"),
@@ -396,6 +404,7 @@ def check(config: Config) -> None:
             f"speculation.reach={speculation.reach} and speculation.block={speculation.block} are two ways to the same "
             "end: set reach=0 or block=1"
         )
+    check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
     if speculation.drafter in ("model", "sparse") and config.bench.kind not in ("none", "decode", "tune"):
@@ -407,6 +416,33 @@ def check(config: Config) -> None:
         raise ValueError(f"serve.socket={config.serve.socket} and bench={config.bench.kind} are two kinds of work")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
+
+
+def check_tier(config: Config) -> None:
+    """Raises ValueError where keys and values cannot lie in host memory."""
+    kv = config.kv
+    for key, given in (("host_bytes", kv.host_bytes), ("gpu_bytes", kv.gpu_bytes)):
+        if given is not None and kv.tier == "gpu":
+            raise ValueError(f"kv.{key}={given:.0f} is for kv.tier=host, and kv.tier is gpu: set kv.tier=host")
+        if given is not None and not given > 0:
+            raise ValueError(f"kv.{key}={given!r} must be positive")
+    if kv.tier == "gpu":
+        return
+    if config.attention.policy == "dense":
+        raise ValueError(
+            "kv.tier=host with attention.policy=dense would read the whole cache over the link in each step: set "
+            "attention=block_sparse, or kv.tier=gpu"
+        )
+    if config.speculation.drafter == "sparse":
+        raise ValueError(
+            "kv.tier=host with speculation.drafter=sparse would verify over the whole cache in each step: set "
+            "speculation=ngram or another drafter, or kv.tier=gpu"
+        )
+    if kv.host_bytes is None:
+        raise ValueError(
+            "kv.tier=host needs kv.host_bytes, the bytes of host memory that each rank pins: a machine's memory may "
+            "grow on demand, so that what is free says nothing"
+        )
 
 
 def _get(config: Config, key: str) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from comm.torch_dist import TorchDistCommunicator
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -19,18 +20,21 @@ from tests.e2e.parity import Sparse
 from tests.e2e.test_block_sparse import (
     BUDGET,
     GRIDS,
+    KINDS,
     LENGTHS,
     NEW_TOKENS,
     PAGE,
     SHORT_WINDOW,
     SLOW,
     Tokens,
+    captured_rank,
     dense,
     generate,
     prompts,
     tokens,
     wanted,
 )
+from tests.pool import pool
 
 # Hot places of a KV head: no more than five sequences choose at once on a rank of so many; and for every page there is.
 FEW, ALL = {1: 25, 2: 17, 3: 11, 4: 9}, 40
@@ -143,6 +147,24 @@ def test_what_is_found_in_pages() -> None:
     for sparse in (Sparse(SHORT_WINDOW), in_host_memory(2)):
         assert tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up) == wanted("qwen2", SHORT_WINDOW)
     assert found[0] == found[1] and any(n % PAGE for n in known)
+
+
+@pytest.mark.parametrize("kind, world", KINDS)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_captured_steps(drafts: int, kind: type[TorchDistCommunicator], world: int) -> None:
+    """One graph resolves, fetches and writes back for sequences of 7 to 278 tokens, over memory of the host."""
+    budget = replace(BUDGET, local_blocks=2)
+    sparse = Sparse(budget, hot=30)
+    found = pool(world, "nccl").run(captured_rank, kind, sparse, drafts, torch.float32, timeout_s=120.0)[0]
+    assert found == [wanted("qwen2", budget)] * 3
+
+
+@pytest.mark.gpu
+def test_loopback_ranks_on_one_gpu() -> None:
+    """Eager steps and prompts, by the kernels."""
+    for family in ("qwen2", "gpt-oss"):
+        found = tokens(family, HelixLayout.create("helix", 3), Sparse(SHORT_WINDOW, hot=FEW[3]), device="cuda")
+        assert found == wanted(family, SHORT_WINDOW)
 
 
 def without_write_back(engine: Engine) -> None:

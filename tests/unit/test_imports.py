@@ -45,7 +45,7 @@ LEVELS = {
         {"attention", "block_tables", "inbox", "text"},
         {"layers", "scheduler"},
         {"models"},
-        {"buffers", "loading", "place", "speculation"},
+        {"buffers", "loading", "place", "speculation", "tiering"},
         {"timings"},
         {"model_runner"},
         {"autotune", "serving"},

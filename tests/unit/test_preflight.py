@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from comm.loopback import LoopbackWorld
-from helix.build import make_policy
+from helix.attention.policies import make_policy
 from helix.config import AttentionConfig, Config
 from helix.errors import ConfigError
 from helix.kv_cache import Placement

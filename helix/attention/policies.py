@@ -1,0 +1,37 @@
+"""Which policy a config names."""
+
+from __future__ import annotations
+
+from comm.base import Communicator
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.tiered import TieredAttention
+from helix.config import AttentionConfig
+from helix.errors import ConfigError
+from helix.kv_cache import BlockBudget, Placement
+from kernels.sparse.select_blocks import MOST_PAGES
+
+
+def make_policy(
+    config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator, tiered: bool = False
+) -> BlockSparseAttention | None:
+    """The policy of sparse decode steps that a config names; None where all steps are dense.
+
+    Args:
+        tiered: over a cache in host memory.
+
+    Raises:
+        ConfigError: sequences of so many tokens have more pages than the choosing kernel is made for.
+    """
+    if config.policy == "dense":
+        return None
+    kvp, page = placement.layout.kvp, placement.page_size
+    if max_length > MOST_PAGES * page * kvp:
+        raise ConfigError(
+            f"attention.policy={config.policy} chooses among {MOST_PAGES} pages of a rank at most: sequences of "
+            f"{max_length} tokens have more, in pages of kv.page_size={page} over layout.kvp={kvp} ranks; set "
+            f"kv.page_size={-(-max_length // (MOST_PAGES * kvp))} or more, or decode.max_new_tokens lower"
+        )
+    budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
+    over_all = comm if config.choice == "global" else None
+    kind = TieredAttention if tiered else BlockSparseAttention
+    return kind(budget, config.score, placement, max_length, comm.device, over_all)

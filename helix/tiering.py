@@ -1,0 +1,138 @@
+"""A cache in host memory, in sizes that two memories allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from comm.base import Communicator
+from helix.attention.policies import make_policy
+from helix.attention.tiered import TieredAttention
+from helix.config import Config
+from helix.errors import ConfigError
+from helix.host_store import host_store
+from helix.kv_cache import Placement, page_bytes
+from helix.models import DecoderSpec
+from helix.tiered_cache import TieredCache, chunk_pages, ring_pages
+
+PIECE_TOKENS = 16384  # before a prompt's chunk that are on the GPU at once: enough for attention's programs
+
+
+@dataclass(frozen=True)
+class TieredBytes:
+    """Bytes that a cache in host memory takes on one rank's GPU.
+
+    Attributes:
+        fixed: rings, and what prompts go through.
+        page: of a page: what stands for it, and where its blocks are.
+        place: of a hot place of every KV head, in all layers.
+    """
+
+    fixed: int
+    page: int
+    place: int
+
+
+def tiered_bytes(
+    config: Config,
+    spec: DecoderSpec,
+    placement: Placement,
+    entries: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    max_batch: int,
+    drafts: int,
+    chunk: int,
+) -> TieredBytes:
+    """How the GPU's share is made up."""
+    (heads, dim), page, layers = entries[0], placement.page_size, spec.layers
+    block = 2 * page * dim * dtype.itemsize
+    prompts = chunk_pages(placement, chunk, max_batch) + piece_pages(page)
+    rings = layers * max_batch * ring_pages(page, drafts + 1)
+    number = torch.int32.itemsize
+    return TieredBytes(
+        (rings + prompts) * heads * block,
+        layers * heads * (2 * dim * dtype.itemsize + number),
+        heads * (layers * (block + 4 * number) + 2 * number),
+    )
+
+
+def piece_pages(page_size: int) -> int:
+    return -(-PIECE_TOKENS // page_size)
+
+
+def make_tiered(
+    config: Config,
+    spec: DecoderSpec,
+    placement: Placement,
+    comm: Communicator,
+    dtype: torch.dtype,
+    max_batch: int,
+    wanted: int,
+    drafts: int,
+    of_draft: int,
+    chunk: int,
+    room: int,
+) -> TieredCache:
+    """A cache with room for `wanted` tokens over all ranks, or for as many as both memories allow; a collective call.
+
+    Every page is counted in host memory. On the GPU it takes what stands for it; what is left behind the least that
+    `max_batch` sequences choose at once holds hot blocks.
+
+    Args:
+        of_draft: bytes on the GPU of a draft model's page.
+        chunk: most tokens of a prefill step.
+        room: bytes of the GPU that there are for the cache, where kv.gpu_bytes does not say.
+
+    Raises:
+        ConfigError: too little of either memory, or the host does not give it.
+    """
+    kv, device = config.kv, comm.device
+    entries = list(spec.entries(placement.layout, comm.rank))
+    assert kv.host_bytes is not None
+    of_page = page_bytes(spec.layers, entries, dtype, placement.page_size)
+    stripes = placement.stripes
+    needed = stripes.pages_for_all(wanted, max_batch)
+    on_host = min(comm.all_gather_object(min(int(kv.host_bytes) // of_page, needed)))
+    if on_host == 0:
+        raise ConfigError(f"kv.host_bytes={kv.host_bytes:.0f} holds no page of {of_page} bytes: set at least {of_page}")
+    if kv.tokens is not None and on_host < needed:
+        raise ConfigError(
+            f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but kv.host_bytes="
+            f"{kv.host_bytes:.0f} holds {on_host}: set at least {needed * of_page}, or take fewer tokens"
+        )
+    longest = min(wanted, on_host * stripes.page_tokens, spec.max_positions)
+    policy = make_policy(config.attention, placement, longest, comm, tiered=True)
+    assert isinstance(policy, TieredAttention)
+    size = tiered_bytes(config, spec, placement, entries, dtype, max_batch, drafts, chunk)
+    room = room if kv.gpu_bytes is None else int(kv.gpu_bytes)
+    least = max_batch * policy.least_places(spec.windows, drafts)
+    taken = size.fixed + least * size.place
+    pages = min(comm.all_gather_object(min(on_host, (room - taken) // (size.page + of_draft))))
+    one = stripes.pages_for(min(longest, stripes.tokens))
+    if pages < one or (kv.tokens is not None and pages < needed):
+        least_pages = needed if kv.tokens is not None else one
+        enough = taken + least_pages * (size.page + of_draft)
+        share = f"kv.memory_fraction={kv.memory_fraction}" if kv.gpu_bytes is None else "kv.gpu_bytes"
+        raise ConfigError(
+            f"{share} gives {room} bytes of the GPU, but what decode.max_batch={max_batch} sequences choose in a step, "
+            f"prompts in chunks of {chunk} and {least_pages} pages take {enough}: set at least "
+            "that, or decode.max_batch, attention.topk or attention.from_tokens lower"
+        )
+    hot = (room - size.fixed - pages * (size.page + of_draft)) // size.place
+    heads, dim = entries[0]
+    return TieredCache(
+        spec.layers,
+        pages,
+        placement.page_size,
+        entries,
+        dtype,
+        device,
+        config.attention.score,
+        store=host_store((spec.layers, pages * heads, 2, placement.page_size, dim), dtype, comm),
+        max_batch=max_batch,
+        ring_pages=ring_pages(placement.page_size, drafts + 1),
+        hot=min(hot, max(pages, least)),
+        chunk_pages=chunk_pages(placement, chunk, max_batch),
+        piece_pages=piece_pages(placement.page_size),
+    )

@@ -1,0 +1,106 @@
+"""A cache in host memory as large as two memories allow, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, check
+from helix.errors import ConfigError
+from helix.kv_cache import Placement, page_bytes
+from helix.layout import HelixLayout
+from helix.loading import read_config
+from helix.models import spec_from_config
+from helix.tiered_cache import TieredCache
+from helix.tiering import make_tiered, tiered_bytes
+from launch.inputs.compose import ROOT
+
+SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
+LAYOUT = HelixLayout.create("helix", 2)
+TOKENS, BATCH = 40_000, 2
+
+
+def config(host: float | None, gpu: float | None, tokens: int | None = None) -> Config:
+    return Config(
+        kv=KVConfig(16, 16, tokens=tokens, tier="host", host_bytes=host, gpu_bytes=gpu),
+        attention=AttentionConfig("block_sparse", topk=4, from_tokens=0),
+        decode=DecodeConfig(prefill_chunk=256),
+    )
+
+
+def made(given: Config) -> list[TieredCache]:
+    def body(world: LoopbackWorld, rank: int) -> TieredCache:
+        comm = world.communicator(rank, LAYOUT.kvp_group(rank))
+        placement = Placement(LAYOUT, LAYOUT.kvp_rank(rank), 16, 16)
+        return make_tiered(given, SPEC, placement, comm, torch.float32, BATCH, given.kv.tokens or TOKENS, 0, 0)
+
+    return run_ranks(2, body, timeout_s=60.0)
+
+
+def of_page() -> int:
+    return page_bytes(SPEC.layers, SPEC.entries(LAYOUT, 0), torch.float32, 16)
+
+
+def test_the_host_says_how_many_pages_there_are() -> None:
+    """And the GPU's share how many blocks are hot: all of it is used, none beyond it."""
+    gpu = 60e6
+    caches = made(config(300.5 * of_page(), gpu))
+    assert [cache.pages for cache in caches] == [300, 300]
+    for cache in caches:
+        assert cache.host.numel() * 4 == 300 * of_page()
+        held = [*cache.on_gpu, cache.bounds, *vars(cache.hot).values()]
+        size = sum(x.numel() * x.itemsize for x in held if isinstance(x, torch.Tensor))
+        of_place = tiered_bytes(
+            config(1, gpu), SPEC, Placement(LAYOUT, 0, 16, 16), list(SPEC.entries(LAYOUT, 0)), torch.float32, BATCH, 0
+        ).place
+        assert gpu - of_place <= size <= gpu or cache.hot.places == cache.pages
+
+
+def test_the_gpu_can_be_what_limits_it() -> None:
+    """Bounds of all pages have to fit beside what sequences choose in a step."""
+    size = tiered_bytes(
+        config(1, 1), SPEC, Placement(LAYOUT, 0, 16, 16), list(SPEC.entries(LAYOUT, 0)), torch.float32, BATCH, 0
+    )
+    most = made(config(1000 * of_page(), 60e6))[0]
+    least = made(config(1000 * of_page(), 60e6 - most.hot.places * size.place + 40 * size.place))[0]
+    assert most.pages == least.pages == 1000 and least.hot.places == 40
+
+
+def test_too_little_is_refused_with_what_would_do() -> None:
+    with pytest.raises(ConfigError, match=f"holds no page of {of_page()} bytes"):
+        made(config(of_page() - 1, 60e6))
+    with pytest.raises(ConfigError, match=r"kv.tokens=5000 needs .* set at least"):
+        made(config(10 * of_page(), 60e6, tokens=5000))
+    with pytest.raises(ConfigError, match=r"kv.gpu_bytes gives 1000000 bytes .* take (\d+): set at least") as error:
+        made(config(300 * of_page(), 1e6))
+    enough = int(str(error.value).partition(" take ")[2].partition(":")[0])
+    assert made(config(300 * of_page(), enough))[0].pages >= 1
+    with pytest.raises(ConfigError, match=r"kv.gpu_bytes gives"):
+        made(config(300 * of_page(), enough - 1))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"kv": KVConfig(tier="host", host_bytes=1e9), "attention": AttentionConfig()}, "attention=block_sparse"),
+        ({"kv": KVConfig(tier="host")}, "needs kv.host_bytes"),
+        ({"kv": KVConfig(tier="host", host_bytes=-1)}, "kv.host_bytes=-1 must be positive"),
+        ({"kv": KVConfig(gpu_bytes=1e9)}, "set kv.tier=host"),
+        ({"kv": KVConfig(tier="disk")}, "kv.tier='disk' is unknown"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together(change: dict[str, object], said: str) -> None:
+    given = replace(config(1e9, None), **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        check(given)
+
+
+def test_drafts_that_are_verified_over_all_keys_are_refused() -> None:
+    given = config(1e9, None)
+    given.speculation.drafter = "sparse"
+    with pytest.raises(ValueError, match=r"speculation.drafter=sparse would verify over the whole cache"):
+        check(given)
