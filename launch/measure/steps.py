@@ -21,6 +21,7 @@ from helix.models import Decoder
 from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.step import PAST
+from helix.tiered_cache import TieredCache
 from helix.timings import Timings
 from launch.inputs.preflight import CheckedRun
 from launch.job.report import Console, summary
@@ -115,9 +116,13 @@ def _time_drafts(
     policy = runner.policy
     if isinstance(policy, BlockSparseAttention):
         policy.counted.zero_()
+    if isinstance(runner.cache, TieredCache):
+        runner.cache.counted.zero_()
     comm.barrier()
     seconds = _times(step, steps, comm.device)
     read = blocks_read(runner, comm) if sparse else {}
+    if isinstance(runner.cache, TieredCache):
+        read |= blocks_fetched(runner.cache, comm, steps)
     traced = read | _trace(partial(runner.decode, batch, gamma, sparse=sparse), runner.model.spec.layers, comm)
     if gamma:
         traced["phase_us"] = phase_us(runner, comm, batch, gamma)
@@ -141,6 +146,17 @@ def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
     if read is None:
         raise RuntimeError("steps that should have chosen the blocks they read have read all of them")
     return {"blocks_read_per_rank": comm.all_gather_object(read)}
+
+
+def blocks_fetched(cache: TieredCache, comm: Communicator, steps: int) -> dict[str, Any]:
+    """What came over each rank's link in a step, and the share of the chosen blocks that were on the GPU already."""
+    hits, misses = cache.counted.tolist()
+    block = cache.places[0, 0].numel() * cache.places.itemsize
+    return {
+        "hot_share_per_rank": comm.all_gather_object(hits / max(hits + misses, 1)),
+        "link_bytes_per_step_per_rank": comm.all_gather_object(misses * block // steps),
+        "host_bytes_per_rank": comm.all_gather_object(cache.store.bytes),
+    }
 
 
 def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
