@@ -97,7 +97,7 @@ class TieredCache(KVCache):
         ring_pages: of each of `max_batch` sequences; `ring_pages` says how many.
         hot: places of each KV head in each layer, for at least as many blocks as a step can choose.
         chunk_pages: that the chunks of a prefill step can touch.
-        piece_pages: of what lies before a chunk, that are on the GPU at once.
+        piece_pages: of what lies before a chunk, that are on the GPU at once, in two halves.
 
     Attributes:
         tensors: keys and values [layers, pages, page_size, Hkv, D] in host memory.

@@ -58,7 +58,8 @@ def tiered_bytes(
 
 
 def piece_pages(page_size: int) -> int:
-    return -(-PIECE_TOKENS // page_size)
+    """Pages of two pieces: one comes while the other is read."""
+    return 2 * -(-PIECE_TOKENS // page_size)
 
 
 def make_tiered(

@@ -47,6 +47,7 @@ class TieredAttention(BlockSparseAttention):
         self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
         self._placement, self._max_length = placement, max_length
         self._uncounted = torch.zeros_like(self.counted)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _width(self, window: int | None) -> int:
         """The most pages that a query of a layer reads."""
@@ -136,10 +137,33 @@ class TieredAttention(BlockSparseAttention):
         """Full pages before a part of a chunk that its queries may read, as they come from the host."""
         page_size, heads = cache.keys.shape[1:3]
         keys, values = pages_of(cache.pieces[0], heads)
+        most = len(keys) // 2  # of a piece: one comes while another is read
         begin, stop = 0 if window is None else max(0, part.begin - window) // page_size, part.begin // page_size
-        for first in range(begin, stop, len(keys)):
-            count = min(len(keys), stop - first)
-            here = torch.arange(count, dtype=torch.int32, device=lo.device)
-            copy_blocks(cache.host, cache.pieces, cache.blocks(table[first : first + count], here))
-            from_here = (lo - first * page_size).clamp(0, count * page_size)
-            yield PagedKeys(keys, values, here[None], from_here, torch.full_like(from_here, count * page_size), scale)
+        side = self._side
+        main = None if side is None else torch.cuda.current_stream(side.device)
+
+        def here(piece: int) -> Tensor:
+            count = min(most, stop - begin - piece * most)
+            return torch.arange(count, dtype=torch.int32, device=lo.device) + piece % 2 * most
+
+        def bring(piece: int) -> None:
+            """Once nobody reads the half that it goes to: what has been launched so far does."""
+            if side is not None and main is not None:
+                side.wait_stream(main)
+            with torch.cuda.stream(side):
+                to = here(piece)
+                first = begin + piece * most
+                copy_blocks(cache.host, cache.pieces, cache.blocks(table[first : first + len(to)], to))
+
+        pieces = -(-(stop - begin) // most)
+        for piece in range(pieces):
+            if piece == 0:
+                bring(piece)
+            if side is not None and main is not None:
+                main.wait_stream(side)
+            if piece + 1 < pieces:
+                bring(piece + 1)
+            pages = here(piece)
+            tokens = len(pages) * page_size
+            from_here = (lo - (begin + piece * most) * page_size).clamp(0, tokens)
+            yield PagedKeys(keys, values, pages[None], from_here, torch.full_like(from_here, tokens), scale)

@@ -135,7 +135,7 @@ def build_engine(
             store=HostStore((spec.layers, pages * heads, 2, page_size, dim), dtype, device),
             ring_pages=ring_pages(page_size, drafts + 1),
             hot=sparse.hot,
-            chunk_pages=chunk_pages(placement, prefill_chunk, max_batch), piece_pages=3,
+            chunk_pages=chunk_pages(placement, prefill_chunk, max_batch), piece_pages=4,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(torch.nan)
