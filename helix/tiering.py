@@ -35,7 +35,6 @@ class TieredBytes:
 
 
 def tiered_bytes(
-    config: Config,
     spec: DecoderSpec,
     placement: Placement,
     entries: list[tuple[int, ...]],
@@ -105,7 +104,7 @@ def make_tiered(
     longest = min(wanted, on_host * stripes.page_tokens, spec.max_positions)
     policy = make_policy(config.attention, placement, longest, comm, tiered=True)
     assert isinstance(policy, TieredAttention)
-    size = tiered_bytes(config, spec, placement, entries, dtype, max_batch, drafts, chunk)
+    size = tiered_bytes(spec, placement, entries, dtype, max_batch, drafts, chunk)
     room = room if kv.gpu_bytes is None else int(kv.gpu_bytes)
     least = max_batch * policy.least_places(spec.windows, drafts)
     taken = size.fixed + least * size.place

@@ -19,7 +19,7 @@ from helix.models import Decoder
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.step import DecodeState
-from launch.inputs.compose import spec_of
+from launch.inputs.shapes import spec_of
 
 
 @pytest.mark.parametrize(

@@ -8,26 +8,25 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, check
+from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
 from helix.kv_cache import Placement, page_bytes
 from helix.layout import HelixLayout
 from helix.loading import read_config
 from helix.models import spec_from_config
 from helix.tiered_cache import TieredCache
-from helix.tiering import make_tiered, tiered_bytes
+from helix.tiering import TieredBytes, make_tiered, tiered_bytes
 from launch.inputs.compose import ROOT
 
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
-TOKENS, BATCH = 40_000, 2
+TOKENS, BATCH, CHUNK = 40_000, 2, 256
 
 
 def config(host: float | None, gpu: float | None, tokens: int | None = None) -> Config:
     return Config(
         kv=KVConfig(16, 16, tokens=tokens, tier="host", host_bytes=host, gpu_bytes=gpu),
         attention=AttentionConfig("block_sparse", topk=4, from_tokens=0),
-        decode=DecodeConfig(prefill_chunk=256),
     )
 
 
@@ -35,13 +34,19 @@ def made(given: Config) -> list[TieredCache]:
     def body(world: LoopbackWorld, rank: int) -> TieredCache:
         comm = world.communicator(rank, LAYOUT.kvp_group(rank))
         placement = Placement(LAYOUT, LAYOUT.kvp_rank(rank), 16, 16)
-        return make_tiered(given, SPEC, placement, comm, torch.float32, BATCH, given.kv.tokens or TOKENS, 0, 0)
+        tokens = given.kv.tokens or TOKENS
+        return make_tiered(given, SPEC, placement, comm, torch.float32, BATCH, tokens, 0, 0, CHUNK, 0)
 
     return run_ranks(2, body, timeout_s=60.0)
 
 
 def of_page() -> int:
     return page_bytes(SPEC.layers, SPEC.entries(LAYOUT, 0), torch.float32, 16)
+
+
+def size_of() -> TieredBytes:
+    where = Placement(LAYOUT, 0, 16, 16)
+    return tiered_bytes(SPEC, where, list(SPEC.entries(LAYOUT, 0)), torch.float32, BATCH, 0, CHUNK)
 
 
 def test_the_host_says_how_many_pages_there_are() -> None:
@@ -53,17 +58,13 @@ def test_the_host_says_how_many_pages_there_are() -> None:
         assert cache.host.numel() * 4 == 300 * of_page()
         held = [*cache.on_gpu, cache.bounds, *vars(cache.hot).values()]
         size = sum(x.numel() * x.itemsize for x in held if isinstance(x, torch.Tensor))
-        of_place = tiered_bytes(
-            config(1, gpu), SPEC, Placement(LAYOUT, 0, 16, 16), list(SPEC.entries(LAYOUT, 0)), torch.float32, BATCH, 0
-        ).place
+        of_place = size_of().place
         assert gpu - of_place <= size <= gpu or cache.hot.places == cache.pages
 
 
 def test_the_gpu_can_be_what_limits_it() -> None:
     """Bounds of all pages have to fit beside what sequences choose in a step."""
-    size = tiered_bytes(
-        config(1, 1), SPEC, Placement(LAYOUT, 0, 16, 16), list(SPEC.entries(LAYOUT, 0)), torch.float32, BATCH, 0
-    )
+    size = size_of()
     most = made(config(1000 * of_page(), 60e6))[0]
     least = made(config(1000 * of_page(), 60e6 - most.hot.places * size.place + 40 * size.place))[0]
     assert most.pages == least.pages == 1000 and least.hot.places == 40
