@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.scheduler import Decision, StepPlan
-from tests.serving import TOKEN_S, Serving
+from tests.scheduling import TOKEN_S, Serving
 
 
 def words(count: int, seed: int = 0) -> list[int]:
