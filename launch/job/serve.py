@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
@@ -21,6 +21,7 @@ from helix.errors import RankError
 from helix.inbox import Inbox
 from helix.request import Request
 from helix.sampling import SamplingParams
+from launch.job.grammar import Grammars
 from launch.job.task import Done, Task
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
 
@@ -55,6 +56,7 @@ def run(task: Task) -> Done:
             kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens,
             max_batch=max_batch,
             eos=tuple(sorted(spec.eos)),
+            guided=link.learn(None if path is None else Path(path), spec.vocab, spec.eos),
         )
         link.open(ready, lambda: _stats(engine))
     gc.freeze()  # what stays: to look through it again would stop everybody for some 10 ms
@@ -96,6 +98,13 @@ class Link:
         self._closed = False
         self._prefix = ""  # of the engine's names for this front end's requests
         self._names: dict[str | int, int] = {}
+        self._grammars: Grammars | None = None
+
+    def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> bool:
+        """Reads what grammars need of a model; whether there can be any."""
+        with suppress(ValueError, OSError):
+            self._grammars = None if model is None else Grammars(model / "tokenizer.json", vocab, eos)
+        return self._grammars is not None
 
     def open(self, ready: Ready, stats: Callable[[], dict[str, float]]) -> None:
         """Serves whoever connects, from now on, and tells it what `stats` says every second."""
@@ -180,6 +189,10 @@ class Link:
             if "logit_bias" in given:
                 given["logit_bias"] = dict(given["logit_bias"])
             sampling = SamplingParams(**given)
+            grammar = None
+            if message.schema is not None and self._grammars is not None:
+                answer = message.ids[len(message.ids) - message.drawn :]
+                grammar = self._grammars.of_schema(message.schema, answer.tolist())
             request = Request(
                 name,
                 message.ids,
@@ -188,6 +201,7 @@ class Link:
                 priority=message.priority,
                 salt=message.salt,
                 drawn=message.drawn,
+                grammar=grammar,
             )
         except ValueError as error:
             self._send(Delta(message.id, "error", str(error)), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -71,6 +72,26 @@ class StreamOptions(Schema):
     include_usage: bool = False
 
 
+class Format(Schema):
+    """What an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Format:
+        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
+            raise ValueError('json_schema needs a schema: {"name": NAME, "schema": {...}}')
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema to follow, as JSON; None: any text."""
+        if self.type == "text":
+            return None
+        return json.dumps({"type": "object"} if self.json_schema is None else self.json_schema["schema"])
+
+
 class Generation(Schema):
     """What completions and chats have in common."""
 
@@ -95,6 +116,7 @@ class Generation(Schema):
     priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     return_progress: bool = False
+    response_format: Format | None = None
     user: str | None = None
 
     @field_validator("stop")
@@ -188,11 +210,6 @@ class Choice(Schema):
     function: Named
 
 
-class Format(Schema):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
 class Chat(Generation):
     """Body of /v1/chat/completions."""
 
@@ -203,7 +220,6 @@ class Chat(Generation):
     tools: Some[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool = True
-    response_format: Format | None = None
     chat_template_kwargs: Arguments | None = None
 
     @model_validator(mode="after")

@@ -168,7 +168,8 @@ def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
             ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
             ({"messages": [USER], "chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
             ({"messages": [USER], "tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-            ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+            ({"messages": [USER], "response_format": {"type": "json_object"}}, "tokenizer serves no schema"),
+            ({"messages": [USER], "response_format": {"type": "json_schema"}}, "json_schema needs a schema"),
         ):
             answer = await front.post("/v1/chat/completions", body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text

@@ -1,0 +1,68 @@
+"""Which tokens an answer may go on with: whatever is drawn of them, it follows its schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from launch.job.grammar import Grammars, SchemaGrammar
+from tests.e2e.checkpoints import DEMO
+
+VOCAB, EOS = 4096, 0
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yes"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(DEMO / "tokenizer.json", VOCAB, [EOS])
+
+
+def allowed(grammar: SchemaGrammar) -> list[int]:
+    bits = np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_walk_follows_the_schema(grammars: Grammars, seed: int) -> None:
+    grammar, drawn, rng = grammars.of_schema(json.dumps(SCHEMA)), list[int](), random.Random(seed)
+    while len(drawn) < 400 and (may := allowed(grammar)) != [EOS]:
+        tokens = [token for token in may if token != EOS]
+        drawn.append(rng.choice(tokens))
+        grammar.take(drawn[-1])
+        assert allowed(grammars.of_schema(json.dumps(SCHEMA), drawn)) == allowed(grammar), "begun again in the middle"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))
+    if len(drawn) < 400:  # else a walk through spaces
+        found = json.loads(tokenizer.decode(drawn))
+        assert found["a"] in ("x", "yes") and all(isinstance(one, bool) for one in found["b"]) and len(found["b"]) <= 2
+    grammar.take(EOS)
+    assert len(drawn) == 400 or allowed(grammar) == [EOS]
+
+
+def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(ValueError, match=r"the schema cannot be followed: .*nonsense"):
+        grammars.of_schema('{"type": "nonsense"}')
+    with pytest.raises(ValueError, match="no end token"):
+        Grammars(DEMO / "tokenizer.json", VOCAB, [])
+
+
+def test_a_tokenizer_that_spells_otherwise_is_refused(tmp_path: Path) -> None:
+    """A decoder of two kinds of bytes is taken for the first: each token with a space would spell something else."""
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    content["decoder"] = {
+        "type": "Sequence",
+        "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, content["decoder"]],
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="the bytes of its tokens are not those of the text"):
+        Grammars(path, VOCAB, [EOS])
