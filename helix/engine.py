@@ -18,13 +18,14 @@ import torch
 from helix.autotune import choose_chunks, fill, step_seconds
 from helix.block_tables import BlockTables
 from helix.config import ServeConfig
+from helix.decision import Decision
 from helix.inbox import Inbox
 from helix.model_runner import ModelRunner, StepTokens
 from helix.pages import PagePool
 from helix.prefill_time import PrefillTime
 from helix.prefix import PrefixTree
 from helix.request import Delta, Output, Request
-from helix.scheduler import Decision, Scheduler
+from helix.scheduler import Scheduler
 from helix.serving import Serving
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 from helix.text import OutputStream

@@ -16,13 +16,13 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
+from helix.decision import Admission, Decision, Segment
 from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Logprobs
 from helix.sampling import sample
-from helix.scheduler import Admission, Decision, Segment
 from helix.shaping import Shaper
 from helix.speculation import Draft, Drafter, accepted_tokens
 from helix.step import PAST, DecodeState

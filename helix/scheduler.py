@@ -22,115 +22,13 @@ from zlib import crc32
 import numpy as np
 
 from helix.block_tables import BlockTable, BlockTables
+from helix.decision import Admission, Decision, Segment, StepPlan, TableWrite
 from helix.prefill_time import PrefillTime
-from helix.prefix import NO_PAGES
 from helix.request import Request
-from helix.sampling import SamplingParams
 
 LEAST_CHUNK = 32  # tokens: shorter chunks cost as much, whatever time there is
 LOOK_AHEAD = 32  # so many of those that wait are looked at for one decision
 RETRY_S = 1.0  # after so long, others may have computed what one that does not fit begins with
-
-
-@dataclass(frozen=True, eq=False)
-class Admission:
-    """A sequence that takes a slot.
-
-    Attributes:
-        prompt: its tokens, int32 [n]; of one that comes back after a preemption, what it had drawn as well.
-        start: kvp rank of its first block.
-        pages: the beginning of its table, int32 [m], the same on every rank.
-        reserved: tokens for which these are taken.
-        limit: tokens in the cache at which it ends.
-        known: the first so many tokens are in its pages already, or in those to copy; prefill goes on behind them.
-        copy_from, copy_to: pages to copy on every rank, in the order of admissions.
-        drawn: the last so many tokens of `prompt` were drawn.
-    """
-
-    id: str | int
-    slot: int
-    prompt: np.ndarray
-    start: int
-    pages: np.ndarray
-    reserved: int
-    limit: int
-    sampling: SamplingParams
-    known: int = 0
-    copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
-    drawn: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class TableWrite:
-    """Pages, int32 [n], that a slot's table has from a column on; the others stay."""
-
-    slot: int
-    column: int
-    pages: np.ndarray
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Prompt tokens `[begin, end)` of a slot; `last` is set where the prompt ends with them."""
-
-    slot: int
-    begin: int
-    end: int
-    last: bool
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How a run of decode steps goes on.
-
-    Attributes:
-        drafts: tokens that each step proposes for each sequence.
-        tokens: how many a sequence is expected to take of a step.
-        steps: at most so many under one decision; None for as many as there may be.
-        draft_limits: drafts of slots 0, 1, .. that are verified, empty where they stay what they were.
-        seconds: of a step; None where it is not known.
-    """
-
-    drafts: int = 0
-    tokens: float = 1.0
-    steps: int | None = None
-    draft_limits: tuple[int, ...] = ()
-    seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What all ranks do next, in this order; the decode steps follow each other back to back.
-
-    Attributes:
-        tables: of slots that are in use before `admit`.
-        rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
-        drafts, draft_limits: of the decode steps; see `StepPlan`.
-        sparse: whether the decode steps choose which keys they read: some sequence is long enough.
-        shaped: some sequence wants something of its logits, or log-probabilities.
-        masks: slot -> which tokens it may draw, int32 [W], as of `Grammar`.
-    """
-
-    number: int
-    retire: tuple[int, ...]
-    tables: tuple[TableWrite, ...]
-    admit: tuple[Admission, ...]
-    prefill: tuple[Segment, ...]
-    decode_steps: int
-    rows: int
-    stochastic: bool
-    filtered: bool
-    drafts: int = 0
-    draft_limits: tuple[int, ...] = ()
-    sparse: bool = False
-    shaped: bool = False
-    masks: dict[int, np.ndarray] = field(default_factory=dict)
-
-    @classmethod
-    def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
-        """A decision that computes nothing."""
-        return cls(0, retire, (), (), (), 0, 0, False, False)
 
 
 @dataclass(eq=False, slots=True)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from helix.decision import Decision
 from helix.inbox import Abort, Inbox
 from helix.model_runner import ModelRunner, StepTokens
 from helix.prefill_time import PrefillTime
 from helix.request import Delta, Logprobs, Request
-from helix.scheduler import Decision, Scheduled, Scheduler
+from helix.scheduler import Scheduled, Scheduler
 from helix.speculation.adaptive import DraftPolicy, Outcome
 from helix.timings import Timings
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from helix.block_tables import BlockTables
+from helix.decision import Admission, Decision, StepPlan
 from helix.layout import HelixLayout
 from helix.pages import PagePool, Stripes
 from helix.prefill_time import PrefillTime
 from helix.prefix import PrefixTree
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import LEAST_CHUNK, Admission, Decision, Scheduler, StepPlan
+from helix.scheduler import LEAST_CHUNK, Scheduler
 
 TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context
 STEP_S = 2e-3

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.scheduler import Admission, TableWrite
+from helix.decision import Admission, TableWrite
 from helix.step import DecodeState
 from kernels.tokens.accept import Distribution
 

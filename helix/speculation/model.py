@@ -9,11 +9,11 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
+from helix.decision import Admission, TableWrite
 from helix.kv_cache import KVCache, Placement, page_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.pages import Stripes
-from helix.scheduler import Admission, TableWrite
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState

@@ -20,10 +20,10 @@ from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import MOST_CHOSEN
+from helix.decision import Admission, TableWrite
 from helix.kv_cache import BlockBudget, KeyBudget, KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
-from helix.scheduler import Admission, TableWrite
 from helix.score_pages import ScorePages, score_bytes
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing

@@ -21,13 +21,13 @@ from comm.base import Communicator
 from helix.autotune import choose_chunks
 from helix.build import build_engine, make_drafter
 from helix.config import Config, bench_points
+from helix.decision import Admission, Decision, Segment
 from helix.engine import Engine
 from helix.errors import ConfigError, RankError
 from helix.graphs import StepGraphs, seconds_of_each
 from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Request
-from helix.scheduler import Admission, Decision, Segment
 from helix.simulate.cost import tokens_per_step
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.timings import Timings

@@ -16,12 +16,12 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.decision import StepPlan
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import StepPlan
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.speculation.drawing import DraftDrawing

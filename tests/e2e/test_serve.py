@@ -18,6 +18,7 @@ import torch.distributed as dist
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ServeConfig
+from helix.decision import Decision
 from helix.engine import Engine
 from helix.inbox import Inbox
 from helix.kv_cache import BlockBudget
@@ -25,7 +26,6 @@ from helix.layout import HelixLayout
 from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Delta, Request
-from helix.scheduler import Decision
 from helix.speculation import DraftBudget, NgramDrafter
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine

@@ -15,11 +15,11 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from helix.autotune import fill, step_seconds
+from helix.decision import Admission, StepPlan
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Admission, StepPlan
 from helix.speculation import Draft, Drafter, NgramDrafter, SyntheticDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.step import DecodeState

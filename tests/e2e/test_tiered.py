@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from comm.torch_dist import TorchDistCommunicator
+from helix.decision import Admission
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Admission
 from helix.tiered_cache import TieredCache
 from tests.e2e.parity import Sparse
 from tests.e2e.test_block_sparse import (

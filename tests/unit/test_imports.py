@@ -42,7 +42,7 @@ LEVELS = {
         {"kv_cache"},
         {"prefix", "request", "shaping", "step"},
         {"tiered_cache"},
-        {"attention", "block_tables", "inbox", "text"},
+        {"attention", "block_tables", "decision", "inbox", "text"},
         {"layers", "scheduler"},
         {"models"},
         {"buffers", "loading", "place", "speculation", "tiering"},

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from helix.decision import Decision, StepPlan
 from helix.request import Request
 from helix.sampling import SamplingParams
-from helix.scheduler import Decision, StepPlan
 from tests.scheduling import TOKEN_S, Serving
 
 
