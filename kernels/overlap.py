@@ -55,17 +55,3 @@ def prefetch(at):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def prefetch_run(at, length):
-    """Asks for `length` bytes from each pointer of `at` on into the L2, none where it is 0; both multiples of 16."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred wanted;
-        setp.ne.u32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [at.to(tl.int64), length], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

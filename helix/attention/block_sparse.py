@@ -104,7 +104,7 @@ class BlockSparseAttention(AttentionPolicy):
             offered = torch.empty(shape, dtype=torch.int32, device=q.device)
         table = select_blocks(
             q, cache.bounds, step.block_tables, first, last, pages, topk, self.width, self.score, self.counted,
-            caches=(cache.keys, cache.values), candidates=offered, sms=sms,
+            candidates=offered, sms=sms,
         )  # fmt: skip
         if self.comm is not None and offered is not None:
             ranks = len(self.comm.kvp_group)

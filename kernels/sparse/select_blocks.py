@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.split_kv import item_at, schedule
-from kernels.overlap import overlapped, prefetch, prefetch_run, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.reference.select_blocks import select_blocks as reference
 
 TILE = 32  # pages of a tile
@@ -28,7 +28,6 @@ PROGRAMS = 2  # on an SM
 
 _NONE = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-_PIECES = tl.constexpr(8)  # that a page is fetched in
 
 
 @triton.jit
@@ -169,22 +168,8 @@ def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.c
 
 
 @triton.jit
-def _prefetch_read_anyway(k_cache, v_cache, pages, begin, end, held, page_bytes):
-    """Asks for keys and values of the first pages before and behind the candidates into the L2."""
-    lane = tl.arange(0, _PIECES * 16)
-    i = lane // _PIECES
-    inside = i < begin + held - end
-    page = tl.load(pages + i + tl.where(i >= begin, end - begin, 0), mask=inside, other=0).to(tl.int64)
-    piece = page_bytes // _PIECES
-    at = page * page_bytes + lane % _PIECES * piece
-    prefetch_run(k_cache.to(tl.int64) + at, tl.where(inside, piece, 0))
-    prefetch_run(v_cache.to(tl.int64) + at, tl.where(inside, piece, 0))
-
-
-@triton.jit
 def _select_blocks_kernel(
     q, block_bounds, block_table, firsts, lasts, held, scores, tile_best, lists, arrived, table, report, counted,
-    k_cache, v_cache, page_bytes,
     q_n, q_h, page_stride, head_stride, kind_stride, table_b, score_row, best_row, B, topk, width,
     T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
     SCORE: tl.constexpr, TILE: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -208,9 +193,6 @@ def _select_blocks_kernel(
             ahead = from_tile + tl.minimum(tl.arange(0, 64), end - begin - 1)
             prefetch(pages + tl.minimum(ahead * TILE, stop - 1))
             _prefetch_tile(block_bounds + head * head_stride, pages, from_tile, start, stop, page_stride, D, TILE)
-            if k_cache is not None and (head == 0) & (at == item_begin):
-                whole = tl.load(held + i * T + T - 1)
-                _prefetch_read_anyway(k_cache, v_cache, pages, start, stop, whole, page_bytes)
     if head >= 0:  # Always: it holds the wait behind the schedule.
         wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -291,7 +273,6 @@ def select_blocks(
     score: str,
     counted: torch.Tensor,
     *,
-    caches: tuple[torch.Tensor, torch.Tensor] | None = None,
     candidates: torch.Tensor | None = None,
     sms: int | None = None,
 ) -> torch.Tensor:
@@ -310,7 +291,6 @@ def select_blocks(
         width: columns of the result, at least what any query reads.
         score: bounds, mean or mean_std.
         counted: [2] int64, to which the pages in all tables, and the tables, are added.
-        caches: keys and values [pages, page_size, Hkv, D], contiguous; some pages that are read anyway come early.
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
             number of the same order, and its place in the block table; what is left has the lowest number there is.
         sms: how many streaming multiprocessors to fill; all if None.
@@ -331,16 +311,11 @@ def select_blocks(
     assert topk <= MOST_CHOSEN and most <= MOST_PAGES
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
-    keys, values, page_bytes = None, None, 0
-    if caches is not None and caches[0][0].nbytes % (16 * _PIECES.value) == 0:  # what a request takes
-        keys, values = caches
-        page_bytes = keys[0].nbytes
-        assert keys.is_contiguous() and values.is_contiguous()
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
     scores, best, lists = _workspace(q.device, N * heads, most, lanes // TILE)
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
         q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table,
-        table if candidates is None else candidates, counted, keys, values, page_bytes,
+        table if candidates is None else candidates, counted,
         *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
         T=T, HEADS=heads, GROUP=group, D=D, LANES=lanes, SCORE=score, TILE=TILE,
         BLOCK_B=triton.next_power_of_2(B), BLOCK_M=max(16, triton.next_power_of_2(T * group)),

@@ -58,8 +58,7 @@ class Setting:
         """A table [B, Hkv, topk + 8] of the pages that are read."""
         ranges = self.first, self.last, self.pages
         return select_blocks(
-            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, "bounds", self.counted,
-            caches=(self.k, self.v),
+            self.q[copy], self.bounds, self.tables[copy], *ranges, topk, topk + 8, "bounds", self.counted
         )  # fmt: skip
 
     def attend(self, table: torch.Tensor, hi: torch.Tensor, copy: int) -> torch.Tensor:
