@@ -52,6 +52,7 @@ BENCHMARKS = {
     "step": steps.STEP,
     "baselines": steps.BASELINE,
     "sparse-steps": steps.SPARSE,
+    "sparse-policies": steps.SPARSE_POLICIES,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
     "prefill": prefill.BENCHMARK,

@@ -1,4 +1,4 @@
-"""Times decode steps of whole models: `python -m launch.bench step | baselines | sparse-steps`.
+"""Times decode steps of whole models: `python -m launch.bench step | baselines | sparse-steps | sparse-policies`.
 
 Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
 over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
@@ -10,6 +10,8 @@ read everything. On one GPU, and on eight ranks that it emulates:
 
   python -m launch.bench sparse-steps
   python -m launch.bench sparse-steps ranks=8
+
+`sparse-policies` times every policy beside dense attention, at fewer points of more models.
 """
 
 from __future__ import annotations
@@ -33,14 +35,19 @@ TARGET = "bar"  # a row's key since the first records
 COLUMNS = f"model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us {TARGET} vllm_ms tokens_per_s_user"
 COLUMNS += " tokens_per_s_gpu"
 ON_CPU = Workload("demo", 1, K)
-SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")  # the first one, unless others are chosen
+SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
 SPARSE_ON_CPU = [Workload("demo", batch, 8 * K) for batch in (1, 2)]
 ROOMY = ("kv.memory_fraction=0.95",)  # of an H200, for 2 x 1M tokens of Qwen2.5-7B
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M)
 BATCHES = (1, 2, 4, 8)
+POLICY_POINTS = [(1, 128 * K), (1, 512 * K), (4, 128 * K)]  # that one GPU holds of each of SPARSE_MODELS
 BUDGETS: tuple[tuple[str, ...], ...] = (
     (),
     *(("attention=block_sparse", f"attention.topk={topk}", "attention.from_tokens=0") for topk in (8, 32)),
+)
+POLICIES: tuple[tuple[str, ...], ...] = (
+    (),
+    *((f"attention={policy}", "attention.from_tokens=0") for policy in ("block_sparse", "quest", "window")),
 )
 
 
@@ -105,13 +112,15 @@ def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchm
     return Benchmark(about, __doc__, (part,), models=models, emulated=True)
 
 
-def sparse_cases(given: Given) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
-    """Each model in the grid with the widest tpa that splits the KV: a job of dense attention, and of each budget."""
-    for model in (given.models or SPARSE_MODELS[:1]) if given.gpu else [SPARSE_ON_CPU[0].model]:
+def sparse_cases(
+    models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], given: Given
+) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
+    """Each model in the grid with the widest tpa that splits the KV: a job for each attention."""
+    for model in (given.models or models) if given.gpu else [SPARSE_ON_CPU[0].model]:
         spec, cut = fitting_spec(model, given.ranks)
-        works = [Workload(model, batch, length) for length in LENGTHS for batch in BATCHES]
+        works = [Workload(model, batch, length) for batch, length in points]
         grid = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1][-1]
-        for attention in BUDGETS:
+        for attention in attentions:
             yield works if given.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
 
 
@@ -120,7 +129,7 @@ def measure_sparse(
 ) -> Iterator[Row]:
     """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
     read = budget(composed(overrides))
-    attention = "dense" if read is None else f"block_sparse, k={read.topk}"
+    attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block}"
     for row in time_job(works, layout, overrides):
         about = {"layers": spec.layers, "attention": attention}
         yield row | about | {"sparse": None if read is None else asdict(read)}
@@ -128,16 +137,19 @@ def measure_sparse(
 
 STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
 BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASELINES, baselines=True)
+_SPARSE_COLUMNS = "model batch length layout attention ttl_p50_us tokens_per_s_user"
+_ALL_POINTS = [(batch, length) for length in LENGTHS for batch in BATCHES]
 SPARSE = Benchmark(
     "decode steps with block-sparse attention beside dense, over all GPUs: what `launch.plan bill` fits",
     __doc__,
-    (
-        Part(
-            sparse_cases,
-            measure_sparse,
-            "model batch length layout attention ttl_p50_us tokens_per_s_user",
-        ),
-    ),
+    (Part(partial(sparse_cases, SPARSE_MODELS[:1], _ALL_POINTS, BUDGETS), measure_sparse, _SPARSE_COLUMNS),),
+    models=SPARSE_MODELS,
+    emulated=True,
+)
+SPARSE_POLICIES = Benchmark(
+    "decode steps with block-sparse attention, Quest's pages and a window, beside dense, over all GPUs",
+    __doc__,
+    (Part(partial(sparse_cases, SPARSE_MODELS, POLICY_POINTS, POLICIES), measure_sparse, _SPARSE_COLUMNS),),
     models=SPARSE_MODELS,
     emulated=True,
 )
