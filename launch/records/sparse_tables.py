@@ -1,8 +1,11 @@
-"""Tables of `python -m launch.bench sparse`: attention over chosen blocks, and the kernels of sparse drafts."""
+"""Tables of block-sparse attention, kernels and whole steps, and of the kernels of sparse drafts."""
 
 from __future__ import annotations
 
-from launch.records.rows import Row, results
+from collections.abc import Callable
+from functools import partial
+
+from launch.records.rows import WORKLOAD, Row, results, workload
 
 
 def _kind(kind: str, *keys: str) -> list[Row]:
@@ -63,4 +66,35 @@ def attending() -> list[str]:
     return lines
 
 
-PAGE = {"sparse-blocks": blocks, "sparse-collect": collecting, "sparse-choose": choosing, "sparse-attend": attending}
+def steps(name: str) -> list[str]:
+    """Steps under every attention that was measured beside dense ones, and how many times as fast."""
+    found = [r for r in results(name, *WORKLOAD, "attention") if "failed" not in r]
+    attentions = list(dict.fromkeys(r["attention"] for r in found))
+    took = {(workload(r), r["layout"], r["attention"]): r["ttl_p50_us"] for r in found}
+    heads = [attention.replace("block_sparse, ", "") for attention in attentions]
+    rows = [f"| shape | KV | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"] if found else []
+    for point, layout in dict.fromkeys((workload(r), r["layout"]) for r in found):
+        cells = []
+        for attention in attentions:
+            us, dense = took.get((point, layout, attention)), took.get((point, layout, "dense"))
+            over = f" ({dense / us:.2f} x)" if us and dense and attention != "dense" else ""
+            cells.append(f"{us / 1e3:.2f} ms{over}" if us else "-")
+        rows.append(f"| {point} | {' | '.join(cells)} |")
+    return rows
+
+
+def costs() -> list[str]:
+    """Steps of two jobs, one over the other."""
+    found = results("sparse-costs", "model", "case", "batch", "length")
+    rows = ["| case | shape | KV | one | the other | over |", "|---|---|---|---|---|---|"] if found else []
+    for r in found:
+        times = " | ".join(f"{r[name] / 1e3:.2f} ms" for name in ("plain_us", "step_us"))
+        rows.append(f"| {r['case']} | {workload(r)} | {times} | {r['step_us'] / r['plain_us']:.3f} x |")
+    return rows
+
+
+PAGE: dict[str, Callable[[], list[str]]] = {
+    "sparse-blocks": blocks, "sparse-collect": collecting, "sparse-choose": choosing, "sparse-attend": attending,
+    "sparse-steps": partial(steps, "sparse-steps"), "sparse-policies": partial(steps, "sparse-policies"),
+    "sparse-steps.emulated-8": partial(steps, "sparse-steps.emulated-8"), "sparse-costs": costs,
+}  # fmt: skip

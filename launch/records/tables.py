@@ -23,7 +23,17 @@ from launch.records.sparse_bill import Account, Table
 
 RESULTS = [
     f"docs/results/{name}.md"
-    for name in ("8-gpus", "4-gpus", "emulated", "kernels", "speculation", "hop-b", "fidelity", "acceptance")
+    for name in (
+        "8-gpus",
+        "4-gpus",
+        "emulated",
+        "kernels",
+        "block-sparse",
+        "speculation",
+        "hop-b",
+        "fidelity",
+        "acceptance",
+    )
 ]
 PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", *RESULTS]
 

@@ -199,7 +199,8 @@ def test_what_the_benchmark_keeps_is_what_the_bill_reads(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(spawn, "measure", job)
     given = steps.Given(parts.torch.device("cuda"), 1)
-    rows = [r for case in steps.sparse_cases(given) for r in steps.measure_sparse(given, *case)]
+    (part,) = steps.SPARSE.parts
+    rows = [r for case in part.cases(given) for r in part.measure(given, *case)]
     assert len(started) == 3 and len(rows) == 3 * 20 and sum("failed" in r for r in rows) == 3 * 3
     facts = {"device": "NVIDIA H200", "commit": "a1"}
     found = accounts(cell_of(facts | r) for r in rows if "failed" not in r)
