@@ -132,7 +132,8 @@ def finding(device: torch.device) -> Iterator[Row]:
         s = bench_sparse.setting(4 * heads, heads, batch, length, device)
         size = bench_sparse.read_bytes(heads, batch, length, CHOSEN)
         took = seconds(s.choose_and_attend(CHOSEN), len(s.q), device)
-        yield {"kv_heads": heads, "batch": batch, "length": length, "topk": CHOSEN, "bytes": size, "seconds": took}
+        row = {"kv_heads": heads, "batch": batch, "length": length, "topk": CHOSEN, "bytes": size, "seconds": took}
+        yield row | {"bounds": bench_sparse.bounds_bytes(heads, batch, length)}
 
 
 def products(device: torch.device) -> Iterator[Row]:

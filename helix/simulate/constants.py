@@ -42,16 +42,35 @@ def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
     )
 
 
+def prices(columns: Sequence[Sequence[float]], over: Sequence[float], took: Sequence[float]) -> list[float]:
+    """What each column costs, none less than nothing, with the least squared error of `over` relative to `took`."""
+    left = list(range(len(columns)))
+    weight = 1 / np.asarray(took, dtype=float)
+    weighted, found = [np.asarray(column, dtype=float) * weight for column in columns], np.zeros(len(columns))
+    while left:
+        fitted, *_ = np.linalg.lstsq(np.stack([weighted[i] for i in left], 1), np.asarray(over) * weight, rcond=None)
+        if fitted.min() >= 0:
+            found[left] = fitted
+            break
+        left.pop(int(np.argmin(fitted)))
+    return [float(cost) for cost in found]
+
+
 def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
     """The price of finding: what choosing blocks and attention over them take beyond their bytes at the read rate and
-    what attention alone takes; from rows with bytes, seconds and topk."""
+    what attention alone takes; from rows with bytes, those of bounds, sequences, seconds and topk."""
     rate, fixed = base.read_bytes_per_s.value, base.kernel_s.value
     over = [row["seconds"] - row["bytes"] / rate - fixed for row in rows]
+    columns = [1.0 for _ in rows], [row["batch"] for row in rows], [row["bounds"] / rate for row in rows]
+    once, each, again = prices(columns, over, [row["seconds"] for row in rows])
     chosen = "/".join(str(topk) for topk in sorted({row["topk"] for row in rows}))
-    source = (
-        f"select_blocks and flash_decode, {chosen} blocks, median of {len(rows)}, {_range(r['bytes'] for r in rows)}"
+    source = f"select_blocks and flash_decode, {chosen} blocks, fit of {len(rows)}, {_range(r['bytes'] for r in rows)}"
+    return replace(
+        base,
+        finding_s=Constant(max(once, LEAST_S), MEASURED, source),
+        finding_sequence_s=Constant(each, MEASURED, source),
+        bounds_share=Constant(1 / (1 + again), MEASURED, source),
     )
-    return replace(base, finding_s=Constant(max(float(np.median(over)), LEAST_S), MEASURED, source))
 
 
 def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:

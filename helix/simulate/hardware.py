@@ -79,6 +79,8 @@ class Hardware:
         nccl: those of the library; empty: not measured.
         finding_s: the price of finding: what block-sparse attention of a layer takes beyond its bytes (of chosen blocks
             and of what stands for all) and beyond kernel_s, which dense attention takes as well. None: not known.
+        finding_sequence_s: the same of each sequence; None: nothing.
+        bounds_share: of the read rate, at which that goes through the choice which stands for all blocks; None: all.
         gather_share: of the read rate that attention over single chosen keys reaches; as the next two, for a model that
             drafts for itself, and None where it is not known.
         collect_share: of the attention of a step that leaves scores of its keys: what this takes besides.
@@ -97,6 +99,8 @@ class Hardware:
     latent_flops: Constant | None
     chunk_s: Constant
     finding_s: Constant | None
+    finding_sequence_s: Constant | None
+    bounds_share: Constant | None
     gather_share: Constant | None
     collect_share: Constant | None
     select_s: Constant | None
@@ -159,6 +163,8 @@ class Hardware:
             optional("latent_flops"),
             constant(data, "chunk_s"),
             optional("finding_s"),
+            optional("finding_sequence_s"),
+            optional("bounds_share"),
             optional("gather_share"),
             optional("collect_share"),
             optional("select_s"),

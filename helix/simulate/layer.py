@@ -233,18 +233,20 @@ class Layer:
         sparse = self._chooses(window)
         if sparse is None:
             return []
-        price = self.hardware.finding_s
+        hw = self.hardware
+        price, each = hw.finding_s, hw.finding_sequence_s
         if price is None:
             raise ValueError(
-                f"the price of finding blocks is not known on {self.hardware.name}: add finding_s to its description, "
+                f"the price of finding blocks is not known on {hw.name}: add finding_s to its description, "
                 "or take dense attention"
             )
         kvp = self.points.kvp
         scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # nothing is chosen: nothing is judged
         bounds = self.sequences * 2 * self.kv * self.spec.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
-        paid = Phase("", free + price.value, free, free, free, free + 1, level)
-        found = [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0).plus(paid)]
+        seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
+        paid = Phase("", seconds, free, free, free, free + 1, level)
+        found = [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0, hw.bounds_share).plus(paid)]
         if sparse.choice == "global":  # of each block that a rank offers to each other one, a score and a number
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))

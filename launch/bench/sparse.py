@@ -77,9 +77,14 @@ def read_keys(pages: int, topk: int) -> int:
     return min(SINK + LOCAL + topk, pages) * PAGE
 
 
+def bounds_bytes(kv_heads: int, batch: int, length: int) -> int:
+    """The bounds of all blocks of each sequence."""
+    return batch * kv_heads * DIM * 4 * (length // PAGE)
+
+
 def read_bytes(kv_heads: int, batch: int, length: int, topk: int) -> int:
     """What a query of each sequence reads: the bounds of all blocks, and the keys and values of those chosen."""
-    return batch * kv_heads * DIM * 4 * (length // PAGE + read_keys(length // PAGE, topk))
+    return bounds_bytes(kv_heads, batch, length) + batch * kv_heads * DIM * 4 * read_keys(length // PAGE, topk)
 
 
 def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> Setting:

@@ -1,10 +1,10 @@
 """The bill of a decode step, fitted on recorded ones: what it pays for bytes, for being a step, and for finding blocks.
 
 A dense step takes `overhead + bytes / bandwidth`: both are fitted on dense steps alone. A block-sparse step reads fewer
-bytes and pays for finding them: one number, fitted on block-sparse steps. Bytes are counted by the cost model, on the
-rank that reads most.
+bytes and pays for finding them: once, for each sequence, and for bounds that it goes through more slowly than it reads.
+These are fitted on block-sparse steps. Bytes are counted by the cost model, on the rank that reads most.
 
-Source: gather-decode (papers/gather-decode.txt), sections 2 and 9.
+Source: gather-decode (papers/gather-decode.txt), sections 2 and 9, where the price of finding is one number.
 """
 
 from __future__ import annotations
@@ -31,18 +31,39 @@ Table = list[Sequence[str]]  # its head first
 
 
 @dataclass(frozen=True)
+class Read:
+    """What the rank that reads most reads in a step: all bytes, those of bounds among them, of how many sequences."""
+
+    size: float
+    bounds: float
+    sequences: int
+    sparse: bool
+
+
+@dataclass(frozen=True)
 class Bill:
     """Attributes:
     finding_s: what a block-sparse step takes beyond its bytes and its overhead, in all layers.
+    sequence_s: what it takes besides for each sequence.
+    bounds_share: of the bandwidth, at which it goes through bounds.
     """
 
     bytes_per_s: float
     overhead_s: float
     finding_s: float
+    sequence_s: float = 0.0
+    bounds_share: float = 1.0
 
-    def seconds(self, size: float, sparse: bool) -> float:
-        """A step's, if it reads `size` bytes."""
-        return self.overhead_s + size / self.bytes_per_s + self.finding_s * sparse
+    def price(self, read: Read) -> float:
+        """Seconds of finding."""
+        if not read.sparse:
+            return 0.0
+        slower = read.bounds / self.bytes_per_s * (1 / self.bounds_share - 1)
+        return self.finding_s + read.sequences * self.sequence_s + slower
+
+    def seconds(self, read: Read) -> float:
+        """A step's."""
+        return self.overhead_s + read.size / self.bytes_per_s + self.price(read)
 
 
 @dataclass(frozen=True)
@@ -86,8 +107,8 @@ class Account:
     def predicted(self, batch: int, length: int, bill: Bill | None = None) -> float:
         """The same at any point by a bill, its own unless another is given."""
         bill, first = bill or self.bill, self.dense[0]
-        dense = bill.seconds(read_bytes(first, batch, length, None), False)
-        return dense / bill.seconds(read_bytes(first, batch, length, self.sparse), True)
+        dense = bill.seconds(reads(first, batch, length, None))
+        return dense / bill.seconds(reads(first, batch, length, self.sparse))
 
     def r2(self, bill: Bill | None = None) -> float:
         """Share of the variance of `measured` that a bill explains; below 0 where their mean would do better."""
@@ -98,7 +119,7 @@ class Account:
     @property
     def without_finding(self) -> Bill:
         """The bill of two terms that the source predicted with, and that failed there."""
-        return replace(self.bill, finding_s=0.0)
+        return Bill(self.bill.bytes_per_s, self.bill.overhead_s, 0.0)
 
     @property
     def without_overhead(self) -> Bill:
@@ -121,24 +142,28 @@ def _any_hardware() -> Hardware:
 
 
 @cache
-def read_bytes(like: Cell, batch: int, length: int, sparse: Sparse | None) -> float:
-    """What the rank that reads most reads in a step of a cell's model and layout, at another point."""
+def reads(like: Cell, batch: int, length: int, sparse: Sparse | None) -> Read:
+    """What a step of a cell's model and layout reads, at another point."""
     points, options = replace(like.points, batch=np.array([batch])), replace(RECORDED, sparse=sparse)
-    step = predict(like.spec, _any_hardware(), points, length, options)
-    return float(sum(phase.bytes[0] for phase in step.phases))
+    phases = predict(like.spec, _any_hardware(), points, length, options).phases
+    bounds = sum(float(phase.bytes[0]) for phase in phases if phase.name == "find blocks")
+    return Read(sum(float(phase.bytes[0]) for phase in phases), bounds, batch, sparse is not None)
 
 
-def _bytes(cells: Iterable[Cell]) -> list[float]:
-    return [read_bytes(cell, cell.batch, cell.length, cell.sparse) for cell in cells]
+def _reads(cells: Iterable[Cell]) -> list[Read]:
+    return [reads(cell, cell.batch, cell.length, cell.sparse) for cell in cells]
 
 
 def fit(dense: Sequence[Cell], chosen: Sequence[Cell]) -> Bill:
     """The bill with the least squared relative error: of dense steps first, then of block-sparse ones."""
-    overhead_s, bytes_per_s = constants.line(_bytes(dense), [cell.ttl_us / 1e6 for cell in dense])
-    took = np.array([cell.ttl_us / 1e6 for cell in chosen])
-    over = took - overhead_s - np.array(_bytes(chosen)) / bytes_per_s
-    price = float((over / took**2).sum() / (1 / took**2).sum())
-    return Bill(bytes_per_s, overhead_s, max(price, constants.LEAST_S))
+    took = [cell.ttl_us / 1e6 for cell in dense]
+    overhead_s, bytes_per_s = constants.line([read.size for read in _reads(dense)], took)
+    plain, found = Bill(bytes_per_s, overhead_s, 0.0), _reads(chosen)
+    took = [cell.ttl_us / 1e6 for cell in chosen]
+    over = [seconds - plain.seconds(read) for seconds, read in zip(took, found, strict=True)]
+    columns = [1.0] * len(found), [read.sequences for read in found], [read.bounds / bytes_per_s for read in found]
+    once, each, again = constants.prices(columns, over, took)
+    return Bill(bytes_per_s, overhead_s, max(once, constants.LEAST_S), each, 1 / (1 + again))
 
 
 def account(dense: list[Cell], chosen: list[Cell]) -> Account:
@@ -149,8 +174,8 @@ def account(dense: list[Cell], chosen: list[Cell]) -> Account:
     errors = []
     if len(kept[0]) > 1 and kept[1]:
         bill = fit(*kept)
-        for cell, size in zip(apart, _bytes(apart), strict=True):
-            errors.append(abs(1e6 * bill.seconds(size, cell.sparse is not None) / cell.ttl_us - 1))
+        for cell, read in zip(apart, _reads(apart), strict=True):
+            errors.append(abs(1e6 * bill.seconds(read) / cell.ttl_us - 1))
     return Account(dense, chosen, fit(dense, chosen), errors)
 
 
@@ -180,15 +205,16 @@ def _point(batch: int, length: int) -> str:
 def bill_table(found: Sequence[Account]) -> Table:
     """Every bill, how well it explains what was measured, and how well it predicts what it was not fitted on."""
     table: Table = [
-        ("model, layout", "blocks", "steps", "bandwidth", "overhead", "finding", "R²", "R² without finding",
-         "held out: median, worst"),
+        ("model, layout", "blocks", "steps", "bandwidth", "overhead", "finding", "each sequence", "bounds", "R²",
+         "R² without finding", "held out: median, worst"),
     ]  # fmt: skip
     for a in found:
         held = f"{median(a.errors):.1%}, {max(a.errors):.1%} of {len(a.errors)}" if a.errors else "-"
         table.append(
             (
                 a.machine, a.budget, f"{len(a.dense)} + {len(a.chosen)}", f"{a.bill.bytes_per_s / 1e12:.2f} TB/s",
-                f"{1e3 * a.bill.overhead_s:.2f} ms", f"{1e3 * a.bill.finding_s:.2f} ms", f"{a.r2():.3f}",
+                f"{1e3 * a.bill.overhead_s:.2f} ms", f"{1e3 * a.bill.finding_s:.2f} ms",
+                f"{1e3 * a.bill.sequence_s:.3f} ms", f"at {a.bill.bounds_share:.2f}", f"{a.r2():.3f}",
                 f"{a.r2(a.without_finding):.3f}", held,
             )
         )  # fmt: skip
@@ -212,7 +238,11 @@ def summary(found: Sequence[Account]) -> str:
     said = []
     for a in found:
         layers = a.dense[0].spec.windows.count(None)
-        line = f"{a.machine}, {a.budget}: finding takes {1e6 * a.bill.finding_s / layers:.1f} us a layer (finding_s)"
+        line = (
+            f"{a.machine}, {a.budget}: finding takes {1e6 * a.bill.finding_s / layers:.1f} us a layer (finding_s), "
+            f"{1e6 * a.bill.sequence_s / layers:.2f} a sequence (finding_sequence_s), and goes through bounds at "
+            f"{a.bill.bounds_share:.2f} of the bandwidth (bounds_share)"
+        )
         if a.errors:
             met = median(a.errors) <= TARGETS[0] and max(a.errors) <= TARGETS[1]
             line += (

@@ -737,6 +737,10 @@ FAULTS = [
         ("tests/unit/test_calibrate.py::test_constants_of_planted_rows",),
     ),
     Fault(
+        "bounds are gone through at the whole bandwidth", "helix/simulate/layer.py",
+        "self.zeros, 0, hw.bounds_share)", "self.zeros, 0)", COST,
+    ),
+    Fault(
         "what is held out is fitted on", "launch/records/sparse_bill.py",
         "bill = fit(*kept)", "bill = fit(dense, chosen)", BILL,
     ),

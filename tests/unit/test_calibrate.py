@@ -51,12 +51,22 @@ def test_constants_of_planted_rows() -> None:
     assert found.kernel_s.value == pytest.approx(5e-6, rel=1e-4)
 
     rows = [
-        {"topk": 32, "bytes": size, "seconds": 5e-6 + 11e-6 + size / 4.4e12 + noise}
-        for size, noise in ((1e6, 0.0), (2e7, -1e-6), (8e7, 1e-5))
-    ]
-    price = constants.finding(found, rows).finding_s
-    assert price is not None and price.value == pytest.approx(11e-6, rel=1e-4) and price.level == MEASURED
-    assert "32 blocks, median of 3, 1e+06 to 8e+07 B" in price.source
+        {
+            "topk": 32, "batch": batch, "bytes": 2 * bounds + 4e6 * batch, "bounds": bounds,
+            "seconds": 5e-6 + 4e-6 + batch * 1e-6 + (2 * bounds + 4e6 * batch + bounds) / 4.4e12,
+        }
+        for batch, bounds in ((1, 1e6), (1, 2e7), (8, 8e6), (4, 1.6e8))
+    ]  # fmt: skip
+    priced = constants.finding(found, rows)
+    for name, value in (("finding_s", 4e-6), ("finding_sequence_s", 1e-6), ("bounds_share", 0.5)):
+        price = getattr(priced, name)
+        assert price.value == pytest.approx(value, rel=1e-4) and price.level == MEASURED
+        assert "32 blocks, fit of 4, 6e+06 to 3.36e+08 B" in price.source, price.source
+    cheap = constants.finding(found, [row | {"seconds": 5e-6 + row["bytes"] / 4.4e12} for row in rows])
+    assert cheap.finding_s is not None and cheap.bounds_share is not None
+    assert (cheap.finding_s.value, cheap.bounds_share.value) == (constants.LEAST_S, pytest.approx(1.0)), (
+        "nothing costs less than nothing"
+    )
 
     times = {1: 2e-6, 8: 7e-6}
     rows = [

@@ -226,7 +226,7 @@ def test_where_dense_attention_is_faster() -> None:
     question = ask(gpus=1, batch=1, options=replace(BF16, sparse=Sparse(from_tokens=99))).question
     found = {batch: plan(replace(question, batch=batch, length=4096)).choices[0] for batch in (1, 8)}
     from_tokens = {batch: pays_from(question, choice) for batch, choice in found.items()}
-    assert from_tokens[1] is not None and from_tokens[8] is not None and from_tokens[8] < from_tokens[1] / 3
+    assert from_tokens[1] is not None and from_tokens[8] is not None and from_tokens[8] < from_tokens[1] / 2
     assert pays_from(question, found[1], batch=8) == from_tokens[8]
 
     def ahead(length: int) -> bool:
@@ -239,7 +239,7 @@ def test_where_dense_attention_is_faster() -> None:
     assert pays_from(dear, found[1]) is None
     assert "dense attention is faster below every length of the model's context at batch 1, " in compared(plan(dear))
     assert compared(plan(question)).startswith("Block-sparse attention pays here: ")
-    short = plan(replace(question, length=24576))
+    short = plan(replace(question, length=12288))
     assert compared(short).startswith("Dense attention is faster here: ")
     assert f"With tp, dense attention is faster below {from_tokens[1]:,} tokens at batch 1, " in compared(short)
     assert f"{from_tokens[8]:,} tokens at batch 8." in compared(short)

@@ -240,7 +240,9 @@ def test_sparse_attention_pays_for_finding_once_and_for_a_launch_like_dense() ->
     dense = step("qwen2.5-7b", h200, "tp", **more)
     sparse = step("qwen2.5-7b", h200, "tp", sparse=Sparse(32), **more)  # as many blocks as there are: all are read
     bounds = 28 * 4 * 4 * 2 * 128 * 2
-    extra = 28 * h200.finding_s.value + bounds / h200.read_bytes_per_s.value
+    assert h200.finding_sequence_s is not None and h200.bounds_share is not None
+    price = h200.finding_s.value + h200.finding_sequence_s.value
+    extra = 28 * price + bounds / h200.bounds_share.value / h200.read_bytes_per_s.value
     assert sparse.ttl_s[0] - dense.ttl_s[0] == pytest.approx(extra, rel=1e-6)
     short = step("qwen2.5-7b", h200, "tp", sparse=Sparse(32, from_tokens=4 * 128 + 1), **more)
     assert short.ttl_s[0] == dense.ttl_s[0], "shorter than from_tokens: dense"
@@ -280,6 +282,8 @@ def test_gather_decode_throughput(length: int, batch: int, dense: float, sparse:
         kernel_s=replace(h100.kernel_s, value=3.2e-3 / kernels),
         product_s={},
         finding_s=replace(h100.finding_s, value=1.74e-3 / 28),  # type: ignore[type-var]
+        finding_sequence_s=None,
+        bounds_share=None,
     )
     bf16 = {"weights": "bf16", "kv": "bf16", "messages": "bf16"}
     for chosen, expected in ((None, dense), (Sparse(8), sparse)):

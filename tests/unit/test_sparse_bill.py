@@ -22,11 +22,11 @@ from launch.plan import main
 from launch.records import figures, sparse_bill, tables
 from launch.records.planner_check import regrets
 from launch.records.recorded_steps import Cell, cell_of, halves, read_cells
-from launch.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, read_bytes, summary
+from launch.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, reads, summary
 from tests.legible import illegible
 
 K = 1024
-PLANTED = Bill(4.4e12, 0.7e-3, 0.4e-3)
+PLANTED = Bill(4.4e12, 0.7e-3, 0.4e-3, 0.02e-3, 0.5)
 ONE, EIGHT = "helix kvp=1 tpa=1 -> tpf=1 ep=1", "helix kvp=2 tpa=4 -> tpf=8 ep=1"
 BUDGETS = (None, Sparse(8), Sparse(32))
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, 1024 * K)
@@ -53,8 +53,8 @@ def planted(bill: Bill = PLANTED, noise: Callable[[], float] = lambda: 1.0, layo
         for batch in (1, 2, 4, 8):
             for sparse in BUDGETS if batch * length <= 2048 * K or layout == EIGHT else ():
                 made = row(layout, batch, length, sparse, 1.0)
-                size = read_bytes(cell_of(made), batch, length, sparse)
-                rows.append(made | {"ttl_p50_us": 1e6 * noise() * bill.seconds(size, sparse is not None)})
+                read = reads(cell_of(made), batch, length, sparse)
+                rows.append(made | {"ttl_p50_us": 1e6 * noise() * bill.seconds(read)})
     return rows
 
 
@@ -70,9 +70,7 @@ def test_planted_constants_are_found(layout: str, tmp_path: Path) -> None:
     for a in found:
         assert [*asdict(a.bill).values()] == pytest.approx([*asdict(PLANTED).values()], rel=1e-6)
         assert a.r2() == pytest.approx(1, abs=1e-9) and max(a.errors) < 1e-6 and len(a.errors) > 8
-        ours, dense = (
-            PLANTED.seconds(read_bytes(a.dense[0], 4, 128 * K, kind), kind is not None) for kind in (a.sparse, None)
-        )
+        ours, dense = (PLANTED.seconds(reads(a.dense[0], 4, 128 * K, kind)) for kind in (a.sparse, None))
         assert a.measured[4, 128 * K] == pytest.approx(dense / ours, rel=1e-9)
         free = a.predicted(4, 128 * K, a.without_overhead)
         assert free == pytest.approx((dense - 0.7e-3) / (ours - 0.7e-3), rel=1e-6)
@@ -80,13 +78,16 @@ def test_planted_constants_are_found(layout: str, tmp_path: Path) -> None:
             tokens = a.pays_from(batch)
             assert tokens is not None and a.predicted(batch, tokens) >= 1 > a.predicted(batch, tokens - 1)
     one, more = (found[1].pays_from(batch) for batch in (1, 8))
-    assert one is not None and more is not None and one > 4 * more, "more sequences, and it pays earlier"
+    assert one is not None and more is not None and one > 3 * more, "more sequences, and it pays earlier"
 
 
 def test_noise_is_not_taken_for_constants() -> None:
     random = np.random.default_rng(3)
     (_, a) = accounts(map(cell_of, planted(noise=lambda: float(random.normal(1, 0.01)))))
-    assert [*asdict(a.bill).values()] == pytest.approx([*asdict(PLANTED).values()], rel=0.1)
+    assert a.bill.overhead_s == pytest.approx(PLANTED.overhead_s, rel=0.1)
+    for batch, length in ((1, 8 * K), (8, 128 * K), (1, 1024 * K)):  # each part alone is a few percent of a step
+        read = reads(a.chosen[0], batch, length, a.sparse)
+        assert a.bill.price(read) == pytest.approx(PLANTED.price(read), rel=0.1)
     assert a.bill.bytes_per_s == pytest.approx(PLANTED.bytes_per_s, rel=0.02) and 0.99 < a.r2() < 1
     assert np.median(a.errors) <= 0.03 and max(a.errors) <= 0.06 and "within 3%" in summary([a])
 
@@ -94,7 +95,7 @@ def test_noise_is_not_taken_for_constants() -> None:
 def test_two_terms_fail_where_finding_is_dear() -> None:
     """PyTorch's selection, which the source fitted at 1.74 and 3.3 ms a step; at no price they suffice."""
     for price, low, high in ((3.3e-3, -np.inf, 0.5), (0.0, 0.999, 1.0)):
-        (_, a) = accounts(map(cell_of, planted(replace(PLANTED, overhead_s=3.2e-3, finding_s=price))))
+        (_, a) = accounts(map(cell_of, planted(Bill(4.4e12, 3.2e-3, price))))
         assert a.r2() > 0.999 and low < a.r2(a.without_finding) <= high
 
 
@@ -136,8 +137,9 @@ def test_the_bill_of_the_source_comes_out_of_its_table() -> None:
     assured, short = accounts(map(cell_of, rows))
     assert short.bill.bytes_per_s == pytest.approx(3.05e12, rel=0.03)
     assert short.bill.overhead_s == pytest.approx(3.2e-3 + 0.36e-3, rel=0.05)
-    assert short.bill.finding_s == pytest.approx(1.74e-3, rel=0.05)
-    assert assured.bill.finding_s == pytest.approx(3.3e-3, rel=0.05)
+    for a, price in ((short, 1.74e-3), (assured, 3.3e-3)):  # one number there; here the mean over its points
+        prices = [a.bill.price(reads(a.chosen[0], *point, a.sparse)) for point in H100]
+        assert np.mean(prices) == pytest.approx(price, rel=0.05)
     assert short.r2() > 0.99 and short.r2(short.without_finding) < 0.6
 
 
@@ -190,7 +192,7 @@ def test_what_the_benchmark_keeps_is_what_the_bill_reads(monkeypatch: pytest.Mon
                 {"batch": r["batch"], "length": r["length"], "failed": "no room"}
                 if r["batch"] * r["length"] > 2048 * K
                 else {
-                    "ttl_p50_us": 1e6 * PLANTED.seconds(read_bytes(cell_of(r), *point, kind), kind is not None),
+                    "ttl_p50_us": 1e6 * PLANTED.seconds(reads(cell_of(r), *point, kind)),
                     "batch": r["batch"], "length": r["length"], "blocks_read_per_rank": r.get("blocks_read_per_rank"),
                 }
                 for r, point in zip(made, points, strict=True)
@@ -247,7 +249,8 @@ def test_the_map_shows_what_was_measured_and_projects_the_rest() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["bill", str(write(tmp_path / "steps.jsonl", planted()))])
     said = capsys.readouterr().out
-    assert "finding takes 14.3 us a layer (finding_s); held out: within 3% (median) and 6% (worst)" in said
+    assert "finding takes 14.3 us a layer (finding_s), 0.71 a sequence (finding_sequence_s), and goes through" in said
+    assert "bounds at 0.50 of the bandwidth (bounds_share); held out: within 3% (median) and 6% (worst)" in said
     assert "projected without overhead" in said and "4.40 TB/s" in said
     monkeypatch.setattr(sparse_bill, "RESULTS", tmp_path / "none")
     main(["bill"])
