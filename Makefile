@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run serve test test-all test-gpu test-faults lint format bench docs clean
+.PHONY: help run serve test test-all test-gpu test-faults test-kills lint format bench docs clean
 .DEFAULT_GOAL := run
 
 help:  ## List the targets.
@@ -29,6 +29,9 @@ test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' 
 
 test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has to notice each.
 	$(BIN)/python -m tests.faults $(ARGS)
+
+test-kills: $(VENV)/.installed  ## Kill ranks and front ends of a server, 20 times in each state.
+	$(BIN)/python -m tests.serving.kills $(ARGS)
 
 lint: $(VENV)/.installed  ## Check style, format and types.
 	$(BIN)/python -m ruff check .
