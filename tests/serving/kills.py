@@ -2,9 +2,9 @@
 
     python -m tests.serving.kills [times=20] [record=FILE]
 
-Ranks die in turn. Each time the server has to refuse new requests within 2 s, and to be back within 15 s beyond the time
-that its first start took. The request under way goes on: its text is that of an undisturbed run, in fp32. Where the
-front end dies, no rank is left after 15 s.
+Ranks die in turn. Each time the server has to refuse new requests within 2 s, and to be back within 15 s beyond the
+time that its first start took. The request under way goes on: its text is that of an undisturbed run, in fp32. Where
+the front end dies, no rank is left after 15 s.
 """
 
 from __future__ import annotations
