@@ -127,7 +127,7 @@ def kill_rank(server: Server, load_s: float, state: str, number: int, expected: 
     begin = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     server.until(503, DEADLINE_S)
-    row: Row = {"refused_s": time.monotonic() - begin}
+    row: Row = {"refused_s": time.monotonic() - begin, "load_s": load_s}
     assert row["refused_s"] < REFUSED_S, f"new requests were taken for {row['refused_s']:.1f} s"
     if state != "drain":
         server.until(200, DEADLINE_S)
@@ -197,6 +197,16 @@ def tried(process: str, state: str, kills: Iterator[Row]) -> Row:
     return summary | {"kills": len(rows)} | worst
 
 
+def kills(times: int, directory: Path) -> Iterator[Row]:
+    """What became of the kills of ranks, and then of front ends, a row a state."""
+    with started(directory) as (server, _):
+        texts = {state: Reader(server, body(state, -1)).ended() for state in STATES}
+    for state in STATES:
+        yield tried("rank", state, rank_kills(state, times, texts[state], directory))
+    for state in STATES:
+        yield tried("front end", state, front_kills(state, -(-times // len(STATES)), directory))
+
+
 def main(arguments: list[str]) -> int:
     """Returns 1 where a promise is broken."""
     given = dict(argument.split("=", 1) for argument in arguments)
@@ -204,23 +214,18 @@ def main(arguments: list[str]) -> int:
         sys.exit(f"error: {', '.join(sorted(unknown))} unknown; known: times, record")
     times = int(given.get("times", 20))
     rows: list[Row] = []
+    facts = {"name": "kills", "ranks": RANKS, **provenance(torch.device("cpu"))}
     with tempfile.TemporaryDirectory(prefix="helix-kills-") as folder:
-        directory = Path(folder)
-        with started(directory) as (server, load_s):
-            texts = {state: Reader(server, body(state, -1)).ended() for state in STATES}
-        for state in STATES:
-            rows.append(tried("rank", state, rank_kills(state, times, texts[state], directory)))
-        for state in STATES:
-            rows.append(tried("front end", state, front_kills(state, -(-times // len(STATES)), directory)))
-    columns = "killed", "state", "kills", "most_refused_s", "most_back_s", "most_gone_s", "failed"
-    table = Table(*columns, title=f"first start {load_s:.1f} s; back: beyond that")
+        for row in kills(times, Path(folder)):
+            rows.append(row)
+            if "record" in given:
+                with Path(given["record"]).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({**facts, **row}) + "\n")
+    columns = "killed state kills most_load_s most_refused_s most_back_s most_gone_s failed".split()
+    table = Table(*columns, title="seconds; load: of the first start; back: beyond that")
     for row in rows:
         table.add_row(*(str(row.get(column, "")) for column in columns))
     Console(width=140).print(table)
-    if "record" in given:
-        facts = {"name": "kills", "ranks": RANKS, "load_s": round(load_s, 1), **provenance(torch.device("cpu"))}
-        with Path(given["record"]).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**facts, **row}) + "\n" for row in rows)
     return int(any("failed" in row for row in rows))
 
 
