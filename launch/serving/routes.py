@@ -38,7 +38,7 @@ SCHEMA_S = 2.0  # to compile a schema
 GONE = 499  # nobody reads it
 PAGE = Path(__file__).with_name("page.html")
 # It has no need of other hosts, and shows what models write as text alone.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 PAGE_HEADERS = {"content-security-policy": POLICY, "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
