@@ -98,7 +98,7 @@ class Generation(Schema):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -107,7 +107,7 @@ class Generation(Schema):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: str | Some[str] | None = None
     stop_token_ids: Some[TokenId] | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     ignore_eos: bool = False
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], SHORT] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -214,7 +214,7 @@ class Chat(Generation):
     """Body of /v1/chat/completions."""
 
     messages: Some[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Some[Tool] | None = None
