@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run serve test test-all test-gpu test-faults test-page test-kills lint format bench docs clean
+.PHONY: help run serve test test-all test-gpu test-faults test-page test-load test-kills lint format bench docs clean
 .DEFAULT_GOAL := run
 
 help:  ## List the targets.
@@ -33,6 +33,9 @@ test-faults: $(VENV)/.installed  ## Plant one mistake after another: a test has 
 test-page: $(VENV)/.installed  ## Use the server's page in Chromium, without a screen.
 	@command -v chromium chromium-browser google-chrome chrome > /dev/null || { echo "no Chromium: apt-get install chromium"; exit 1; }
 	$(BIN)/python -m pytest tests/serving/test_page.py -m slow $(ARGS)
+
+test-load: $(VENV)/.installed  ## Hold 10,000 connections to a server beside 32 streams, then leave it alone.
+	$(BIN)/python -m tests.serving.load $(ARGS)
 
 test-kills: $(VENV)/.installed  ## Kill ranks and front ends of a server, 20 times in each state.
 	$(BIN)/python -m tests.serving.kills $(ARGS)

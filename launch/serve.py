@@ -7,6 +7,7 @@ Without settings it serves the demo model over two ranks. Settings are those of 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 import signal
@@ -98,6 +99,7 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
 def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket) -> None:
     """Reads what goes with the model, and tells the terminal where it is served."""
     api.know(ready)
+    gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = " -H 'Authorization: Bearer KEY'" if serve.api_keys is not None else ""
