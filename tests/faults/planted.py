@@ -57,6 +57,7 @@ LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_w
 ENGINE = "tests/e2e/test_engine.py::"
 WISHES = "tests/e2e/test_wishes.py::"
 FRONT = "tests/serving/test_front.py::"
+MALFORMED = "tests/serving/test_malformed.py::"
 SERVE = "tests/e2e/test_serve.py::"
 TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
 PARITY = "tests/e2e/test_parity.py::"
@@ -775,6 +776,16 @@ FAULTS = [
         "segments are never compared with the whole", "launch/serving/tokens.py",
         "return all(np.array_equal(a", "return True or all(np.array_equal(a",
         ("tests/serving/test_chat.py::test_a_tokenizer_whose_segments_differ_takes_the_whole",),
+    ),
+    Fault(
+        "an answer waits for its client's acknowledgement", "launch/serving/http.py",
+        "socket.TCP_NODELAY, 1)", "socket.TCP_NODELAY, 0)",
+        (MALFORMED + "test_an_answer_does_not_wait_for_the_clients_acknowledgement",),
+    ),
+    Fault(
+        "any number of tokens is a number", "launch/serving/schemas.py",
+        "    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)", "    max_tokens: int | None = Field(None, ge=1)",
+        (MALFORMED + "test_malformed_bodies_are_refused_and_reach_no_rank",),
     ),
     Fault(
         "a hang is nobody's business", "launch/serving/supervisor.py",
