@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema: which tokens may come next, by llguidance, on rank 0's host."""
+"""Answers that follow a grammar: which tokens may come next, by llguidance, on rank 0's host."""
 
 from __future__ import annotations
 
@@ -33,22 +33,25 @@ class Grammars:
         for token in eos:
             self._ends[token // 32] |= np.uint32(1 << token % 32)
 
-    def of_schema(self, schema: str, drawn: Collection[int] = ()) -> SchemaGrammar:
-        """The grammar of an answer of which some tokens are drawn already.
+    def begun(self, grammar: str, drawn: Collection[int] = ()) -> BegunGrammar:
+        """The rest of an answer of which some tokens are drawn already.
+
+        Args:
+            grammar: as llguidance reads it.
 
         Raises:
-            ValueError: the schema cannot be followed.
+            ValueError: it cannot be followed.
         """
-        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_json_schema(schema))
+        matcher = LLMatcher(self._tokenizer, grammar)
         if matcher.is_error():
-            raise ValueError(f"the schema cannot be followed: {matcher.get_error()}")
-        grammar = SchemaGrammar(matcher, self._ends.view(np.int32))
+            raise ValueError(f"the grammar cannot be followed: {matcher.get_error()}")
+        begun = BegunGrammar(matcher, self._ends.view(np.int32))
         for token in drawn:
-            grammar.take(token)
-        return grammar
+            begun.take(token)
+        return begun
 
 
-class SchemaGrammar:
+class BegunGrammar:
     """A `helix.request.Grammar`; behind its end only end tokens may come."""
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray) -> None:

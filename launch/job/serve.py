@@ -190,9 +190,9 @@ class Link:
                 given["logit_bias"] = dict(given["logit_bias"])
             sampling = SamplingParams(**given)
             grammar = None
-            if message.schema is not None and self._grammars is not None:
+            if message.grammar is not None and self._grammars is not None:
                 answer = message.ids[len(message.ids) - message.drawn :]
-                grammar = self._grammars.of_schema(message.schema, answer.tolist())
+                grammar = self._grammars.begun(message.grammar, answer.tolist())
             request = Request(
                 name,
                 message.ids,

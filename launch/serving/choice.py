@@ -88,15 +88,18 @@ class Choice:
         news.logprobs = flight.logprobs[self.tokens : self.tokens + len(news.ids)]
         self.tokens += len(news.ids)
         self.ended = self.ended or flight.finish_reason
-        if self.ended is not None:
-            if not stopped:
-                said.append(self._text.finish())
-            self._abort(flight, self.ended)
-        news.text, news.finish_reason = "".join(said), self.ended
+        if self.ended is not None and not stopped:
+            said.append(self._text.finish())
+        news.text = "".join(said)
         if self._parser is not None:
             news.parts = self._parser.feed(news.text)
             if self.ended is not None:
                 news.parts += self._parser.finish()
-                if self.ended == "stop" and self._parser.calls:
-                    news.finish_reason = "tool_calls"
+            if self._parser.full:
+                self.ended = "stop"
+        if self.ended is not None:
+            self._abort(flight, self.ended)
+        news.finish_reason = self.ended
+        if self.ended == "stop" and self._parser is not None and self._parser.calls:
+            news.finish_reason = "tool_calls"
         return news

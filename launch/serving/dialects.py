@@ -16,6 +16,29 @@ BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # nothing
 JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 
 
+THOUGHT = ("<think>", "</think>", "\n\n")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How a dialect writes calls of tools, where an answer has to be some.
+
+    Attributes:
+        call: one call, with NAME and ARGUMENTS.
+        before, after: what stands around all calls.
+        between: what stands between two calls; None: there is one alone.
+        argument: one argument, with KEY and VALUE; None: ARGUMENTS are a JSON object.
+        thought: what opens and closes a thought before the calls, and what stands behind it; None: there is none.
+    """
+
+    call: str
+    before: str = ""
+    after: str = ""
+    between: str | None = None
+    argument: str | None = None
+    thought: tuple[str, str, str] | None = None
+
+
 @dataclass(frozen=True)
 class Dialect:
     """A way to write messages.
@@ -23,11 +46,13 @@ class Dialect:
     Attributes:
         marks: texts that its chat template has, all of them.
         template: as transformers' `response_template`, with the fields content, thinking and tool_calls.
+        calls: None where it has none.
     """
 
     name: str
     marks: tuple[str, ...]
     template: dict[str, Any]
+    calls: Calls | None = None
 
 
 def _fields(anchor: str, **fields: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +89,10 @@ DIALECTS = (
                 },
             },
         },
+        Calls(
+            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+            thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+        ),
     ),
     Dialect(
         "qwen3-coder",
@@ -82,6 +111,12 @@ DIALECTS = (
                 "transform": CAPTURED,
             },
         ),
+        Calls(
+            "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+            between="\n",
+            argument="<parameter=KEY>\nVALUE\n</parameter>\n",
+            thought=THOUGHT,
+        ),
     ),
     Dialect(
         "qwen",
@@ -90,6 +125,11 @@ DIALECTS = (
             "<|im_start|>assistant\n",
             thinking=THINKING,
             tool_calls={"open": "<tool_call>", "close": "</tool_call>", "repeats": True, **JSON},
+        ),
+        Calls(
+            '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+            between="\n",
+            thought=THOUGHT,
         ),
     ),
     Dialect(
@@ -106,6 +146,7 @@ DIALECTS = (
                 **JSON,
             },
         ),
+        Calls("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", thought=("[THINK]", "[/THINK]", "")),
     ),
     Dialect(
         "mistral-list",
@@ -114,6 +155,7 @@ DIALECTS = (
             "[/INST]",
             tool_calls={"open": "[TOOL_CALLS]", **JSON},
         ),
+        Calls('{"name": "NAME", "arguments": ARGUMENTS}', before="[TOOL_CALLS] [", between=", ", after="]"),
     ),
     Dialect(
         "deepseek-v3.1",
@@ -129,6 +171,13 @@ DIALECTS = (
                 "transform": CAPTURED,
                 **JSON,
             },
+        ),
+        Calls(
+            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+            before="<｜tool▁calls▁begin｜>",
+            between="",
+            after="<｜tool▁calls▁end｜>",
+            thought=("<think>", "</think>", ""),
         ),
     ),
     Dialect(
@@ -147,6 +196,13 @@ DIALECTS = (
                 **JSON,
             },
         ),
+        Calls(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+            before="<｜tool▁calls▁begin｜>",
+            between="\n",
+            after="<｜tool▁calls▁end｜>",
+            thought=THOUGHT,
+        ),
     ),
     Dialect(
         "llama3",
@@ -158,6 +214,7 @@ DIALECTS = (
                 **JSON,
             },
         ),
+        Calls('{"name": "NAME", "parameters": ARGUMENTS}'),
     ),
     Dialect("thinking", ("<think>",), _fields("\n", thinking=THINKING)),
 )
@@ -185,13 +242,15 @@ class Parser:
         template: the response template; None: all of it is content.
         prompt: the conversation's text, the last part of which the answer continues.
         tools: that may be called; without any, calls are content.
+        many: whether it may call more than once; if not, nothing behind the first call is part of the answer.
 
     Attributes:
         calls: so many tools have been called.
     """
 
-    def __init__(self, template: dict[str, Any] | None, prompt: str, tools: Sequence[Tool]) -> None:
+    def __init__(self, template: dict[str, Any] | None, prompt: str, tools: Sequence[Tool], many: bool = True) -> None:
         self.calls = 0
+        self._many = many
         self._parser: Any = None
         self._raw = ""  # of the call that is being read
         self._kind = ""  # of the last part
@@ -208,6 +267,11 @@ class Parser:
         """Whether special tokens tell parts of the answer."""
         return self._parser is not None
 
+    @property
+    def full(self) -> bool:
+        """Whether nothing more can be part of the answer."""
+        return self.calls > 0 and not self._many
+
     def feed(self, text: str) -> list[Part]:
         """The parts that more text completes."""
         if self._parser is None:
@@ -221,6 +285,8 @@ class Parser:
     def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:
         parts: list[Part] = []
         for event in events:
+            if self.full:
+                break
             match event["type"], event["field"]:
                 case "region_chunk", "tool_calls":
                     self._raw += event["text"]
@@ -247,6 +313,7 @@ class Parser:
         calls = [_function(one) for one in (value if isinstance(value, list) else [value])]
         if not calls or None in calls:  # it only looked like one
             return self._said("content", raw)
+        calls = calls if self._many else calls[:1]
         self._kind = "call"
         self.calls += len(calls)
         return [Part("call", text, name, f"call_{uuid.uuid4().hex[:24]}") for name, text in filter(None, calls)]

@@ -38,7 +38,7 @@ class Submit(Message):
         sampling: those of `helix.sampling.SamplingParams` that differ from its defaults.
         priority: higher ones are admitted first.
         salt: continuations share cached prefixes with those of the same salt alone.
-        schema: JSON schema, as JSON, that the continuation follows; None: it is free.
+        grammar: that the continuation follows, as llguidance reads it; None: it is free.
     """
 
     kind = "submit"
@@ -47,7 +47,7 @@ class Submit(Message):
     sampling: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     salt: str | None = None
-    schema: str | None = None
+    grammar: str | None = None
     drawn: int = 0
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
 
@@ -79,7 +79,7 @@ class Ready(Message):
         kv_tokens: tokens of all sequences together that the cache holds.
         max_batch: sequences at a time.
         eos: the model's own ends.
-        guided: whether continuations can follow a schema.
+        guided: whether continuations can follow a grammar.
     """
 
     kind = "ready"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,15 +25,15 @@ from launch.serving.core import Core, Flight
 from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
+from launch.serving.grammars import check, of_calls, of_schema
 from launch.serving.sampling import limit_of, sampling_of
-from launch.serving.schemas import Body, Chat, Completion, Detokenize, Format, Generation, Tokenize, parsed, unknown
+from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
 from launch.serving.tokens import Tokens, read_defaults
 
 UNSET_TOKENS = 16  # that a completion draws where its request does not say
 MIB = 1 << 20
-SCHEMA_S = 2.0  # to compile a schema
 GONE = 499  # nobody reads it
 PAGE = Path(__file__).with_name("page.html")
 # It has no need of other hosts, and shows what models write as text alone.
@@ -119,13 +118,35 @@ class Api:
     async def _chat(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
         tokens = self._known(body.model)
-        if body.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice is none or auto: a call cannot be forced yet", param="tool_choice")
         tools = [] if body.tool_choice == "none" else body.tools or []
         ids, text = await tokens.encode_chat(body.messages, tools, body.chat_template_kwargs)
         template = self._dialect.template if self._dialect is not None else None
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        return await self._answer(request, body, ready, [ids], None, wanted, [], lambda: Parser(template, text, tools))
+        grammar = self._calls(body, ready, text) if body.has_to_call else None
+        return await self._answer(
+            request,
+            body,
+            ready,
+            [ids],
+            None,
+            wanted,
+            [],
+            lambda: Parser(template, text, tools, body.may_call_again),
+            grammar,
+        )
+
+    def _calls(self, body: Chat, ready: Ready, prompt: str) -> str:
+        """The grammar of the calls that a chat has to be answered with.
+
+        Raises:
+            ApiError: 400, nobody knows how the model writes calls.
+        """
+        assert self._tokens is not None, "known since there is a job"
+        if self._dialect is None or self._dialect.calls is None:
+            what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
+            raise ApiError(400, what, param="tool_choice")
+        many = body.may_call_again
+        return of_calls(self._dialect, body.callable_tools, many, prompt, self._tokens.added, ready.eos)
 
     async def _answer(
         self,
@@ -137,17 +158,22 @@ class Api:
         logprobs: int | None,
         echoed: list[str],
         parser: Callable[[], Parser] | None,
+        grammar: str | None = None,
     ) -> ASGIApp:
         """Starts the continuations of all prompts, `n` of each, and tells them in the form that the request wants."""
         assert self._tokens is not None, "known since there is a job"
         n, changed, submits = body.n or 1, asyncio.Event(), []
-        schema = await _schema(body.response_format, ready)
+        param = "response_format" if grammar is None else "tool_choice"
+        if grammar is None and body.response_format is not None and (schema := body.response_format.schema_text):
+            grammar = of_schema(schema)
+        if grammar is not None:
+            await check(grammar, param, ready)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
         for prompt in prompts:
             limit = limit_of(body, len(prompt), unset, ready)
             for index in range(n):
                 sampling = sampling_of(body, self._defaults, ready, logprobs, index)
-                submits.append(Submit(0, limit, sampling, -body.priority, salt, schema, ids=prompt))
+                submits.append(Submit(0, limit, sampling, -body.priority, salt, grammar, ids=prompt))
         parsers = [parser() if parser is not None else None for _ in submits]
         flights = self._core.start(submits, changed.set)  # and from here on nothing fails before they have an owner
         choices = [
@@ -280,34 +306,6 @@ class Api:
         except TimeoutError:
             raise ApiError(408, f"the body did not come within serve.receive_s={self._serve.receive_s:g} s") from None
         return parsed(schema, b"".join(pieces))
-
-
-async def _schema(wanted: Format | None, ready: Ready) -> str | None:
-    """The JSON schema that an answer has to follow, as JSON; None: none.
-
-    Raises:
-        ApiError: it cannot be followed, or nobody knows within SCHEMA_S.
-    """
-    text = wanted.schema_text if wanted is not None else None
-    if text is None:
-        return None
-    if not ready.guided:
-        raise ApiError(
-            400, "this model's tokenizer serves no schema: leave response_format out", param="response_format"
-        )
-    try:
-        async with asyncio.timeout(SCHEMA_S):
-            mistake = await asyncio.to_thread(_mistake, text)
-    except TimeoutError:
-        mistake = f"it takes more than {SCHEMA_S:g} s to compile"
-    if mistake:
-        raise ApiError(400, f"response_format: {mistake:.300}", param="response_format")
-    return text
-
-
-def _mistake(schema: str) -> str:
-    """Why a schema cannot be followed; empty where it can."""
-    return str(LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)))
 
 
 def _header(name: str) -> str:

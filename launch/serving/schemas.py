@@ -45,7 +45,7 @@ class FirstMistake(FailFast):
 
 T = TypeVar("T")
 Some = Annotated[list[T], FirstMistake()]
-BRANCHES = ("str", "int", "float", "bool", "Choice")  # of unions, in the place of an error
+BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # of unions, in the place of an error
 
 
 def _short(value: object) -> object:
@@ -190,7 +190,7 @@ class Message(Schema):
 
 
 class Function(Schema):
-    name: str = Field(min_length=1, max_length=128)
+    name: str = Field(max_length=128, pattern=r"^[\w.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -205,7 +205,7 @@ class Named(Schema):
     name: str
 
 
-class Choice(Schema):
+class ToolChoice(Schema):
     type: Literal["function"]
     function: Named
 
@@ -218,7 +218,7 @@ class Chat(Generation):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Some[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: Arguments | None = None
 
@@ -227,11 +227,28 @@ class Chat(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true")
         names = {tool.function.name for tool in self.tools or ()}
-        if isinstance(self.tool_choice, Choice) and self.tool_choice.function.name not in names:
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice=required needs tools")
         return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return [tool for tool in tools if tool.function.name == choice.function.name]
+        return [] if choice == "none" else tools
+
+    @property
+    def has_to_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+    @property
+    def may_call_again(self) -> bool:
+        """Whether there may be more than one call; a tool that is named is called once."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, ToolChoice)
 
 
 class Tokenize(Schema):

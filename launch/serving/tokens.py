@@ -43,6 +43,7 @@ class Tokens:
 
     Attributes:
         tokenizer: the transformers library's; None where the directory has none.
+        added: its own tokens, such as ends of turns, by their texts.
 
     Raises:
         ValueError: it cannot be read.
@@ -57,14 +58,14 @@ class Tokens:
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
         self._held = 0  # bytes of these
         self._special: re.Pattern[str] | None = None
-        self._ids: dict[str, int] = {}
+        self.added: dict[str, int] = {}
         self._lock = Lock()
         if self.tokenizer is not None:
             backend = self.tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()
-            self._ids = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
-            longest_first = sorted(self._ids, key=len, reverse=True)
+            self.added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
+            longest_first = sorted(self.added, key=len, reverse=True)
             pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
             self._special = pattern if self._falls_into_segments(pattern) else None
 
@@ -131,7 +132,7 @@ class Tokens:
             return self._whole(text, False)
         parts, end = [], 0
         for found in self._special.finditer(text):
-            parts += [self._segment(text[end : found.start()]), _array([self._ids[found[0]]])]
+            parts += [self._segment(text[end : found.start()]), _array([self.added[found[0]]])]
             end = found.end()
         return np.concatenate([*parts, self._segment(text[end:])])
 
@@ -158,8 +159,8 @@ class Tokens:
 
     def _falls_into_segments(self, pattern: re.Pattern[str]) -> bool:
         """Whether segments between special tokens, tokenized apart, have the ids of the whole."""
-        texts = [f"{a}{token}{b}" for token in self._ids for a in PROBES for b in PROBES[:4]]
-        texts.append("".join(f"{token}{a}" for token in self._ids for a in PROBES))
+        texts = [f"{a}{token}{b}" for token in self.added for a in PROBES for b in PROBES[:4]]
+        texts.append("".join(f"{token}{a}" for token in self.added for a in PROBES))
         self._special = pattern
         apart = [self.encode_segments(text) for text in texts]
         self._special = None

@@ -56,6 +56,7 @@ VAIN = ("tests/kernels/test_collectives.py::test_a_wait_in_vain_ends_and_the_nex
 LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_with_their_sequence",)
 ENGINE = "tests/e2e/test_engine.py::"
 WISHES = "tests/e2e/test_wishes.py::"
+CALLS = "tests/serving/test_calls.py::test_any_walk_is_calls_that_the_parser_reads"
 FRONT = "tests/serving/test_front.py::"
 MALFORMED = "tests/serving/test_malformed.py::"
 SERVE = "tests/e2e/test_serve.py::"
@@ -786,6 +787,29 @@ FAULTS = [
         "any number of tokens is a number", "launch/serving/schemas.py",
         "    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)", "    max_tokens: int | None = Field(None, ge=1)",
         (MALFORMED + "test_malformed_bodies_are_refused_and_reach_no_rank",),
+    ),
+    Fault(
+        "a call is followed by others where one is wanted", "launch/serving/grammars.py",
+        "if many and calls.between is not None", "if calls.between is not None", (CALLS,),
+    ),
+    Fault(
+        "a thought may hold the answer's end", "launch/serving/grammars.py",
+        "{close, *eos}", "{close}", (CALLS,),
+    ),
+    Fault(
+        "marks of calls are spelled out", "launch/serving/grammars.py",
+        "for found in self._pattern.finditer(text):", "for found in ():",
+        ("tests/serving/test_calls.py::test_recorded_calls_are_among_what_may_come",),
+    ),
+    Fault(
+        "a named tool leaves the others callable", "launch/serving/schemas.py",
+        "if tool.function.name == choice.function.name]", "if choice.function.name]",
+        ("tests/serving/test_chat.py::test_a_call_that_has_to_come",),
+    ),
+    Fault(
+        "what follows the only call is told", "launch/serving/dialects.py",
+        "return self.calls > 0 and not self._many", "return False",
+        ("tests/serving/test_chat.py::test_calls_that_may_not_be_parallel_end_with_the_first",),
     ),
     Fault(
         "a hang is nobody's business", "launch/serving/supervisor.py",

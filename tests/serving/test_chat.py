@@ -51,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(check: Callable[[Front], Awaitable[None]], directory: Path, model: Path, says: str, **settings: Any) -> None:
+def run(
+    check: Callable[[Front], Awaitable[None]], directory: Path, model: Path, says: str, guided: bool = False
+) -> None:
     """Runs a check beside a job that says a text and ends the turn."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -63,8 +65,8 @@ def run(check: Callable[[Front], Awaitable[None]], directory: Path, model: Path,
             await job.say(submit, [token], "stop" if token == end else None, **more)
 
     async def with_front() -> None:
-        job = FakeJob(script, replace(READY, model=str(model), vocab=4100, eos=(0, end)))
-        async with front(directory, job, **settings) as made, asyncio.timeout(60):
+        job = FakeJob(script, replace(READY, model=str(model), vocab=4100, eos=(0, end), guided=guided))
+        async with front(directory, job) as made, asyncio.timeout(60):
             await check(made)
 
     asyncio.run(with_front())
@@ -143,6 +145,52 @@ def test_thinking_and_calls(stream: bool, tmp_path: Path, model: Path) -> None:
     run(check, tmp_path, model, says)
 
 
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice, calls", [("required", 2), (tool("get_weather"), 1)])
+def test_a_call_that_has_to_come(choice: Any, calls: int, stream: bool, tmp_path: Path, model: Path) -> None:
+    """The engine is told what may come; a named tool is called once."""
+
+    async def check(front: Front) -> None:
+        tools = [WEATHER, tool("now")]
+        wanted: dict[str, Any] = {"model": model.name, "messages": [USER], "tools": tools, "tool_choice": choice}
+        answer = await client(front).chat.completions.create(**wanted, stream=stream)
+        if stream:
+            pieces = [piece.choices[0] async for piece in answer]
+            called = [call for piece in pieces for call in piece.delta.tool_calls or []]
+            assert [call.index for call in called] == list(range(calls)) and pieces[-1].finish_reason == "tool_calls"
+        else:
+            (one,) = answer.choices
+            called = one.message.tool_calls
+            assert one.finish_reason == "tool_calls" and not one.message.content
+        assert [json.loads(call.function.arguments) for call in called] == [{"city": "Paris"}] * calls
+        (submit,) = front.job.submits
+        assert ("now" in submit.grammar) == (choice == "required")
+        await client(front).chat.completions.create(**wanted | {"tool_choice": "auto"})
+        assert front.job.submits[1].grammar is None
+
+    run(check, tmp_path, model, "\n".join([CALL] * 2), guided=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_may_not_be_parallel_end_with_the_first(stream: bool, tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        answer = await front.post(
+            "/v1/chat/completions",
+            {"messages": [USER], "tools": [WEATHER], "parallel_tool_calls": False, "stream": stream},
+        )
+        assert answer.text.count('"get_weather"') == answer.text.count('"finish_reason":"tool_calls"') == 1
+        assert "behind" not in answer.text and front.core.flights == {}
+
+    run(check, tmp_path, model, f"One.\n{CALL}\n{CALL}\nbehind")
+
+
 def test_several_choices_and_logprobs(tmp_path: Path, model: Path) -> None:
     async def check(front: Front) -> None:
         answer = await client(front).chat.completions.create(
@@ -167,14 +215,36 @@ def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
             ({"messages": [{"role": "developer", "content": "x"}]}, "no such role: developer"),
             ({"messages": [USER], "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
             ({"messages": [USER], "chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
-            ({"messages": [USER], "tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-            ({"messages": [USER], "response_format": {"type": "json_object"}}, "tokenizer serves no schema"),
+            ({"messages": [USER], "tools": [WEATHER], "tool_choice": "required"}, "leave tool_choice out"),
+            ({"messages": [USER], "tools": [WEATHER], "tool_choice": tool("x")}, "names 'x'"),
+            ({"messages": [USER], "tools": [tool("a b")]}, "tools.0.function.name='a b'"),
+            ({"messages": [USER], "response_format": {"type": "json_object"}}, "leave response_format out"),
             ({"messages": [USER], "response_format": {"type": "json_schema"}}, "json_schema needs a schema"),
         ):
             answer = await front.post("/v1/chat/completions", body)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
     run(check, tmp_path, model, "x")
+
+
+def test_what_cannot_be_followed_is_400(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        bad = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+        wanted = {"tools": [{"type": "function", "function": {"name": "x", "parameters": bad}}]}
+        wanted |= {"tool_choice": "required"}
+        schema = {"type": "json_schema", "json_schema": {"schema": bad}}
+        for body, words in (
+            ({"response_format": schema}, "response_format cannot be followed"),
+            (wanted, "tool_choice cannot be followed"),
+        ):
+            answer = await front.post("/v1/chat/completions", {"messages": [USER]} | body)
+            message = answer.json()["error"]["message"]
+            assert answer.status_code == 400 and words in message and "nonsense" in message and "\n" not in message
+        front.api._dialect = None
+        answer = await front.post("/v1/chat/completions", {"messages": [USER]} | wanted)
+        assert answer.status_code == 400 and "set tool_choice=auto" in answer.text
+
+    run(check, tmp_path, model, "x", guided=True)
 
 
 def test_the_synchronous_client(tmp_path: Path, model: Path) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from launch.job.grammar import Grammars, SchemaGrammar
+from launch.job.grammar import BegunGrammar, Grammars
+from launch.serving.grammars import of_schema
 from tests.e2e.checkpoints import DEMO
 
 VOCAB, EOS = 4096, 0
@@ -27,19 +28,20 @@ def grammars() -> Grammars:
     return Grammars(DEMO / "tokenizer.json", VOCAB, [EOS])
 
 
-def allowed(grammar: SchemaGrammar) -> list[int]:
+def allowed(grammar: BegunGrammar) -> list[int]:
     bits = np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_walk_follows_the_schema(grammars: Grammars, seed: int) -> None:
-    grammar, drawn, rng = grammars.of_schema(json.dumps(SCHEMA)), list[int](), random.Random(seed)
+    grammar, drawn, rng = grammars.begun(of_schema(json.dumps(SCHEMA))), list[int](), random.Random(seed)
     while len(drawn) < 400 and (may := allowed(grammar)) != [EOS]:
         tokens = [token for token in may if token != EOS]
         drawn.append(rng.choice(tokens))
         grammar.take(drawn[-1])
-        assert allowed(grammars.of_schema(json.dumps(SCHEMA), drawn)) == allowed(grammar), "begun again in the middle"
+        again = grammars.begun(of_schema(json.dumps(SCHEMA)), drawn)
+        assert allowed(again) == allowed(grammar), "begun again in the middle"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))
     if len(drawn) < 400:  # else a walk through spaces
         found = json.loads(tokenizer.decode(drawn))
@@ -49,8 +51,8 @@ def test_any_walk_follows_the_schema(grammars: Grammars, seed: int) -> None:
 
 
 def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:
-    with pytest.raises(ValueError, match=r"the schema cannot be followed: .*nonsense"):
-        grammars.of_schema('{"type": "nonsense"}')
+    with pytest.raises(ValueError, match=r"the grammar cannot be followed: .*nonsense"):
+        grammars.begun(of_schema('{"type": "nonsense"}'))
     with pytest.raises(ValueError, match="no end token"):
         Grammars(DEMO / "tokenizer.json", VOCAB, [])
 

@@ -1,0 +1,166 @@
+"""Answers that have to be calls: whatever is drawn, it is calls of the tools, in the words of the model's family."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from launch.job.grammar import BegunGrammar, Grammars
+from launch.serving.dialects import DIALECTS, Dialect, Parser, Part
+from launch.serving.grammars import of_calls
+from launch.serving.schemas import Tool
+from tests.e2e.checkpoints import DEMO
+from tests.serving.test_dialects import RECORDED, TOOLS
+
+EOS = 0
+MARK = re.compile(r"<[｜|/\w][^<>\n=]*>|\[/?[A-Z_]{4,}\]")  # texts that are tokens of a family
+STRICT = [
+    Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for name, parameters in (
+        (
+            "get_weather",
+            {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "São Paulo"]}, "days": {"type": "integer", "maximum": 9}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        ),
+        (
+            "set.note-1",
+            {
+                "type": "object",
+                "properties": {"text": {"type": "string", "maxLength": 5}, "keys": {"$ref": "#/$defs/keys"}},
+                "required": ["text", "keys"],
+                "additionalProperties": False,
+                "$defs": {"keys": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+            },
+        ),
+        ("now", None),
+    )
+]
+WITH_CALLS = [dialect for dialect in DIALECTS if dialect.calls is not None]
+
+
+def dialect_of(name: str) -> Dialect:
+    return next(d for d in DIALECTS if d.name == name)
+
+
+@cache
+def tokenizer_of(name: str) -> tuple[Tokenizer, dict[str, int]]:
+    """The demo model's, with the tokens of a family; Qwen's are not special, all others' are."""
+    calls = dialect_of(name).calls
+    assert calls is not None
+    marks = MARK.findall(" ".join([calls.call, calls.before, calls.after, *(calls.thought or ())]))
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(mark, special="qwen" not in name) for mark in dict.fromkeys(marks)])
+    return tokenizer, {mark: tokenizer.token_to_id(mark) for mark in marks}
+
+
+@cache
+def grammars_of(name: str) -> Grammars:
+    tokenizer, _ = tokenizer_of(name)
+    with TemporaryDirectory() as directory:
+        tokenizer.save(str(path := Path(directory, "tokenizer.json")))
+        return Grammars(path, tokenizer.get_vocab_size(), [EOS])
+
+
+def grammar_of(name: str, tools: list[Tool], many: bool = True, prompt: str = "") -> str:
+    return of_calls(dialect_of(name), tools, many, prompt, tokenizer_of(name)[1], [EOS])
+
+
+def allowed(grammar: BegunGrammar) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little"))
+
+
+def walk(name: str, grammar: BegunGrammar, seed: int, most: int = 300) -> str | None:
+    """A random answer; None where it comes to no end."""
+    tokenizer, marks = tokenizer_of(name)
+    calls = dialect_of(name).calls
+    close = marks[calls.thought[1]] if calls is not None and calls.thought is not None else EOS
+    rng, drawn = random.Random(seed), list[int]()
+    while (may := allowed(grammar)).tolist() != [EOS]:
+        if len(drawn) == most:
+            return None
+        # A thought ends after some tokens, and an answer where it can, every other time.
+        ends = [token for token in (close, EOS) if token in may and rng.random() < 0.5]
+        if ends == [EOS]:
+            break
+        drawn.append(ends[0] if ends else int(rng.choice(may[may != EOS])))
+        grammar.take(drawn[-1])
+    return str(tokenizer.decode(drawn, skip_special_tokens=False))
+
+
+def read(name: str, prompt: str, answer: str, tools: list[Tool]) -> tuple[str, list[tuple[str, Any]]]:
+    parser = Parser(dialect_of(name).template, prompt, tools)
+    parts: list[Part] = [*parser.feed(answer), *parser.finish()]
+    content = "".join(part.text for part in parts if part.kind == "content")
+    return content, [(part.name, json.loads(part.text)) for part in parts if part.kind == "call"]
+
+
+def fits(name: str, arguments: dict[str, Any]) -> bool:
+    match name:
+        case "get_weather":
+            days = arguments.get("days", 0)
+            return arguments["city"] in ("Paris", "São Paulo") and arguments.keys() <= {"city", "days"} and days <= 9
+        case "set.note-1":
+            return arguments.keys() == {"text", "keys"} and all(isinstance(key, bool) for key in arguments["keys"])
+    return name == "now" and arguments == {}
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in WITH_CALLS])
+@pytest.mark.parametrize("inside", [False, True])
+def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> None:
+    dialect = dialect_of(name)
+    calls = dialect.calls
+    assert calls is not None
+    if inside and calls.thought is None:
+        return
+    prompt = dialect.template["start_anchor"] + (calls.thought[0] + "\n" if inside and calls.thought else "")
+    numbers = set()
+    for many in (False, True):
+        grammar = grammar_of(name, STRICT, many, prompt)
+        for seed in range(30):
+            answer = walk(name, grammars_of(name).begun(grammar), seed)
+            if answer is None:
+                continue
+            content, called = read(name, prompt, answer, STRICT)
+            assert content == "" and called and (many or len(called) == 1), answer
+            assert all(fits(*call) for call in called), answer
+            numbers.add(len(called))
+    assert 1 in numbers and (calls.between is None or len(numbers) > 1), "several calls, where there can be"
+
+
+def test_recorded_calls_are_among_what_may_come() -> None:
+    """Token by token, without what was said before them; some families write calls in several ways."""
+    followed = set()
+    for name, prompt, answer, _, content, called in RECORDED:
+        if not called:
+            continue
+        tokenizer, _ = tokenizer_of(name)
+        grammar = grammars_of(name).begun(grammar_of(name, TOOLS, True, prompt))
+        alone = re.sub(re.escape(content) + r"\s*", "", answer) if content else answer
+        for token in tokenizer.encode(alone, add_special_tokens=False).ids:
+            if token not in allowed(grammar):
+                break
+            grammar.take(token)
+        else:
+            followed |= {name} if EOS in allowed(grammar) else set()
+    assert followed == {dialect.name for dialect in WITH_CALLS}
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in WITH_CALLS])
+def test_parameters_that_cannot_be_followed_are_named(name: str) -> None:
+    parameters = {"properties": {"a": {"type": "nonsense"}}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "x", "parameters": parameters}})
+    with pytest.raises(ValueError, match="nonsense"):
+        grammars_of(name).begun(grammar_of(name, [tool]))
