@@ -235,7 +235,6 @@ class Engine:
         try:
             yield from serving.outputs(inbox)
         finally:
-            timings.preemptions = scheduler.preemptions
             layout, block = runner.layout, runner.placement.append_block
             timings.kv_tokens = [
                 sum(layout.local_length(length, k, block, start) for length, start in timings.held)

@@ -111,6 +111,7 @@ class Serving:
             self._forget(self._scheduler.running)
             begin = perf_counter()
             decision = self._scheduler.decide(begin)
+            self._timings.preemptions = self._scheduler.preemptions
             if decision is not None:
                 self._timings.decide_s += perf_counter() - begin
                 self._timings.decisions += 1

@@ -39,24 +39,36 @@ def run(task: Task) -> Done:
     inbox = Inbox()
     link = Link(Path(str(plan.config.serve.socket)), inbox) if comm.rank == 0 else None
     model, draft = task.load()
-    spec, max_batch = model.spec, plan.config.decode.max_batch
-    most = max_batch * spec.max_positions  # or as many as memory holds
+    max_batch = plan.config.decode.max_batch
+    most = max_batch * model.spec.max_positions  # or as many as memory holds
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
     if comm.device.type == "cuda":
         engine.warm_up(VARIANTS)
-    runner, path = engine.runner, plan.config.model.path
+    path = plan.config.model.path
+    serve(engine, inbox, link, None if path is None else Path(path).resolve())
+    return {}, 0
+
+
+def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None) -> None:
+    """Serves what comes over rank 0's link until the inbox is closed; a collective call, which closes the engine.
+
+    Args:
+        link: rank 0's, and the other ranks' None.
+        model: the checkpoint's directory; None for a shape with random weights.
+    """
+    runner, spec = engine.runner, engine.runner.model.spec
     if link is not None:
         ready = Ready(
-            model=None if path is None else str(Path(path).resolve()),
-            layout=str(plan.layout),
-            ranks=plan.layout.world_size,
+            model=None if model is None else str(model),
+            layout=str(runner.layout),
+            ranks=runner.layout.world_size,
             context=spec.max_positions,
             max_length=runner.max_length,
             vocab=spec.vocab,
             kv_tokens=runner.cache.pages * runner.placement.stripes.page_tokens,
-            max_batch=max_batch,
+            max_batch=runner.max_batch,
             eos=tuple(sorted(spec.eos)),
-            guided=link.learn(None if path is None else Path(path), spec.vocab, spec.eos),
+            guided=link.learn(model, spec.vocab, spec.eos),
         )
         link.open(ready, lambda: _stats(engine))
     gc.freeze()  # what stays: to look through it again would stop everybody for some 10 ms
@@ -66,7 +78,6 @@ def run(task: Task) -> Done:
     engine.close()
     if link is not None:
         link.close()
-    return {}, 0
 
 
 def _stats(engine: Engine) -> dict[str, float]:
@@ -76,9 +87,7 @@ def _stats(engine: Engine) -> dict[str, float]:
         "pages_used": pool.used,
         "pages_cached": pool.cached,
         "pages_free": pool.free,
-        "decode_tokens": timings.decode_tokens,
-        "prefill_tokens": timings.prefill_tokens,
-        "decisions": timings.decisions,
+        "preemptions": timings.preemptions,
     }
 
 
@@ -113,6 +122,7 @@ class Link:
 
     def close(self) -> None:
         """Leaves the socket to nobody."""
+        self._closed = True
         self._listener.close()
         with suppress(OSError):
             self._path.unlink()

@@ -140,9 +140,8 @@ class Core:
 
     def abort(self, flight: Flight, finish_reason: str = "abort") -> None:
         """Nobody wants the rest of it, for a reason of its own; nothing where it has ended."""
-        if self.flights.pop(flight.submit.id, None) is not None:
-            flight.finish_reason = finish_reason
-            self.metrics.ended.labels(finish_reason).inc()
+        if flight.submit.id in self.flights:
+            self._end(flight, finish_reason, None)
             self._send(Abort(flight.submit.id))
 
     def stop(self) -> None:
@@ -200,6 +199,8 @@ class Core:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Stats):
+            before, now = (values.get("preemptions", 0) for values in (self.stats, message.values))
+            self.metrics.preemptions.inc(now - before if now >= before else now)  # another job counts from 0
             self.stats = message.values
         elif isinstance(message, Delta | Progress) and (flight := self.flights.get(message.id)) is not None:
             self._count(flight, message)

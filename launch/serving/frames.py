@@ -166,12 +166,12 @@ class Decoder:
             middle = begin + HEAD.size + header
             if len(self._bytes) < middle + tail:
                 break
-            yield _message(bytes(self._bytes[begin + HEAD.size : middle]), bytes(self._bytes[middle : middle + tail]))
+            yield _message(self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail])
             begin = middle + tail
         del self._bytes[:begin]
 
 
-def _message(header: bytes, tail: bytes) -> Message:
+def _message(header: bytearray, tail: bytearray) -> Message:
     content = json.loads(header)
     kind = KINDS.get(content.pop("kind", None)) if isinstance(content, dict) else None
     if kind is None:

@@ -16,12 +16,14 @@ from launch.serving.frames import Ready
 from launch.serving.schemas import Tool
 
 COMPILE_S = 2.0
+# Between the parts of JSON: a space, or the beginning of a line. Unbounded, some models write spaces for ever.
+SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
-def of_schema(schema: str) -> str:
+def of_schema(schema: dict[str, Any]) -> str:
     """The grammar of JSON that follows a schema."""
-    return str(LLMatcher.grammar_from_json_schema(schema))
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(SPACES | schema)))
 
 
 def of_calls(
@@ -136,4 +138,4 @@ def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps(SPACES | schema)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)  # two tokens
@@ -21,6 +21,7 @@ class Metrics:
     """Counters, gauges and histograms of one server."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a time beside each counter, of no use to anybody
         self._registry = CollectorRegistry()
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
@@ -37,6 +38,9 @@ class Metrics:
         self.cached_tokens = counter("prefix_cache_hits", "tokens of prompts that were in the cache")
         self.new_tokens = counter("generation_tokens", "tokens drawn")
         self.ended = counter("request_success", "requests that ended, by how", "finished_reason")
+        for reason in ("stop", "length", "abort", "error"):
+            self.ended.labels(reason)  # there from the beginning, as a rate wants it
+        self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
         self.restarts = counter("restarts", "restarts of the ranks")
 
     def watch(self, name: str, what: str, value: Callable[[], float]) -> None:

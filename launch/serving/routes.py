@@ -164,8 +164,9 @@ class Api:
         assert self._tokens is not None, "known since there is a job"
         n, changed, submits = body.n or 1, asyncio.Event(), []
         param = "response_format" if grammar is None else "tool_choice"
-        if grammar is None and body.response_format is not None and (schema := body.response_format.schema_text):
-            grammar = of_schema(schema)
+        if grammar is None and body.response_format is not None:
+            schema = body.response_format.schema_to_follow
+            grammar = None if schema is None else of_schema(schema)
         if grammar is not None:
             await check(grammar, param, ready)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None

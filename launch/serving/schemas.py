@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -85,11 +84,11 @@ class Format(Schema):
         return self
 
     @property
-    def schema_text(self) -> str | None:
-        """The JSON schema to follow, as JSON; None: any text."""
+    def schema_to_follow(self) -> dict[str, Any] | None:
+        """None: any text."""
         if self.type == "text":
             return None
-        return json.dumps({"type": "object"} if self.json_schema is None else self.json_schema["schema"])
+        return {"type": "object"} if self.json_schema is None else self.json_schema["schema"]
 
 
 class Generation(Schema):

@@ -21,6 +21,7 @@ from launch.serving.routes import Api
 from launch.serving.security import Keys
 from launch.serving.supervisor import Supervisor
 
+ROOT = Path(__file__).parents[2]
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
@@ -141,6 +142,12 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
         await tasks[0]
         tasks[1].cancel()
         await job.close()
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Values of Prometheus's text, by their names without the prefix."""
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name.removeprefix("helix:"): float(value) for name, value in lines}
 
 
 async def until(holds: Callable[[], Any], seconds: float = DEADLINE_S) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from openai import AsyncOpenAI
 from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Stats, Submit
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
-from tests.serving.front import FakeJob, Front, counting, front, silent, until
+from tests.serving.front import ROOT, FakeJob, Front, counting, front, metrics_of, silent, until
 
 pytestmark = pytest.mark.timeout(120)
 Check = Callable[[Front], Awaitable[None]]
@@ -306,8 +307,7 @@ def test_metrics_count_what_went_through(tmp_path: Path) -> None:
 
     async def check(front: Front) -> None:
         await front.post("/v1/completions", {"prompt": [1, 2, 3], "n": 2, "max_tokens": 3})
-        text = (await front.get("/metrics")).text
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        values = metrics_of((await front.get("/metrics")).text)
         expected = {
             "time_to_first_token_seconds_count": 2, "inter_token_latency_seconds_count": 2,
             "request_queue_time_seconds_count": 2, "e2e_request_latency_seconds_count": 2,
@@ -315,9 +315,58 @@ def test_metrics_count_what_went_through(tmp_path: Path) -> None:
             'request_success_total{finished_reason="length"}': 2, "num_requests_running": 0,
             "num_requests_waiting": 0, "kv_pages_used": 3, "kv_pages_free": 5, "restarts_total": 0,
         }  # fmt: skip
-        assert {name: float(values[f"helix:{name}"]) for name in expected} == expected
+        assert {name: values[name] for name in expected} == expected
 
     run(check, tmp_path, FakeJob(cached))
+
+
+def test_every_documented_metric_moves(tmp_path: Path) -> None:
+    """The page names all that there are, and none of them stays at 0 whatever happens."""
+    documented = set(re.findall(r"`helix:(\w+)`", (ROOT / "docs" / "serving.md").read_text()))
+    moved: set[str] = set()
+
+    async def look(front: Front) -> dict[str, float]:
+        values = metrics_of((await front.get("/metrics")).text)
+        names = {name: re.sub(r"(_bucket|_count|_sum)?(\{.*)?$", "", name) for name in values}
+        assert set(names.values()) == documented
+        moved.update(names[name] for name, value in values.items() if value)
+        return values
+
+    async def check(front: Front) -> None:
+        request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}))
+        await until(lambda: front.job.submits)
+        assert (await look(front))["num_requests_waiting"] == 1
+        front.job.send(Progress(1, 0, 3))
+        front.job.send(Stats({"pages": 9, "pages_used": 2, "pages_cached": 3, "pages_free": 4, "preemptions": 5}))
+        await until(lambda: front.core.stats)
+        assert (await look(front))["num_requests_running"] == 1
+        (submit,) = front.job.submits
+        await front.job.say(submit, [7, 7], cached=2)
+        await until(lambda: front.core.flights[1].drawn)
+        front.job.die()
+        await until(lambda: len(front.job.submits) == 2)
+        await front.job.say(submit, [7, 7], "length")
+        assert (await request).status_code == 200
+        front.job.send(Stats({"pages": 9, "preemptions": 2}))  # the new job's own
+        await until(lambda: front.core.stats["preemptions"] == 2)
+        values = await look(front)
+        assert (values["num_preemptions_total"], values["restarts_total"]) == (7, 1)
+        assert moved == documented
+
+    run(check, tmp_path, FakeJob(silent))
+
+
+def test_a_request_that_is_given_up_is_counted_too(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        _reader, writer = await front.connect("/v1/completions", {"prompt": [1], "max_tokens": 9})
+        await until(lambda: front.job.submits)
+        writer.close()
+        await until(lambda: front.job.aborts)
+        values = metrics_of((await front.get("/metrics")).text)
+        assert values['request_success_total{finished_reason="abort"}'] == 1
+        assert values["e2e_request_latency_seconds_count"] == 1
+
+    run(check, tmp_path, FakeJob(silent))
 
 
 def test_keys_and_their_owners(tmp_path: Path) -> None:

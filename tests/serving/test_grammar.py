@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,24 +36,33 @@ def allowed(grammar: BegunGrammar) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_walk_follows_the_schema(grammars: Grammars, seed: int) -> None:
-    grammar, drawn, rng = grammars.begun(of_schema(json.dumps(SCHEMA))), list[int](), random.Random(seed)
-    while len(drawn) < 400 and (may := allowed(grammar)) != [EOS]:
-        tokens = [token for token in may if token != EOS]
-        drawn.append(rng.choice(tokens))
+    """And comes to its end: spaces between its parts are few."""
+    grammar, drawn, rng = grammars.begun(of_schema(SCHEMA)), list[int](), random.Random(seed)
+    while (may := allowed(grammar)) != [EOS]:
+        drawn.append(rng.choice([token for token in may if token != EOS]))
+        assert len(drawn) < 300
         grammar.take(drawn[-1])
-        again = grammars.begun(of_schema(json.dumps(SCHEMA)), drawn)
-        assert allowed(again) == allowed(grammar), "begun again in the middle"
+        assert allowed(grammars.begun(of_schema(SCHEMA), drawn)) == allowed(grammar), "begun again in the middle"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))
-    if len(drawn) < 400:  # else a walk through spaces
-        found = json.loads(tokenizer.decode(drawn))
-        assert found["a"] in ("x", "yes") and all(isinstance(one, bool) for one in found["b"]) and len(found["b"]) <= 2
+    found = json.loads(tokenizer.decode(drawn))
+    assert found["a"] in ("x", "yes") and all(isinstance(one, bool) for one in found["b"]) and len(found["b"]) <= 2
     grammar.take(EOS)
-    assert len(drawn) == 400 or allowed(grammar) == [EOS]
+    assert allowed(grammar) == [EOS]
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 4}, {"indent": "\t"}, {"separators": (",", ":")}])
+def test_json_may_be_laid_out_in_the_usual_ways(grammars: Grammars, layout: dict[str, Any]) -> None:
+    grammar = grammars.begun(of_schema(SCHEMA))
+    text = json.dumps({"a": "yes", "b": [True, False]}, **layout)
+    for token in PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json"))(text)["input_ids"]:
+        assert token in allowed(grammar)
+        grammar.take(token)
+    assert allowed(grammar) == [EOS]
 
 
 def test_what_cannot_be_followed_is_refused(grammars: Grammars) -> None:
     with pytest.raises(ValueError, match=r"the grammar cannot be followed: .*nonsense"):
-        grammars.begun(of_schema('{"type": "nonsense"}'))
+        grammars.begun(of_schema({"type": "nonsense"}))
     with pytest.raises(ValueError, match="no end token"):
         Grammars(DEMO / "tokenizer.json", VOCAB, [])
 

@@ -1,0 +1,90 @@
+"""A job of one rank in this process: an engine behind a socket, as a front end finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from helix.engine import Engine
+from helix.inbox import Inbox
+from helix.request import Delta
+from launch.job.serve import Link, serve
+
+
+class Died(Exception):
+    """Planted."""
+
+
+class DyingLink(Link):
+    """A link whose job dies after so many messages; None: it lives."""
+
+    def __init__(self, path: Path, inbox: Inbox, lives: int | None) -> None:
+        super().__init__(path, inbox)
+        self._lives = lives
+
+    def pass_on(self, delta: Delta) -> None:
+        if self._lives == 0:
+            with self._lock:
+                assert self._peer is not None
+                self._peer.shutdown(socket.SHUT_RDWR)
+            self.close()
+            raise Died
+        super().pass_on(delta)
+        if self._lives is not None:
+            self._lives -= 1
+
+
+class EngineJob:
+    """An engine, and another one each time that it dies.
+
+    Args:
+        make: an engine of one rank.
+        model: what holds its tokenizer.
+        deaths: of each engine, after how many messages it dies; those behind them live.
+    """
+
+    def __init__(self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = ()) -> None:
+        self._make, self._model = make, model
+        self._deaths = [*deaths]
+        self._inbox = Inbox()
+        self._thread: Thread | None = None
+
+    async def listen(self, path: Path) -> None:
+        self._thread = Thread(target=self._run, args=(path,), daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        self._inbox.close()
+        assert self._thread is not None
+        await asyncio.to_thread(self._thread.join, 60)
+        assert not self._thread.is_alive(), "an engine ends once its inbox is closed"
+
+    def _run(self, path: Path) -> None:
+        while True:
+            engine, self._inbox = self._make(), Inbox()
+            link = DyingLink(path, self._inbox, self._deaths.pop(0) if self._deaths else None)
+            try:
+                return serve(engine, self._inbox, link, self._model)
+            except Died:
+                pass
+
+
+def name_tokens(directory: Path, vocab: int) -> Path:
+    """A tokenizer under which token 7 is the text `t7`, and spaces stand between tokens: texts tell tokens."""
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return directory
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(int(word[1:]) for word in text.split())

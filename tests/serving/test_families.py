@@ -1,0 +1,150 @@
+"""Over HTTP every family draws the tokens that it draws alone: after a hit, a preemption and a death of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+import launch.job.serve
+from comm.loopback import LoopbackWorld
+from helix.config import ServeConfig
+from helix.engine import Engine
+from helix.layout import HelixLayout
+from helix.request import Request
+from helix.sampling import SamplingParams
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import build_engine
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.serving.engine import EngineJob, ids_of, name_tokens
+from tests.serving.front import Front, front, metrics_of
+
+pytestmark = pytest.mark.timeout(120)
+ALONE = HelixLayout.create()
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 11}
+
+
+def make_engine(family: str, **options: Any) -> Engine:
+    comm = LoopbackWorld(1).communicator(0, ALONE.kvp_group(0))
+    return build_engine(checkpoint(family), ALONE, comm, 4, page_size=4, max_length=192, **options)
+
+
+async def complete(front: Front, prompt: tuple[int, ...], tokens: int, **more: Any) -> tuple[tuple[int, ...], int]:
+    """Tokens that were drawn, and how many of the prompt were in the cache."""
+    body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0} | more
+    answer = await front.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), tokens)
+    return ids_of(answer.json()["choices"][0]["text"]), usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama-llama3",
+        "qwen2",
+        "qwen3",
+        "mistral-windowed",
+        "qwen3-moe",
+        "mixtral",
+        "gpt-oss",
+        "deepseek-v2-yarn",
+        "deepseek-v3-yarn",
+    ],
+)
+def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.job.serve, "STATS_S", 0.02)
+    wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+    sampled = Request("sampled", wanted[1].prompt, MOE_TOKENS, SamplingParams(**SAMPLED))
+    (decoded,) = (o.output_ids for o in make_engine(family).generate([sampled]) if o.finish_reason)
+
+    def make() -> Engine:  # pages for 160 tokens, slots for three, leases of a few tokens
+        serving = ServeConfig(lease=2, stall_ms=2.0)
+        return make_engine(family, max_batch=3, pages=40, prefill_chunk=24, serving=serving)
+
+    async def check(front: Front) -> None:
+        first = [complete(front, c.prompt, len(c.tokens)) for c in wanted[::-1]]
+        drawing = complete(front, wanted[1].prompt, MOE_TOKENS, **SAMPLED)
+        large = [complete(front, prompt, 40) for prompt in (wanted[2].prompt[30:], wanted[2].prompt[:29:-1])]
+        *told, (drawn, _), _, _ = await asyncio.gather(*first, drawing, *large)
+        assert [tokens for tokens, _ in told[::-1]] == [c.tokens for c in wanted]
+        assert drawn == decoded
+        for again in (False, True):
+            tokens, cached = await complete(front, wanted[2].prompt + wanted[2].tokens[:-3], 3)
+            assert tokens == wanted[2].tokens[-3:] and (cached >= 96 or not again)
+        metrics = metrics_of((await front.get("/metrics")).text)
+        assert metrics["restarts_total"] == 1 and metrics["num_preemptions_total"] > 0, metrics
+
+    async def with_front() -> None:
+        job = EngineJob(make, name_tokens(tmp_path, 257), deaths=(12,))
+        async with front(tmp_path, job) as made, asyncio.timeout(60):  # type: ignore[arg-type]
+            await check(made)
+
+    asyncio.run(with_front())
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 2, 9]}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("get_weather", "get_forecast")
+]
+
+
+def test_a_model_that_never_learned_to_call_calls(tmp_path: Path) -> None:
+    """Over a death of its engine as well: what was drawn of a call is where the next engine goes on."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("demo"))
+    tokenizer.chat_template = (
+        "{# <tool_call> #}{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
+    )
+    tokenizer.save_pretrained(tmp_path)
+
+    def make() -> Engine:
+        engine = make_engine("demo", max_batch=4)
+        engine.runner.model.spec = replace(engine.runner.model.spec, eos=(0,))
+        return engine
+
+    async def check(front: Front) -> None:
+        client = AsyncOpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0)
+
+        async def called(choice: Any, **more: Any) -> list[tuple[str, Any]]:
+            answer = await client.chat.completions.create(
+                model=tmp_path.name, messages=[{"role": "user", "content": "def f"}], tools=TOOLS, tool_choice=choice,
+                max_tokens=100, **more,
+            )  # fmt: skip
+            assert answer.choices[0].finish_reason == "tool_calls", answer.choices[0].message.content
+            calls = answer.choices[0].message.tool_calls
+            return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+        named = {"type": "function", "function": {"name": "get_forecast"}}
+        answers = await asyncio.gather(
+            called("required", temperature=1, seed=3, parallel_tool_calls=False),
+            called(named, temperature=1, seed=4),
+        )
+        for ((name, arguments),) in answers:
+            assert name in ("get_weather", "get_forecast") and arguments.keys() == {"city", "days"}
+            assert arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 2, 9)
+        assert answers[1][0][0] == "get_forecast"
+        assert metrics_of((await front.get("/metrics")).text)["restarts_total"] == 1
+
+    async def with_front() -> None:
+        async with front(tmp_path, EngineJob(make, tmp_path, deaths=(10,))) as made, asyncio.timeout(100):  # type: ignore[arg-type]
+            await check(made)
+
+    asyncio.run(with_front())
