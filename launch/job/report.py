@@ -88,6 +88,10 @@ class Console:
         """A line of its own."""
         self._terminal.print(text, markup=False)
 
+    def row(self, row: dict[str, Any]) -> None:
+        """A line of JSON: what a benchmark has measured, as soon as it has."""
+        self._terminal.out(json.dumps(row), highlight=False)
+
     def prefill(self, done: int, total: int) -> None:
         """Prompt tokens done, of those admitted; shown until they are all done, or text begins to stream."""
         if self._text.started:

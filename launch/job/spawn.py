@@ -157,6 +157,28 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
     return written
 
 
+def rows(overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What a job measures, as it measures it: lines of JSON that it prints, beside others that the terminal shows.
+
+    Raises:
+        JobError: it failed.
+    """
+    command = [sys.executable, "-u", str(ENTRY), *overrides]
+    environment = os.environ | {LAUNCHER: str(os.getpid())}
+    with heard() as lines, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as job:
+        assert job.stdout is not None
+        try:
+            for line in job.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+                else:
+                    print(line, end="", flush=True)
+        finally:
+            job.terminate()  # where nobody wants the rest: its launcher ends the ranks
+    if job.returncode:
+        raise JobError(cause(lines) or f"exit code {job.returncode}")
+
+
 @contextmanager
 def heard() -> Iterator[list[str]]:
     """Lines that this process and those that it starts write to stderr meanwhile; the terminal shows them as well."""

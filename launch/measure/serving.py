@@ -6,6 +6,7 @@ tokens. What comes behind them is computed, as it would be behind a turn before.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,11 @@ class Seen:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [b - a for a, b in zip(self.came, self.came[1:], strict=False)]
+        return self.gaps_between(0.0, math.inf)
+
+    def gaps_between(self, begin: float, end: float) -> list[float]:
+        """Gaps that ended between two times."""
+        return [b - a for a, b in zip(self.came, self.came[1:], strict=False) if begin <= b <= end]
 
 
 class Client:
@@ -99,8 +104,8 @@ class Client:
         self._sent += 1
         return Request(self._sent, np.concatenate((context, self.tokens(more))), new)
 
-    def serve(self, arrivals: Sequence[Arrival]) -> dict[int, Seen]:
-        """What becomes of the requests; on the other ranks nothing."""
+    def serve(self, arrivals: Sequence[Arrival], until: Request | None = None) -> dict[int, Seen]:
+        """What becomes of the requests; on the other ranks nothing. All are aborted once `until` has ended."""
         inbox, seen = Inbox(), {int(a.request.id): Seen() for a in arrivals}
         begin = perf_counter()
 
@@ -124,6 +129,9 @@ class Client:
             found.end = delta.finish_reason or found.end
             if delta.finish_reason == "error":
                 raise RuntimeError(f"a request of the benchmark was refused: {delta.reason}")
+            if until is not None and delta.id == until.id and delta.finish_reason is not None:
+                for name in seen:
+                    inbox.abort(name)
         return seen
 
     @staticmethod
@@ -151,7 +159,7 @@ def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
         step_s = step_seconds(runner, batch, 0, runner.chunks(batch))
         fill(runner, 0, 0)
         contexts = [client.context(length) for _ in range(batch)]
-        for arrivals in (0, 8 if small == 1 else 1):
+        for arrivals in (0, 4 if small == 1 else 1):
             running = [Arrival(0.0, client.request(c, 1, new)) for c in contexts]
             others = [Arrival(0.3 + i, client.request(client.tokens(0), K // small, 16)) for i in range(arrivals)]
             seen = client.serve([*running, *others])
@@ -167,11 +175,10 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """A short prompt's first token, alone and beside long streams; the next turn behind a long context."""
     contexts = [client.context(128 * K // small) for _ in range(8)]
     for beside in (0, 8):
-        running = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10)) for c in contexts[:beside]]
-        short = [
-            Arrival(0.7 + 0.13 * i, client.request(client.tokens(0), K // small, 4))
-            for i in range(24 if small == 1 else 4)
-        ]
+        count = 24 if small == 1 else 4
+        short = [Arrival(0.7 + 0.13 * i, client.request(client.tokens(0), K // small, 4)) for i in range(count)]
+        end = short[-1].at + 1.0
+        running = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10), end) for c in contexts[:beside]]
         seen = client.serve([*running, *short])
         if client.leads:
             first = [seen[int(a.request.id)].first_s for a in short]
@@ -198,39 +205,36 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
 
 def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Streams and short prompts while a long prompt is computed, and that prompt alone."""
-    length, new = 512 * K // small // (1 if small == 1 else 4), 4
+    # One GPU takes a minute and a half for 512K tokens.
+    length = (512 if client.engine.runner.layout.world_size > 1 and small == 1 else 128) * K // small
     contexts = [client.context(32 * K // small) for _ in range(4)]
     alone_s = 0.0
     for beside in (0, 4):
-        long = Arrival(0.5, client.request(client.tokens(0), length, new))
-        running = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 10)) for c in contexts[:beside]]
-        short = [
-            Arrival(1.0 + i, client.request(client.tokens(0), K // small, 4))
-            for i in range(2 * beside if small == 1 else 1)
-        ]
-        if beside:  # the streams end with the prompt
-            end = 0.5 + 3 * client.engine.comm.broadcast_object(alone_s)
-            running = [Arrival(a.at, a.request, abort=end) for a in running]
-        seen = client.serve([*running, *short, long])
+        long = Arrival(0.5, client.request(client.tokens(0), length, 4))
+        running = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 200)) for c in contexts[:beside]]
+        short = [Arrival(1.0 + i, client.request(client.tokens(0), K // small, 4)) for i in range(2 * beside)]
+        seen = client.serve([*running, *short, long], until=long.request)
         if client.leads:
             prompt = seen[int(long.request.id)]
             alone_s = alone_s or prompt.first_s
-            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_s]
+            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_between(prompt.sent, prompt.came[0])]
+            first = [s.first_s for a in short if (s := seen[int(a.request.id)]).came]
             yield {
                 "trace": "beside a prompt", "batch": beside, "length": length, "prefill_s": prompt.first_s,
-                "over_alone": prompt.first_s / alone_s, "gap_p99_ms": _ms(gaps, 99),
-                "first_p99_ms": _ms([seen[int(a.request.id)].first_s for a in short], 99),
+                "over_alone": prompt.first_s / alone_s, "gap_p99_ms": _ms(gaps, 99), "first_p99_ms": _ms(first, 99),
             }  # fmt: skip
 
 
 def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
-    """200 requests at random times: the curve of tokens over rate, up to what the engine can do."""
+    """Requests of 1K to 32K at random times: the curve of tokens over rate, up to what the engine can do.
+
+    Most are short. How many come at each rate keeps the whole of it within a minute on one GPU.
+    """
     rng = random.Random(7)
-    count = 200 if small == 1 else 12
-    lengths = [int(K * 32 ** rng.random()) // small for _ in range(count)]
-    new = [rng.randrange(32, 256) if small == 1 else 4 for _ in range(count)]
     capacity = 0.0
-    for share in (None, 0.4, 0.8):
+    for share, count in ((None, 64), (0.8, 200), (0.4, 40)) if small == 1 else ((None, 12), (0.8, 12), (0.4, 12)):
+        lengths = [int(K * 32 ** rng.random() ** 2) // small for _ in range(count)]
+        new = [rng.randrange(32, 256) if small == 1 else 4 for _ in range(count)]
         requests = [client.request(client.tokens(0), n, k) for n, k in zip(lengths, new, strict=True)]
         at = 0.0
         arrivals = []
@@ -245,9 +249,9 @@ def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
             capacity = capacity or count / seconds
             gaps = [g for s in seen.values() for g in s.gaps_s]
             yield {
-                "trace": "poisson", "share": share or "all at once", "requests_per_s": count / seconds,
-                "tokens_per_s": sum(new) / seconds, "gap_p99_ms": _ms(gaps, 99), "gap_max_ms": 1e3 * max(gaps),
-                "first_p50_ms": _ms([s.first_s for s in seen.values()], 50),
+                "trace": f"poisson {share or 'all at once'}", "share": share, "requests": count,
+                "requests_per_s": count / seconds, "tokens_per_s": sum(new) / seconds, "gap_p99_ms": _ms(gaps, 99),
+                "gap_max_ms": 1e3 * max(gaps), "first_p50_ms": _ms([s.first_s for s in seen.values()], 50),
             }  # fmt: skip
 
 
@@ -258,7 +262,7 @@ def churn(client: Client, small: int) -> Iterator[dict[str, Any]]:
     heads = [client.tokens(rng.randrange(16, 2000) // (1 if small == 1 else 16)) for _ in range(16)]
     arrivals = []
     for i in range(count):
-        request = client.request(rng.choice(heads), rng.randrange(1, 200), rng.randrange(1, 24))
+        request = client.request(rng.choice(heads), rng.randrange(1, 64), rng.randrange(1, 12))
         at = i * 0.002
         arrivals.append(Arrival(at, request, at + 3 * rng.random() if rng.random() < 0.33 else None))
     begin = perf_counter()
@@ -306,8 +310,8 @@ TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
     "streams": streams,
     "first_tokens": first_tokens,
     "beside_prefill": beside_prefill,
-    "poisson": poisson,
     "churn": churn,
+    "poisson": poisson,
 }
 
 
@@ -333,7 +337,9 @@ def run(task: Task) -> Done:
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in plan.config.bench.traces or TRACES:
-        rows += TRACES[name](client, small)
+        for row in TRACES[name](client, small):
+            task.console.row(row)
+            rows.append(row)
         comm.barrier()
     engine.close()
     return {"points": rows}, 0

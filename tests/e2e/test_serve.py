@@ -27,6 +27,7 @@ from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Delta, Request
 from helix.speculation import DraftBudget, NgramDrafter
+from launch.measure.serving import Arrival, Client, Seen
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
@@ -181,6 +182,20 @@ def test_an_output_says_how_far_a_prompt_is() -> None:
     assert first.cached[0] == 0 and first.prefilled[0][:4] == [64, 128, 192, 230]
     assert second.cached[0] == 229 and set(second.prefilled[0]) == {230}, "the last token is computed again"
     assert first.tokens == second.tokens
+
+
+def test_streams_of_a_benchmark_end_with_the_prompt_that_they_run_beside() -> None:
+    e = alone(max_batch=2, serving=ServeConfig(lease=2))
+    for layer in (layer for tensor in e.runner.cache.tensors for layer in tensor):
+        layer.normal_()  # contexts are not computed
+    client = Client(e, 7)
+    short, stream = (client.request(client.context(16), 3, new) for new in (9, 400))
+    seen = client.serve([Arrival(0.0, stream), Arrival(0.0, short)], until=short)
+    assert [seen[int(r.id)].end for r in (short, stream)] == ["length", "abort"]
+    assert len(seen[int(short.id)].came) == 9 and seen[int(short.id)].cached == 16
+    assert 0 < len(seen[int(stream.id)].came) < 400 and left_behind(e) == (0, 0, 0)
+    came = Seen(came=[1.0, 1.5, 3.0, 7.0])
+    assert came.gaps_s == [0.5, 1.5, 4.0] and came.gaps_between(1.5, 6.0) == [0.5, 1.5]
 
 
 def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

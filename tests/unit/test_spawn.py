@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from launch.job.spawn import cause, heard
+from launch.job import spawn
+from launch.job.spawn import JobError, cause, heard
 
 
 def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +29,25 @@ def test_listening_leaves_no_file_open() -> None:
         with heard():
             os.write(2, b"a word\n")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_rows_come_while_a_job_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And one that fails leaves those that it had; one whose rows nobody wants any more ends."""
+    job = tmp_path / "job.py"
+    monkeypatch.setattr(spawn, "ENTRY", job)
+    job.write_text("import sys\nprint('a table')\nprint('{\"a\": 1}')\nsys.exit('error: no room')\n")
+    rows = spawn.rows([])
+    assert next(rows) == {"a": 1}
+    with pytest.raises(JobError, match=r"^no room$"):
+        next(rows)
+    assert capfd.readouterr().out == "a table\n"
+    job.write_text("import sys, time\nprint(sys.argv[1])\ntime.sleep(60)\n")
+    begin, rows = time.monotonic(), spawn.rows(['{"b": 2}'])
+    assert next(rows) == {"b": 2}
+    rows.close()
+    assert time.monotonic() - begin < 30
 
 
 def test_the_surest_cause_is_named() -> None:
