@@ -100,7 +100,7 @@ def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
         ("mistral-windowed", None),
         ("gpt-oss", None),
         ("deepseek-v3-yarn", None),
-        ("qwen2", NgramDrafter(3, 2)),
+        ("qwen2", NgramDrafter(2, 2)),
         ("qwen2", "model"),
         ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),
         ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local")),
@@ -124,7 +124,7 @@ def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> Non
             e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, prefix_cache=False, **options)
             plain = serve(e, first, second)
         e = build_engine(checkpoint(family), KVP_2, comm, 4, page_size=4, pages=16, **options, **CLOSE)
-        e.run_steps = 2
+        e.run_steps = 2 if drafts is None else 1  # with drafts, more pages are taken at a time than of these are left
         served = serve(e, [*reversed(first), neighbour], second, aborts={"gone": 2})  # the longest has page 0
         return served, plain or served, left_behind(e), e.timings.preemptions
 
@@ -137,7 +137,7 @@ def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> Non
             assert tuple(served.tokens[f"next {i}"]) == alone[-3:], f"prompt {i}, continued"
         assert served.ends[i] == "length" and served.prefilled[i][-1] == len(c.prompt)
     assert served.ends["gone"] == "abort" and 2 <= len(served.tokens["gone"]) < 30
-    assert served.cached["next 2"] >= 48 and (drafts is not None or preemptions > 0), (served.cached, preemptions)
+    assert served.cached["next 2"] >= 48 and preemptions > 0, (served.cached, preemptions)
 
 
 def engine(world: LoopbackWorld, rank: int, layout: HelixLayout, **options: Any) -> Engine:
