@@ -97,7 +97,7 @@ def make_cache(
     entries = spec.entries(placement.layout, comm.rank)
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
-    score = config.attention.score if sparse else "bounds" if quest else None
+    score = config.attention.stored if sparse else "bounds" if quest else None
     of_page = page_bytes(spec.layers, entries, dtype, page_size, bounds=score is not None) + of_draft
     tables = 0
     if config.speculation.drafter == "sparse":

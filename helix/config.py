@@ -76,7 +76,9 @@ class AttentionConfig:
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
-        keys), mean_std (mean and standard deviation).
+        keys), mean_std (mean and standard deviation). replay (benchmarks only) judges by bounds and then takes others,
+        so that a step keeps a set share of the last one's.
+    repeat: this share.
     choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
         same blocks on every layout, for one exchange more in each layer).
     from_tokens: shorter sequences read all.
@@ -87,8 +89,14 @@ class AttentionConfig:
     sink_blocks: int = 1
     local_blocks: int = 4
     score: str = "bounds"
+    repeat: float = 0.8
     choice: str = "local"
     from_tokens: int = 32768
+
+    @property
+    def stored(self) -> str:
+        """What stands for a block in the cache, by which it is judged: a `score` other than replay."""
+        return "bounds" if self.score == "replay" else self.score
 
 
 @dataclass
@@ -333,7 +341,7 @@ def check(config: Config) -> None:
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
-        "attention.score": ("bounds", "mean", "mean_std"),
+        "attention.score": ("bounds", "mean", "mean_std", "replay"),
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
@@ -392,9 +400,9 @@ def check(config: Config) -> None:
     if config.bench.kind in ("decode", "hopb", "prefill"):
         bench_points(config.bench)
     speculation = config.speculation
-    for key, share in (("acceptance", speculation.acceptance), ("forced", speculation.forced)):
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"speculation.{key}={share!r} must be from 0 to 1")
+    for key in ("speculation.acceptance", "speculation.forced", "attention.repeat"):
+        if (share := _get(config, key)) is not None and not 0 <= share <= 1:
+            raise ValueError(f"{key}={share!r} must be from 0 to 1")
     if not 0 < speculation.sparsity <= 1:
         raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
     if not 0 <= speculation.recent <= 1:

@@ -128,7 +128,7 @@ def make_tiered(
         entries,
         dtype,
         device,
-        config.attention.score,
+        config.attention.stored,
         store=host_store((spec.layers, pages * heads, 2, placement.page_size, dim), dtype, comm),
         max_batch=max_batch,
         ring_pages=ring_pages(placement.page_size, drafts + 1),

@@ -22,6 +22,7 @@ from kernels.attention.split_kv import PartialAttention
 from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.keep_best import keep_best
+from kernels.sparse.repeat_blocks import repeat_blocks
 from kernels.sparse.select_blocks import select_blocks
 
 
@@ -35,6 +36,7 @@ class BlockSparseAttention(AttentionPolicy):
         max_length: the most tokens of a sequence.
         comm: where the choice is one over all ranks of a kvp group; None: each rank takes its share of `topk` from its
             own blocks.
+        repeat: for benchmarks, the share of its blocks that a step keeps from the last one; None: what promises most.
 
     Attributes:
         counted: [2] int64, on the device: blocks that queries have read, each KV head's, and how often one chose.
@@ -48,9 +50,11 @@ class BlockSparseAttention(AttentionPolicy):
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
+        repeat: float | None = None,
     ) -> None:
         self.dense = DenseAttention()
         self.score = score
+        self.repeat = repeat
         self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
@@ -110,4 +114,6 @@ class BlockSparseAttention(AttentionPolicy):
             ranks = len(self.comm.kvp_group)
             everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
             keep_best(everyone, first, step.starts, table, self.comm.kvp_rank, self.counted)
+        if self.repeat is not None and topk:
+            repeat_blocks(table, step.block_tables, first, last, step.positions, topk, self.repeat)
         return table

@@ -34,4 +34,5 @@ def make_policy(
     budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
     over_all = comm if config.choice == "global" else None
     kind = TieredAttention if tiered else BlockSparseAttention
-    return kind(budget, config.score, placement, max_length, comm.device, over_all)
+    repeat = config.repeat if config.score == "replay" else None
+    return kind(budget, config.stored, placement, max_length, comm.device, over_all, repeat)

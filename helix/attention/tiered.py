@@ -42,8 +42,9 @@ class TieredAttention(BlockSparseAttention):
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
+        repeat: float | None = None,
     ) -> None:
-        super().__init__(budget, score, placement, max_length, device, comm)
+        super().__init__(budget, score, placement, max_length, device, comm, repeat)
         self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
         self._placement, self._max_length = placement, max_length
         self._uncounted = torch.zeros_like(self.counted)

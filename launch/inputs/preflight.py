@@ -86,8 +86,16 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
             f"attention.local_blocks={attention.local_blocks} blocks of kv.page_size={kv.page_size} tokens do not hold "
             f"an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
         )
+    if attention.score == "replay" and config.bench.kind == "none" and config.model.load != "random":
+        raise ValueError(
+            f"attention.score=replay keeps attention.repeat={attention.repeat} of the blocks whatever the model says, "
+            "so that its output is not the model's: time it with bench=decode or model.load=random, or set "
+            "attention.score=bounds"
+        )
     if attention.choice == "local":
         return
+    if attention.score == "replay":
+        raise ValueError("attention.score=replay takes each rank's share of topk: set attention.choice=local")
     if kv.page_size != kv.append_block:
         raise ValueError(
             f"attention.choice=global compares blocks of all ranks: kv.page_size={kv.page_size} must be "

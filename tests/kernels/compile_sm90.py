@@ -59,6 +59,7 @@ from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
+from kernels.sparse.repeat_blocks import _repeat_blocks_kernel
 from kernels.sparse.select_blocks import LANES, TILE, _select_blocks_kernel
 from kernels.sparse.select_tokens import TILE as TOKENS
 from kernels.sparse.select_tokens import _select_tokens_kernel
@@ -278,6 +279,7 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
+    yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
     yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096}, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}

@@ -86,6 +86,7 @@ def test_the_composed_config_is_shown() -> None:
         ("speculation.recent=-0.5", ["speculation.recent", "-0.5", "from 0 to 1"]),
         ("speculation.block=3", ["speculation.block", "3", "1, 2, 4, 8, 16"]),
         ("speculation.forced=2", ["speculation.forced", "2", "from 0 to 1"]),
+        ("attention.repeat=-0.1", ["attention.repeat", "-0.1", "from 0 to 1"]),
         ("speculation.acceptance=1.5", ["speculation.acceptance", "1.5", "from 0 to 1"]),
         ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
         ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),

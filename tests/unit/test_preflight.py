@@ -263,6 +263,12 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
             ["attention.choice=global", "kv.page_size=64", "kv.append_block=128"],
         ),
         ("qwen3", ["attention.choice=global", "hopb.chunks=2"], ["attention.choice=global", "hopb.chunks=2"]),
+        ("qwen3", ["attention.score=replay"], ["attention.score=replay", "not the model's", "bench=decode"]),
+        (
+            "qwen3",
+            ["attention.score=replay", "attention.choice=global", "model.load=random"],
+            ["replay", "choice=local"],
+        ),
         (
             "qwen3",
             ["attention.choice=global", "layout=tp", "layout.kvp=1", "layout.tpa=12"],
