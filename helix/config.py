@@ -276,6 +276,8 @@ class BenchConfig:
         speculation.forced says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
         Those that tune tries.
+    variants: settings of attention with which decode times each point, one after the other over the same cache, such
+        as ["attention.repeat=0", "attention.repeat=0.8 attention.topk=8"]; none given: those of the config alone.
     steps: timed steps of each point.
     sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
     grid: tune measures each of sparsities with each of gammas in the end.
@@ -286,6 +288,7 @@ class BenchConfig:
     kind: str = "none"
     points: list[str] = field(default_factory=lambda: ["1x131072"])
     gammas: list[int] = field(default_factory=list)
+    variants: list[str] = field(default_factory=list)
     steps: int = 32
     sparsities: list[float] = field(default_factory=list)
     grid: bool = False

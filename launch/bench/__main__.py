@@ -29,6 +29,7 @@ from launch.bench import (
     speculate,
     steps,
     tier,
+    tier_steps,
     verify,
 )
 from launch.bench.runner import Benchmark, Given, record, run
@@ -55,6 +56,7 @@ BENCHMARKS = {
     "sparse-steps": steps.SPARSE,
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,
+    "tier-steps": tier_steps.BENCHMARK,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
     "prefill": prefill.BENCHMARK,

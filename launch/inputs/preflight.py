@@ -24,6 +24,7 @@ from launch.inputs.files import check_record, check_writable
 from launch.inputs.parts import make_checkpoint, make_draft_layout, make_layout, make_spec
 from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
 from launch.inputs.tuning import check_tuning
+from launch.inputs.variants import variants
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         )
     if config.bench.kind == "tune":
         check_tuning(config, prompts)
+    variants(config)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}

@@ -63,7 +63,7 @@ def _last(engine: Engine, length: int, tokens: int) -> float:
 
     def run() -> None:
         step.shared.clear()  # as a step that comes for the first time
-        runner.model.hidden(runner.cache, step, runner.dense)
+        runner.model.hidden(runner.cache, step, runner.policy)
 
     run()
     engine.comm.barrier()

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.policies import make_policy
 from helix.autotune import choose_chunks
+from helix.config import Config
+from helix.graphs import StepGraphs
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from helix.speculation import DraftModel, ModelDrafter
@@ -24,6 +27,7 @@ from helix.step import PAST
 from helix.tiered_cache import TieredCache
 from helix.timings import Timings
 from launch.inputs.preflight import CheckedRun
+from launch.inputs.variants import variants
 from launch.job.report import Console, summary
 from launch.job.task import Done, Task
 from launch.measure.phases import STEPS as PHASED
@@ -38,7 +42,9 @@ LONGEST = 4  # kernels whose times on all ranks are kept
 
 
 def run(task: Task) -> Done:
-    """Times `bench.steps` decode steps at each of `bench.points` with each of `bench.gammas` drafts, in this order.
+    """Times `bench.steps` decode steps at each of `bench.points`.
+
+    At a point, with each of `bench.variants` of attention; in this, with each of `bench.gammas` drafts.
 
     Raises:
         ConfigError: the only point is beyond the model's context, or its cache does not fit.
@@ -47,7 +53,8 @@ def run(task: Task) -> Done:
     model, draft = task.load()
     found: list[dict[str, Any]] = []
     for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, task.console)):
-        found += [row | {"gamma": gamma} for gamma in gammas(plan.config)] if "failed" in row else [row]
+        every = [(text, gamma) for text in variants(plan.config) for gamma in gammas(plan.config)]
+        found += [row | {"variant": text, "gamma": gamma} for text, gamma in every] if "failed" in row else [row]
     return {"points": found}, 0
 
 
@@ -78,21 +85,43 @@ def _time_point(
     }
     own = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
     found = []
-    for gamma in gammas(config):
+    for (text, variant), gamma in product(variants(config).items(), gammas(config)):
+        if config.bench.variants:
+            _attend_as(engine.runner, variant)
         rewind(engine.runner, batch, length)
-        drafts = f", {gamma} drafts" if gamma else ""
+        drafts = f", {gamma} drafts" * (gamma > 0) + f", {text}" * bool(text)
         with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
             timings, traced = _time_drafts(engine.runner, comm, batch, length, gamma, config.bench.steps)
             advance(config.bench.steps)
         timings.kv_tokens = tokens
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
         measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
-        measured |= {"gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
+        measured |= {"variant": text, "gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
+        measured["used_bytes_per_gpu"] = comm.all_gather_object(_used(comm.device))
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
         found.append(measured)
     engine.close()
     return found
+
+
+def _attend_as(runner: ModelRunner, config: Config) -> None:
+    """Later steps choose their blocks as `config` says, in graphs of their own."""
+    runner.close()
+    tiered = isinstance(runner.cache, TieredCache)
+    runner.policy = (
+        make_policy(config.attention, runner.placement, runner.max_length, runner.comm, tiered) or runner.dense
+    )
+    if runner.graphs is not None:
+        runner.graphs = StepGraphs(runner.step)
+
+
+def _used(device: torch.device) -> int | None:
+    """Bytes of a GPU that anybody uses, by its driver; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _time_drafts(

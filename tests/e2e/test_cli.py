@@ -285,14 +285,19 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     ended = run(
         tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400,1x510]",
         "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=synthetic", "speculation.gamma=3",
-        "speculation.acceptance=1", "layout.kvp=2", "kv.page_size=32", f"record={record}",
+        "speculation.acceptance=1", "layout.kvp=2", "attention=block_sparse", "attention.from_tokens=0",
+        "attention.topk=4", "kv.page_size=16", "kv.append_block=16", "attention.local_blocks=2", f"record={record}",
+        'bench.variants=["attention.topk=4","attention.topk=2"]',
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output
     points = json.loads(record.read_text())["points"]
     assert [(p["batch"], p["gamma"], "failed" in p) for p in points] == [
-        (batch, gamma, batch == 1) for batch in (3, 1) for gamma in (3, 0, 1)
+        (batch, gamma, batch == 1) for batch in (3, 1) for _ in range(2) for gamma in (3, 0, 1)
     ]  # fmt: skip
-    assert points[3]["failed"].startswith("510 tokens and "), points[3]
+    assert points[6]["failed"].startswith("510 tokens and "), points[6]
+    read = [max(found["blocks_read_per_rank"]) for found in points[:6]]
+    assert [found["variant"][-1] for found in points] == [*"444222444222"]
+    assert all(more - fewer == pytest.approx(1, abs=0.2) for more, fewer in zip(read[:3], read[3:], strict=True))
     for found in points[:3]:
         each = 1 + found["gamma"]
         assert found["decode_steps"] == 5 and found["decode_tokens"] == 5 * 3 * each

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from comm.torch_dist import TorchDistCommunicator
+from helix.attention.block_sparse import BlockSparseAttention
 from helix.decision import Admission
 from helix.engine import Engine
 from helix.layout import HelixLayout
@@ -70,6 +71,20 @@ def test_with_places_for_everything_a_block_comes_once() -> None:
     few, most = (int(cache.counted[1]) for cache in caches)
     full = sum((n + NEW_TOKENS - 1) // PAGE for n in LENGTHS)
     assert most <= full * caches[1].hot.place_of[:, :, 0].numel() < few
+
+
+def test_a_set_pattern_of_blocks() -> None:
+    """In benchmarks: what the token's position says is read, wherever it lies."""
+
+    def repeating(engine: Engine) -> None:
+        assert isinstance(engine.runner.policy, BlockSparseAttention)
+        engine.runner.policy.repeat = 0.5
+
+    local = Sparse(SHORT_WINDOW, choice="local")
+    found = [
+        tokens("qwen2", HelixLayout.create("helix", 2), sparse, repeating) for sparse in (local, replace(local, hot=17))
+    ]
+    assert found[0] == found[1] != tokens("qwen2", HelixLayout.create("helix", 2), local)
 
 
 @pytest.mark.parametrize(

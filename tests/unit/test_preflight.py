@@ -269,6 +269,11 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
             ["attention.score=replay", "attention.choice=global", "model.load=random"],
             ["replay", "choice=local"],
         ),
+        ("qwen3", ['bench.variants=["attention.score=mean"]'], ["bench.variants", "attention.score=mean", "topk"]),
+        ("qwen3", ['bench.variants=["attention.topk=many"]'], ["bench.variants", "attention.topk=many"]),
+        ("qwen3", ['bench.variants=["attention.repeat=2"]'], ["bench.variants", "attention.repeat=2", "0 to 1"]),
+        ("qwen3", ['bench.variants=["attention.topk=33"]'], ["bench.variants", "attention.topk=32", "the most"]),
+        ("qwen3", ["attention=dense", 'bench.variants=[""]'], ["bench.variants", "attention=block_sparse"]),
         (
             "qwen3",
             ["attention.choice=global", "layout=tp", "layout.kvp=1", "layout.tpa=12"],

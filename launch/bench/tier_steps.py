@@ -1,0 +1,129 @@
+"""Times decode steps over a cache in host memory: `python -m launch.bench tier-steps`.
+
+Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
+cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
+each step keeps a set share of the last one's blocks (`attention.score=replay`): what is kept is hot, and the others
+come over the link. One rank pins 62 GB, which takes about half a minute, and the GPU has to have 76 GB for the second
+job.
+
+Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 130 s.
+
+`over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
+`over_untiered`: the same choice over the cache on the GPU is 1. `used_gb` is the GPU's memory in use, by its driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from helix.layout import HelixLayout
+from kernels.tier.copy_blocks import PROGRAMS
+from launch.bench import tier
+from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.bench.workloads import K, M, fitting_spec, layouts
+from launch.inputs.auto_layout import budget
+from launch.inputs.compose import composed
+from launch.job import spawn
+
+MODEL = "qwen2.5-7b"
+LINK = 55.5e9  # bytes a second of one link, in large copies
+TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
+CELLS = [(32, 0.0), (32, 0.8), (8, 0.0), (32, 1.0)]
+ON_GPU = [(32, 1.0), (8, 1.0)]
+HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
+
+
+def overrides(given: Given, layout: HelixLayout, length: int, cells: list[tuple[int, float]], host: bool) -> list[str]:
+    """A job's, in which all cells are timed over one cache."""
+    steps = ",".join(f'"attention.topk={topk} attention.repeat={repeat}"' for topk, repeat in cells)
+    shared = [
+        f"model={MODEL if given.gpu else 'demo'}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
+        "attention=block_sparse", "attention.score=replay", f"attention.topk={max(cells)[0]}",
+        "attention.from_tokens=0", "decode.prefill_chunk=4096", "bench=decode", f"bench.points=[1x{length}]",
+        f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",
+    ]  # fmt: skip
+    if not host:
+        return [*shared, "kv.memory_fraction=0.95"]
+    bytes_of = (HOST / layout.world_size, SHARE) if given.gpu else (2e9, 1e8)
+    return [*shared, "kv.tier=host", f"kv.host_bytes={bytes_of[0]:.0f}", f"kv.gpu_bytes={bytes_of[1]:.0f}"]
+
+
+def cases(given: Given) -> list[tuple[bool]]:
+    return [(True,), (False,)]
+
+
+def measure(given: Given, host: bool) -> Iterator[Row]:
+    """A row for each cell, of one job."""
+    spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
+    layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
+    length, cells = M if given.gpu else 16 * K, CELLS if host else ON_GPU
+    given_to = overrides(given, layout, length, cells, host)
+    about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": spec.layers}
+    about |= {"layout": str(layout), "batch": 1, "length": length, "tier": "host" if host else "gpu"}
+    try:
+        points = spawn.measure(layout.world_size, given_to)["points"]
+    except spawn.JobError as error:
+        points = [{"failed": str(error)}] * len(cells)
+    whole = length * sum(spec.kv_heads * spec.head_dim * 4 for _ in range(spec.layers)) / layout.world_size
+    for (topk, repeat), point in zip(cells, points, strict=True):
+        row = about | {"topk": topk, "repeat": repeat} | point
+        if "failed" not in point:
+            row |= {"sparse": asdict(_read(given_to, topk)), **figures(point, whole)}
+            row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == 1 else None
+        yield row
+
+
+def _read(given_to: list[str], topk: int) -> Any:
+    read = budget(composed([*given_to, f"attention.topk={topk}"]))
+    assert read is not None
+    return read
+
+
+def figures(point: Row, whole: float) -> Row:
+    """What a table shows of a measured point.
+
+    Args:
+        whole: bytes of a rank's cache.
+    """
+    found: Row = {"ms": point["ttl_p50_us"] / 1e3, "over_dense": whole / LINK * 1e6 / point["ttl_p50_us"]}
+    if used := [size for size in point["used_bytes_per_gpu"] if size is not None]:
+        found["used_gb"] = max(used) / 1e9
+    if "hot_share_per_rank" in point:
+        found["hot"] = min(point["hot_share_per_rank"])
+        found["link_mb"] = max(point["link_bytes_per_step_per_rank"]) / 1e6
+    for name in ("resolve", "copy_blocks", "flash_decode"):
+        us = [us for kernel, us in point.get("kernel_us", {}).items() if name in kernel]
+        found |= {f"{name}_us": sum(us)} if us else {}
+    if found.get("copy_blocks_us"):
+        found["link_gbs"] = found["link_mb"] * 1e3 / found["copy_blocks_us"]
+    return found
+
+
+def compared(rows: list[Row]) -> Row:
+    """Steps with everything hot over those of a cache on the GPU."""
+    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in rows if "ms" in row}
+    hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
+    return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
+
+
+BENCHMARK = Benchmark(
+    "decode steps over a cache in host memory, by how much of what they read is hot",
+    __doc__,
+    (
+        Part(
+            cases,
+            measure,
+            "tier topk repeat ms target_ms over_dense hot link_mb link_gbs resolve_us copy_blocks_us flash_decode_us "
+            "used_gb",
+        ),
+        Part(
+            lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],
+            tier.fetch,
+            "pieces programs us gbs pin_s_gb",
+            "blocks of 64 KB from the host, alone",
+        ),
+    ),
+    summary=compared,
+)

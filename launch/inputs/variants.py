@@ -1,0 +1,39 @@
+"""Settings of attention that a benchmark times one after the other, over the same cache (`bench.variants`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from helix.config import Config, check
+
+KEYS = ("attention.topk", "attention.repeat")  # that do not change what the cache holds
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """The config of each variant, by its text; the config itself, by an empty one, where there are none.
+
+    Raises:
+        ValueError: a variant sets another key, a value out of its range, or more blocks than the cache has places for.
+    """
+    found = {}
+    for text in config.bench.variants or [""]:
+        if unknown := [part for part in text.split() if part.partition("=")[0] not in KEYS]:
+            raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {' or '.join(KEYS)}, as in KEY=VALUE")
+        try:
+            changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
+            found[text] = replace(config, attention=cast(Config, OmegaConf.to_object(changed)).attention)
+            check(found[text])
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error
+        if found[text].attention.topk > config.attention.topk:
+            raise ValueError(
+                f"bench.variants has {text!r}, but the cache is made for attention.topk={config.attention.topk}: set "
+                "attention.topk to the most that a variant has"
+            )
+    if found and config.attention.policy == "dense" and config.bench.variants:
+        raise ValueError("bench.variants are of block-sparse steps: set attention=block_sparse, or leave them out")
+    return found
