@@ -167,7 +167,7 @@ def build_engine(
         placement,
         max_batch=max_batch,
         max_length=max_length,
-        policy=make_policy(config.attention, placement, max_length, comm, kv.tier == "host"),
+        policy=make_policy(config.attention, placement, max_length, comm, kv),
         drafter=drafter,
         # One choice over all ranks is an exchange of its own in the middle of attention.
         hopb="none" if together else config.hopb.chunks,

@@ -55,6 +55,7 @@ class KVConfig:
         the link (with attention=block_sparse alone).
     host_bytes: of each rank's keys and values, with tier=host.
     gpu_bytes: all that a rank's keys and values take on its GPU, with tier=host; unset: from memory_fraction.
+    overlap: with tier=host, what is on the GPU already is attended while the rest comes, and the two are merged.
     """
 
     append_block: int = 16
@@ -65,6 +66,7 @@ class KVConfig:
     tier: str = "gpu"
     host_bytes: float | None = None
     gpu_bytes: float | None = None
+    overlap: bool = False
 
 
 @dataclass
@@ -438,6 +440,8 @@ def check_tier(config: Config) -> None:
         if given is not None and not given > 0:
             raise ValueError(f"kv.{key}={given!r} must be positive")
     if kv.tier == "gpu":
+        if kv.overlap:
+            raise ValueError("kv.overlap=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
         return
     if config.attention.policy == "dense":
         raise ValueError(

@@ -102,7 +102,7 @@ def make_tiered(
             f"{kv.host_bytes:.0f} holds {on_host}: set at least {needed * of_page}, or take fewer tokens"
         )
     longest = min(wanted, on_host * stripes.page_tokens, spec.max_positions)
-    policy = make_policy(config.attention, placement, longest, comm, tiered=True)
+    policy = make_policy(config.attention, placement, longest, comm, kv)
     assert isinstance(policy, TieredAttention)
     size = tiered_bytes(spec, placement, entries, dtype, max_batch, drafts, chunk)
     room = room if kv.gpu_bytes is None else int(kv.gpu_bytes)

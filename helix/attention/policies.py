@@ -5,19 +5,16 @@ from __future__ import annotations
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.config import AttentionConfig
+from helix.config import AttentionConfig, KVConfig
 from helix.errors import ConfigError
 from helix.kv_cache import BlockBudget, Placement
 from kernels.sparse.select_blocks import MOST_PAGES
 
 
 def make_policy(
-    config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator, tiered: bool = False
+    config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator, kv: KVConfig
 ) -> BlockSparseAttention | None:
-    """The policy of sparse decode steps that a config names; None where all steps are dense.
-
-    Args:
-        tiered: over a cache in host memory.
+    """The policy of sparse decode steps that a config names, over a cache like `kv`; None where all steps are dense.
 
     Raises:
         ConfigError: sequences of so many tokens have more pages than the choosing kernel is made for.
@@ -33,6 +30,6 @@ def make_policy(
         )
     budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
     over_all = comm if config.choice == "global" else None
-    kind = TieredAttention if tiered else BlockSparseAttention
     repeat = config.repeat if config.score == "replay" else None
-    return kind(budget, config.stored, placement, max_length, comm.device, over_all, repeat)
+    given = budget, config.stored, placement, max_length, comm.device, over_all, repeat
+    return TieredAttention(*given, kv.overlap) if kv.tier == "host" else BlockSparseAttention(*given)

@@ -8,6 +8,8 @@ whose partial results are merged by their LSE.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,6 +34,9 @@ class TieredAttention(BlockSparseAttention):
     """All steps over a cache in host memory run under it, those of short sequences and of windows too.
 
     Arguments and attributes as in `BlockSparseAttention`.
+
+    Args:
+        overlap: whether what is hot is attended while the rest comes, and the two are merged.
     """
 
     def __init__(
@@ -43,10 +48,12 @@ class TieredAttention(BlockSparseAttention):
         device: torch.device,
         comm: Communicator | None = None,
         repeat: float | None = None,
+        overlap: bool = False,
     ) -> None:
         super().__init__(budget, score, placement, max_length, device, comm, repeat)
         self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
         self._placement, self._max_length = placement, max_length
+        self.overlap = overlap
         self._uncounted = torch.zeros_like(self.counted)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -103,13 +110,37 @@ class TieredAttention(BlockSparseAttention):
             table = select_blocks(
                 q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
             )
+        late = torch.empty_like(table) if self.overlap else None
         resolve(
             table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, **step.placement.grid, page_size=step.placement.page_size,
+            step.first, cache.ring_pages, late, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
-        copy_blocks(cache.host, cache.places, cache.misses)
         keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], scale, sinks)
-        return decode_parts(q[:, None], keys, sms=sms, early=True)
+        if late is None:
+            copy_blocks(cache.host, cache.places, cache.misses)
+            return decode_parts(q[:, None], keys, sms=sms, early=True)
+        # Both parts take one workspace: the first is merged before the second begins.
+        out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
+        with self._beside():
+            copy_blocks(cache.host, cache.places, cache.misses)
+        for i, part in enumerate((keys, replace(keys, table=late, sinks=None))):
+            if i:
+                self._join()
+            decode_parts(q[:, None], part, out=out[i, :, None], lse=lse[i, :, None], sms=sms, early=True).merge()
+        return PartialAttention(*lse_combine(out, lse, return_lse=True))
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launches on the side stream, behind all that has been launched so far; on a CPU, at once."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _join(self) -> None:
+        """What is launched from here on waits for the side stream."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
     def _prefill(
         self, q: Tensor, cache: TieredLayer, step: Step, window: int | None, scale: float, sinks: Tensor | None
@@ -140,8 +171,6 @@ class TieredAttention(BlockSparseAttention):
         keys, values = pages_of(cache.pieces[0], heads)
         most = len(keys) // 2  # of a piece: one comes while another is read
         begin, stop = 0 if window is None else max(0, part.begin - window) // page_size, part.begin // page_size
-        side = self._side
-        main = None if side is None else torch.cuda.current_stream(side.device)
 
         def here(piece: int) -> Tensor:
             count = min(most, stop - begin - piece * most)
@@ -149,9 +178,7 @@ class TieredAttention(BlockSparseAttention):
 
         def bring(piece: int) -> None:
             """Once nobody reads the half that it goes to: what has been launched so far does."""
-            if side is not None and main is not None:
-                side.wait_stream(main)
-            with torch.cuda.stream(side):
+            with self._beside():
                 to = here(piece)
                 first = begin + piece * most
                 copy_blocks(cache.host, cache.pieces, cache.blocks(table[first : first + len(to)], to))
@@ -160,8 +187,7 @@ class TieredAttention(BlockSparseAttention):
         for piece in range(pieces):
             if piece == 0:
                 bring(piece)
-            if side is not None and main is not None:
-                main.wait_stream(side)
+            self._join()
             if piece + 1 < pieces:
                 bring(piece + 1)
             pages = here(piece)

@@ -3,8 +3,8 @@
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
 cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
 each step keeps a set share of the last one's blocks (`attention.score=replay`): what is kept is hot, and the others
-come over the link. One rank pins 62 GB, which takes about half a minute, and the GPU has to have 76 GB for the second
-job.
+come over the link. With `overlap` what is hot is attended meanwhile (`kv.overlap`). One rank pins 62 GB, which takes
+about half a minute, and the GPU has to have 76 GB for the second job.
 
 Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 130 s.
 
@@ -30,14 +30,20 @@ from launch.job import spawn
 MODEL = "qwen2.5-7b"
 LINK = 55.5e9  # bytes a second of one link, in large copies
 TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
-CELLS = [(32, 0.0), (32, 0.8), (8, 0.0), (32, 1.0)]
-ON_GPU = [(32, 1.0), (8, 1.0)]
+Cell = tuple[int, float, bool]  # blocks chosen, the share that stays, kv.overlap
+CELLS: list[Cell] = [(32, 0.0, False), (32, 0.8, False), (8, 0.0, False), (32, 1.0, False)]
+OVERLAPPED: list[Cell] = [(32, 0.0, True), (32, 0.8, True)]
+ON_GPU: list[Cell] = [(32, 1.0, False), (8, 1.0, False)]
 HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
 
 
-def overrides(given: Given, layout: HelixLayout, length: int, cells: list[tuple[int, float]], host: bool) -> list[str]:
+def overrides(given: Given, layout: HelixLayout, length: int, cells: list[Cell], host: bool) -> list[str]:
     """A job's, in which all cells are timed over one cache."""
-    steps = ",".join(f'"attention.topk={topk} attention.repeat={repeat}"' for topk, repeat in cells)
+    texts = (
+        f"attention.topk={topk} attention.repeat={repeat}" + " kv.overlap=true" * overlap
+        for topk, repeat, overlap in cells
+    )
+    steps = ",".join(f'"{text}"' for text in texts)
     shared = [
         f"model={MODEL if given.gpu else 'demo'}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
         "attention=block_sparse", "attention.score=replay", f"attention.topk={max(cells)[0]}",
@@ -58,7 +64,7 @@ def measure(given: Given, host: bool) -> Iterator[Row]:
     """A row for each cell, of one job."""
     spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
-    length, cells = M if given.gpu else 16 * K, CELLS if host else ON_GPU
+    length, cells = M if given.gpu else 16 * K, [*CELLS, *OVERLAPPED] if host else ON_GPU
     given_to = overrides(given, layout, length, cells, host)
     about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": spec.layers}
     about |= {"layout": str(layout), "batch": 1, "length": length, "tier": "host" if host else "gpu"}
@@ -67,8 +73,8 @@ def measure(given: Given, host: bool) -> Iterator[Row]:
     except spawn.JobError as error:
         points = [{"failed": str(error)}] * len(cells)
     whole = length * sum(spec.kv_heads * spec.head_dim * 4 for _ in range(spec.layers)) / layout.world_size
-    for (topk, repeat), point in zip(cells, points, strict=True):
-        row = about | {"topk": topk, "repeat": repeat} | point
+    for (topk, repeat, overlap), point in zip(cells, points, strict=True):
+        row = about | {"topk": topk, "repeat": repeat, "overlap": overlap} | point
         if "failed" not in point:
             row |= {"sparse": asdict(_read(given_to, topk)), **figures(point, whole)}
             row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == 1 else None
@@ -103,7 +109,7 @@ def figures(point: Row, whole: float) -> Row:
 
 def compared(rows: list[Row]) -> Row:
     """Steps with everything hot over those of a cache on the GPU."""
-    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in rows if "ms" in row}
+    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in rows if "ms" in row and not row["overlap"]}
     hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
 
@@ -115,8 +121,8 @@ BENCHMARK = Benchmark(
         Part(
             cases,
             measure,
-            "tier topk repeat ms target_ms over_dense hot link_mb link_gbs resolve_us copy_blocks_us flash_decode_us "
-            "used_gb",
+            "tier topk repeat overlap ms target_ms over_dense hot link_mb link_gbs resolve_us copy_blocks_us "
+            "flash_decode_us used_gb",
         ),
         Part(
             lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],

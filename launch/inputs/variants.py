@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config, check
 
-KEYS = ("attention.topk", "attention.repeat")  # that do not change what the cache holds
+KEYS = ("attention.topk", "attention.repeat", "kv.overlap")  # that do not change what the cache holds
 
 
 def variants(config: Config) -> dict[str, Config]:
@@ -22,10 +22,11 @@ def variants(config: Config) -> dict[str, Config]:
     found = {}
     for text in config.bench.variants or [""]:
         if unknown := [part for part in text.split() if part.partition("=")[0] not in KEYS]:
-            raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {' or '.join(KEYS)}, as in KEY=VALUE")
+            raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {', '.join(KEYS)}, as in KEY=VALUE")
         try:
             changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
-            found[text] = replace(config, attention=cast(Config, OmegaConf.to_object(changed)).attention)
+            whole = cast(Config, OmegaConf.to_object(changed))
+            found[text] = replace(config, attention=whole.attention, kv=replace(config.kv, overlap=whole.kv.overlap))
             check(found[text])
         except (OmegaConfBaseException, ValueError) as error:
             raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error

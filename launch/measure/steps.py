@@ -108,10 +108,8 @@ def _time_point(
 def _attend_as(runner: ModelRunner, config: Config) -> None:
     """Later steps choose their blocks as `config` says, in graphs of their own."""
     runner.close()
-    tiered = isinstance(runner.cache, TieredCache)
-    runner.policy = (
-        make_policy(config.attention, runner.placement, runner.max_length, runner.comm, tiered) or runner.dense
-    )
+    policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
+    runner.policy = policy or runner.dense
     if runner.graphs is not None:
         runner.graphs = StepGraphs(runner.step)
 

@@ -55,12 +55,14 @@ class Sparse:
 
     Attributes:
         hot: places of each KV head in each layer, where the cache is in host memory; None: it is on the GPU.
+        overlap: what is hot is attended while the rest comes.
     """
 
     budget: BlockBudget
     score: str = "bounds"
     choice: str = "global"
     hot: int | None = None
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,10 @@ def build_engine(
     score = sparse.score if sparse else "bounds" if quest else None
     policy: AttentionPolicy | None = None
     if sparse:
-        over_all, kind = comm if sparse.choice == "global" else None, BlockSparseAttention
-        if sparse.hot is not None:
-            kind = TieredAttention
-        policy = kind(sparse.budget, sparse.score, placement, max_length, device, over_all)
+        over_all = comm if sparse.choice == "global" else None
+        given = sparse.budget, sparse.score, placement, max_length, device, over_all
+        tiered = sparse.hot is not None
+        policy = TieredAttention(*given, overlap=sparse.overlap) if tiered else BlockSparseAttention(*given)
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
         drafts = 0 if drafter is None else drafter.limit

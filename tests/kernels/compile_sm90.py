@@ -108,7 +108,7 @@ SPECIAL = {
     "kept": ("*fp16", True),
     "kept_table": ("*i32", True),
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
-    **dict.fromkeys(("table", "tables", "report", "offered"), ("*i32", True)),
+    **dict.fromkeys(("table", "tables", "report", "offered", "late"), ("*i32", True)),
     **dict.fromkeys(("before", "after", "counted"), ("*i64", True)),
     **dict.fromkeys(("topk", "width", "columns", "tail"), ("i32", False)),
     **dict.fromkeys(("score_tables", "block_tables", "known", "sink_keys", "window_keys"), ("*i32", True)),
@@ -282,6 +282,8 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
     yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096}, {"num_warps": 8}
+    alone = shard | {"BLOCK": 64, "BLOCK_S": 4096, "late": None}
+    yield "resolve", bf16, _resolve_kernel, alone, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     yield "copy-blocks", bf16, _copy_blocks_kernel, block | {"LISTS": 4, "BLOCK_L": 4}, {"num_warps": 8}
     yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}

@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -166,10 +167,27 @@ class Tier:
         args = [x.to(self.device) for x in (hi, self.held, positions, starts)]
         found = table.to(self.device)
         before = self.counted.clone()
+        late = torch.full_like(found, 99) if self.generator.random() < 0.5 else None
         self.resolve(
-            found, *args, self.queries, self.hot.layer(layer), self.misses, self.counted, 0, self.ring, **self.grid
+            found,
+            *args,
+            self.queries,
+            self.hot.layer(layer),
+            self.misses,
+            self.counted,
+            0,
+            self.ring,
+            late,
+            **self.grid,
         )
         one = slice(layer, layer + 1)
+        if late is not None:
+            coming = {int(x) for row, n in zip(self.misses.target, self.misses.counts, strict=True) for x in row[:n]}
+            for n, h in product(range(N), range(HEADS)):
+                for j in range(len(read[n][layer][h])):
+                    comes = int(late[n, h, j])
+                    assert (comes >= 0) == (comes in coming) and min(comes, int(found[n, h, j])) < 0, "query reads both"
+                    found[n, h, j] = max(comes, int(found[n, h, j]))
         self.copy(self.host[one], self.places[one], self.misses)
         misses = int(self.misses.counts.sum())
         assert (self.counted - before)[1] == misses
@@ -266,7 +284,7 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
     grid = {"kvp": kvp, "kvp_rank": kvp - 1, "append_block": 4, "page_size": 4}
     layout = HelixLayout.create("helix", kvp)
     starts = torch.tensor([generator.randrange(kvp) for _ in range(rows)])
-    for _ in range(6):
+    for turn in range(6):
         lengths = torch.tensor([generator.randrange(0, 200) for _ in range(rows)])
         positions = (lengths[:, None] + torch.arange(queries)).flatten()
         of_tokens = starts.repeat_interleave(queries)
@@ -283,13 +301,18 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                 if columns and generator.random() < 0.5:
                     table[n, h, 0] = -1
         tables = [table.to(device, copy=True) for device in devices]
-        for op, found, hot, misses, counted in zip((resolve, reference), tables, hots, lists, counts, strict=True):
+        lates = [torch.full_like(found, 7) if turn % 2 else None for found in tables]
+        for op, found, hot, misses, counted, late in zip(
+            (resolve, reference), tables, hots, lists, counts, lates, strict=True
+        ):
             with pytest.MonkeyPatch.context() as patch:
                 if not torch.cuda.is_available():
                     patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
                 args = [x.to(found.device) for x in (hi, held.int(), positions, of_tokens)]
-                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, **grid)
+                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, late, **grid)
         pairs = [tables, counts, [x.counts for x in lists]]
+        if lates[0] is not None:
+            pairs.append(lates)
         pairs += [[getattr(hot, field.name) for hot in hots] for field in fields(HotBlocks)[:-1]]
         for h, count in enumerate(lists[0].counts.tolist()):
             pairs += [[x.source[h, :count] for x in lists], [x.target[h, :count] for x in lists]]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from comm.loopback import LoopbackWorld
 from helix.attention.policies import make_policy
-from helix.config import AttentionConfig, Config
+from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
 from helix.kv_cache import Placement
 from helix.layout import HelixLayout
@@ -292,9 +292,9 @@ def test_more_pages_than_a_rank_chooses_among() -> None:
     config = AttentionConfig(policy="block_sparse")
     comm = LoopbackWorld(2).communicator(0, layout.kvp_group(0))
     most = 2 * MOST_PAGES
-    assert make_policy(config, Placement(layout, 0, 1, 1), most, comm) is not None
+    assert make_policy(config, Placement(layout, 0, 1, 1), most, comm, KVConfig()) is not None
     with pytest.raises(ConfigError, match=r"524288 pages of a rank.* 1048577 tokens .*set kv\.page_size=2 or more"):
-        make_policy(config, Placement(layout, 0, 1, 1), most + 1, comm)
+        make_policy(config, Placement(layout, 0, 1, 1), most + 1, comm, KVConfig())
 
 
 def test_a_model_can_draft_for_itself(model: Path, prompts: Path) -> None:
