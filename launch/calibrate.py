@@ -4,10 +4,10 @@
   python -m launch.calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \\
       hardware=conf/hardware/mine.yaml output=conf/hardware/mine.yaml
 
-The first starts its own ranks, times reads, projections, attention, the choice of blocks and the collectives of a step,
-and writes a hardware description that `launch.simulate`, `launch.plan` and layout=auto take. Rows are kept next to it
-in a .jsonl as each part ends. A part that fails or takes too long leaves what this GPU's description says, or an
-H200's, marked as extrapolated.
+The first starts its own ranks, times reads, projections, attention, the choice of blocks, the link to host memory and
+the collectives of a step, and writes a hardware description that `launch.simulate`, `launch.plan` and layout=auto take.
+Rows are kept next to it in a .jsonl as each part ends. A part that fails or takes too long leaves what this GPU's
+description says, or an H200's, marked as extrapolated.
 
 The second fits on half of the recorded workloads, and prints the errors of the predictions of the other half. To
 record them: python -m launch.bench step, and baselines. Without a GPU the smallest sizes run, and mean nothing.
@@ -47,7 +47,9 @@ from launch.bench import attention as bench_attention
 from launch.bench import comm as bench_comm
 from launch.bench import mla as bench_mla
 from launch.bench import sparse as bench_sparse
+from launch.bench import tier as bench_tier
 from launch.bench.clock import ROTATED, K, seconds
+from launch.bench.runner import Given
 from launch.inputs.arguments import helped, parse, several
 from launch.inputs.files import write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
@@ -89,6 +91,7 @@ FINDING = [
     (4, 8, 32 * K),
     (1, 1, 1024 * K),
 ]  # as there
+PIECES = (128, 32, 512)  # blocks of 64 KB that a layer's step fetches
 CHOSEN = 32  # blocks, as conf/attention/block_sparse.yaml has it
 MATRICES = [(1152, 3584), (4736, 3584), (4096, 1792), (7168, 8192)]  # rows and columns of a rank's weights
 ROWS = (1, MIN_ROWS, 8, 16, MAX_ROWS, MAX_ROWS + 1, 64)
@@ -163,6 +166,17 @@ def launches(device: torch.device) -> Iterator[Row]:
     yield {"kind": "by the host", "seconds": (time.perf_counter() - begin) / count}
 
 
+def link(device: torch.device) -> Iterator[Row]:
+    """`copy_blocks` from host memory on all GPUs at once, and `resolve` of as many blocks as are missing."""
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
+    chosen, places = (37, 2048) if device.type == "cuda" else (5, 8)
+    (resolved,) = bench_tier.find(Given(gpus[0], 1), 1, chosen, places, False)
+    for pieces in PIECES if device.type == "cuda" else (4, 8):
+        size, took = bench_tier.fetch_at_once(gpus, pieces)
+        row = {"pieces": pieces, "gpus": len(gpus), "bytes": size, "seconds": took}
+        yield row | {"resolve_seconds": resolved["us"] / 1e6}
+
+
 def collectives(device: torch.device) -> Iterator[Row]:
     """Collectives of a step, over 2, 4, .. ranks, in jobs of their own; ours and the library's."""
     for width in bench_comm.widths(torch.cuda.device_count() if device.type == "cuda" else 2):
@@ -170,7 +184,7 @@ def collectives(device: torch.device) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[torch.device], Iterator[Row]]] = {
-    part.__name__: part for part in (read, matrix, attention, finding, products, latents, launches, collectives)
+    part.__name__: part for part in (read, matrix, attention, finding, products, latents, launches, link, collectives)
 }
 
 
@@ -228,6 +242,8 @@ def assemble(base: Hardware, name: str, gpus: int, memory: float | None, parts: 
         hardware = constants.attention(hardware, rows)
     if rows := parts.get("finding"):
         hardware = constants.finding(hardware, rows)
+    if rows := parts.get("link"):
+        hardware = constants.link(hardware, rows)
     if rows := parts.get("products"):
         hardware = constants.products(hardware, rows)
     if rows := parts.get("latents"):

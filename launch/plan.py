@@ -6,6 +6,8 @@
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 drafter=sparse sparsity=0.07 acceptance=0.9
                                                               the model drafts for itself, over 7% of its keys
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 sparse=32              block-sparse beside dense
+  python -m launch.plan model=qwen2.5-7b gpus=1 length=1048576 sparse=32 tier=host hits=0.8
+                                                              a cache in host memory
   python -m launch.plan check                                 its first choices against recorded steps
   python -m launch.plan bill                                  what recorded block-sparse steps pay, and where they pay
 
@@ -25,6 +27,10 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   drafter     ngram (default), whose drafts cost nothing, or sparse: the model drafts for itself, and pays for it
   sparsity    with drafter=sparse: the share of its keys that drafts read (default 0.07)
   sparse      blocks that each KV head chooses: plans block-sparse attention, and says where dense attention is faster
+  tier        host: with sparse, keys and values lie in host memory, and what is not on the GPU comes over the link
+  hits        with tier: the share of chosen blocks that are on the GPU already (default 0)
+  host_bytes  with tier: host memory of a rank's keys and values (default: as much as they take)
+  gpu_bytes   with tier: what they take on its GPU at most (default: the share of what weights leave)
   attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
   json        a file for all of this, `-` for the terminal
 """
@@ -35,7 +41,8 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +59,7 @@ from helix.simulate import drafting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
+from helix.simulate.points import Tier
 from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, as_config
@@ -65,7 +73,8 @@ from launch.records.recorded_steps import read_cells
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
     "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
-    "sparsity": float, "sparse": int, "attention": str, "json": str,
+    "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "host_bytes": float,
+    "gpu_bytes": float, "json": str,
 }  # fmt: skip
 NEEDED = ("model", "gpus", "length")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
@@ -126,6 +135,27 @@ def sparse_overrides(given: dict[str, Any]) -> list[str]:
     return [f"attention={name}", *([f"attention.topk={given['sparse']}"] if "sparse" in given else [])]
 
 
+def tier_of(given: dict[str, Any]) -> Tier | None:
+    """What is said of a cache in host memory; None where there is none.
+
+    Raises:
+        ValueError: it is said without tier=host, or tier=host without sparse; or a number is out of range.
+    """
+    said = [key for key in ("hits", "host_bytes", "gpu_bytes") if key in given]
+    if "tier" not in given:
+        if said:
+            raise ValueError(f"{said[0]}={given[said[0]]:g} is of tier=host: add it, or leave out {said[0]}")
+        return None
+    if "sparse" not in given and "attention" not in given:
+        raise ValueError("tier=host reads the blocks that a step chooses: add sparse=32, or leave out tier")
+    if not 0 <= (hits := given.get("hits", 0.0)) <= 1:
+        raise ValueError(f"hits={hits:g} must be from 0 to 1: it is a share")
+    for key in said:
+        if key != "hits" and not given[key] > 0:
+            raise ValueError(f"{key}={given[key]:g} must be positive")
+    return Tier(hits, given.get("host_bytes", inf), given.get("gpu_bytes"))
+
+
 def drafted_share(given: dict[str, Any]) -> float | None:
     """Share of its keys with which the model drafts for itself; None where somebody else drafts.
 
@@ -169,7 +199,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         given.get("acceptance"),
         given.get("gamma"),
         share,
-        planned(config, spec),
+        replace(planned(config, spec), tier=tier_of(given)),
     )
     model += ["comm.backend=nccl"] if backend == "nccl" else []
 
@@ -184,8 +214,14 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         if choice.gamma and share is not None:
             settings += [f"speculation.sparsity={share:g}"]
             settings += [f"speculation.forced={given['acceptance']:g}"] if random else []
-        if question.options.sparse is not None and (tokens := pays_from(question, choice)) is not None:
+        tier = question.options.tier
+        tokens = 0 if tier is not None else None if question.options.sparse is None else pays_from(question, choice)
+        if tokens is not None:
             settings += [*attention, f"attention.from_tokens={tokens}"]
+        if tier is not None:
+            room = tier.host_bytes if isfinite(tier.host_bytes) else 1.02 * choice.host_bytes
+            on_gpu = tier.gpu_bytes or question.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
+            settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
         if random:
             return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
@@ -242,6 +278,12 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
     for refused in ranking.refused:
         room = f"{refused.largest_batch} would fit" if refused.largest_batch else "not one sequence fits"
         print(f"no room: {refused.layout} lacks {refused.missing_bytes / 1e9:.1f} GB a GPU; {room}")
+    if q.options.tier is not None:
+        first = ranking.choices[0]
+        print(
+            f"\nIn host memory: {first.host_bytes / 1e9:.1f} GB a rank, of which a step with {q.options.tier.hits:.0%} "
+            f"hits fetches its part in {1e3 * first.phases['fetch']:.2f} ms."
+        )
     print(f"\n{ranking.reason}\n{ranking.verdict}\n" + (f"{compared(ranking)}\n" if sparse else ""))
     if q.sparsity is not None:
         print(drafting.compared(ranking))

@@ -73,6 +73,18 @@ def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
     )
 
 
+def link(base: Hardware, rows: Sequence[Row]) -> Hardware:
+    """The link's rate and the price of fetching, from rows with bytes, seconds and resolve_seconds."""
+    fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
+    at_once = f"copy_blocks from host memory, {_range(row['bytes'] for row in rows)}, on {rows[0]['gpus']} GPUs at once"
+    price = fixed + float(np.median([row["resolve_seconds"] for row in rows]))
+    return replace(
+        base,
+        link_bytes_per_s=Constant(rate, MEASURED, f"{at_once}: slope over bytes"),
+        fetch_s=Constant(price, MEASURED, f"{at_once}: what is left at no bytes, and resolve"),
+    )
+
+
 def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
     """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads), from rows with flops too."""
     fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)

@@ -26,7 +26,7 @@ def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: S
     points = Points.of(row.mode, batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
     options: Options = replace(
         q.options, append_block=choice.append_block, hopb=choice.chunks > 1, chunks=choice.chunks,
-        speculation=q.speculation(choice.gamma), sparse=sparse,
+        speculation=q.speculation(choice.gamma), sparse=sparse, tier=None if sparse is None else q.options.tier,
     )  # fmt: skip
     return float(predict(q.spec, q.hardware, points, length, options).ttl_s[0])
 

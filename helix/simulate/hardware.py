@@ -81,6 +81,8 @@ class Hardware:
             and of what stands for all) and beyond kernel_s, which dense attention takes as well. None: not known.
         finding_sequence_s: the same of each sequence; None: nothing.
         bounds_share: of the read rate, at which that goes through the choice which stands for all blocks; None: all.
+        link_bytes_per_s: from host memory to a GPU, in chosen blocks, while all GPUs fetch. None: not known.
+        fetch_s: what finding out which of a layer's blocks have to come, and fetching them, take beyond these bytes.
         gather_share: of the read rate that attention over single chosen keys reaches; as the next two, for a model that
             drafts for itself, and None where it is not known.
         collect_share: of the attention of a step that leaves scores of its keys: what this takes besides.
@@ -101,6 +103,8 @@ class Hardware:
     finding_s: Constant | None
     finding_sequence_s: Constant | None
     bounds_share: Constant | None
+    link_bytes_per_s: Constant | None
+    fetch_s: Constant | None
     gather_share: Constant | None
     collect_share: Constant | None
     select_s: Constant | None
@@ -165,6 +169,8 @@ class Hardware:
             optional("finding_s"),
             optional("finding_sequence_s"),
             optional("bounds_share"),
+            optional("link_bytes_per_s"),
+            optional("fetch_s"),
             optional("gather_share"),
             optional("collect_share"),
             optional("select_s"),

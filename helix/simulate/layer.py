@@ -152,7 +152,7 @@ class Layer:
         s, d = self.spec, self.spec.head_dim
         qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv), self.rows)
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
-        return [qkv, *self._finding(window), attention, exchange, *self._output(d)]
+        return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
 
     def _latent(self, window: int | None) -> list[Phase]:
         """MLA: queries in latent space; of both orders of W_UV and the exchange, and of both ways to make queries, the
@@ -185,9 +185,13 @@ class Layer:
         """What queries of such a layer read where they choose it; None where they read all that they see."""
         return self.sparse if window is None else None
 
+    def _seen(self, window: int | None) -> Array:
+        """Tokens that a query may read on a rank."""
+        return min(window or self.length, self.length) / self.points.kvp
+
     def _read_tokens(self, window: int | None) -> Array:
         """Tokens that a query reads on a rank."""
-        seen = min(window or self.length, self.length) / self.points.kvp
+        seen = self._seen(window)
         if self.drafting and window is None:
             return self.draft_keys()
         sparse = self._chooses(window)
@@ -251,6 +255,23 @@ class Layer:
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
         return found
+
+    def _fetching(self, window: int | None) -> list[Phase]:
+        """What comes from host memory: of the chosen blocks, those that are not hot."""
+        sparse, tier = self._chooses(window), self.options.tier
+        if sparse is None or tier is None:
+            return []
+        rate, fixed = self.hardware.link_bytes_per_s, self.hardware.fetch_s
+        if rate is None or fixed is None:
+            raise ValueError(
+                f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
+                "its description (python -m launch.calibrate), or leave out tier=host"
+            )
+        tokens = (1 - tier.hits) * np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(window))
+        come = self.rows * self.kv * tokens * 2 * self.spec.head_dim * self.item["kv"]
+        level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)
+        seconds = fixed.value + come / rate.value
+        return [Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)]
 
     def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
         """Attention over this rank's shard, and the exchange of partial outputs, as much of it as is exposed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -96,7 +97,8 @@ class Choice:
         gamma: drafted tokens of a step; 0: no speculation.
         ttl_s: from one token of a sequence to its next.
         user, gpu: tokens/s of one sequence, and of one GPU.
-        weight_bytes, kv_bytes: on the fullest rank.
+        weight_bytes, kv_bytes: on the fullest rank's GPU.
+        host_bytes: of keys and values in its host memory.
         free_bytes: what is left there, from which activations, graphs and buffers have to live.
         largest_batch: sequences of this length for which there is memory.
         longest: tokens of a sequence for which there is memory at this batch.
@@ -114,6 +116,7 @@ class Choice:
     gpu: float
     weight_bytes: float
     kv_bytes: float
+    host_bytes: float
     free_bytes: float
     largest_batch: int
     longest: int
@@ -133,7 +136,7 @@ class Refused:
     """A layout without room for the batch.
 
     Attributes:
-        weight_bytes, missing_bytes: on the fullest rank.
+        weight_bytes, missing_bytes: on the fullest rank; with two memories, of the one that lacks more.
         largest_batch: for which there would be room; 0: not even for one sequence.
     """
 
@@ -213,7 +216,11 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     if not fits.any():
         weights = float(memory.weight_bytes[0])
         room = (q.hardware.memory_bytes.value - weights) * options.memory_fraction
-        return None, Refused(points.layout(0), weights, float(memory.kv_bytes[0] - room), int(memory.largest_batch[0]))
+        missing = float(memory.kv_bytes[0] - room)
+        if (tier := options.tier) is not None:
+            room = room if tier.gpu_bytes is None else min(room, tier.gpu_bytes)
+            missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - tier.host_bytes))
+        return None, Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
     points = points[fits]
     # One choice of blocks over all ranks is an exchange in the middle of attention, which chunks would cut.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
@@ -263,6 +270,7 @@ def _choice(q: Question, step: Step, i: int, chunks: int, gamma: int, options: O
         gpu=float(step.gpu[i]),
         weight_bytes=weights,
         kv_bytes=kv,
+        host_bytes=float(step.memory.host_bytes[i]),
         free_bytes=free - kv,
         largest_batch=int(step.memory.largest_batch[i]),
         longest=min(_longest(q, step, i, free * options.memory_fraction, options), q.spec.max_positions),
@@ -273,6 +281,14 @@ def _choice(q: Question, step: Step, i: int, chunks: int, gamma: int, options: O
 
 def _longest(q: Question, step: Step, i: int, room_bytes: float, options: Options) -> int:
     """Tokens of a sequence that fill the room on the fullest rank: `memory_of`, the other way round."""
+    if options.tier is not None:  # of two memories
+        point = step.points[np.array([i])]
+
+        def lacks(length: int) -> bool:
+            memory = memory_of(q.spec, q.hardware, point, length, options)
+            return bool(memory.largest_batch[0] < point.batch[0])
+
+        return bisect_left(range(1, q.spec.max_positions + 1), True, key=lacks)
     block, page = options.append_block, options.page_size
     cycle = block * int(step.points.kvp[i])
     held = -(-(-(-(q.length + options.step_tokens) // cycle) * block) // page) * page

@@ -132,6 +132,21 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class Tier:
+    """A cache in host memory, of which a block-sparse step fetches what is not on the GPU.
+
+    Attributes:
+        hits: share of the chosen blocks that are on the GPU already.
+        host_bytes: of one rank's keys and values; infinite: as many as sequences need.
+        gpu_bytes: all that they take on its GPU; None: the share of the memory that weights leave.
+    """
+
+    hits: float
+    host_bytes: float = np.inf
+    gpu_bytes: float | None = None
+
+
+@dataclass(frozen=True)
 class Speculation:
     """Drafted tokens verified together.
 
@@ -167,6 +182,7 @@ class Options:
             `faster` (the runtime).
         shared: experts that all tokens pass through are a `dense` FFN (the paper), or among the `routed` ones where
             these are as wide and on all ranks, ep = 1 (the runtime).
+        tier: where block-sparse steps have the cache in host memory; None: it is on the GPU.
         memory_fraction: what KV may take of the memory that weights leave.
         append_block, page_size: of the cache, which round its size up.
     """
@@ -181,6 +197,7 @@ class Options:
     queries: str = "faster"
     shared: str = "routed"
     sparse: Sparse | None = None
+    tier: Tier | None = None
     speculation: Speculation | None = None
     memory_fraction: float = 0.9
     append_block: int = 16
@@ -203,6 +220,8 @@ class Options:
             raise ValueError(f"sparsity={s.sparsity:g} must be above 0 and at most 1")
         if (p := self.sparse) is not None and not (min(p.topk, p.sink_blocks) >= 0 < min(p.local_blocks, p.block)):
             raise ValueError(f"{p}: blocks must not be negative, local_blocks and block must be at least 1")
+        if (t := self.tier) is not None and not (0 <= t.hits <= 1 and min(t.host_bytes, t.gpu_bytes or 1) > 0):
+            raise ValueError(f"{t}: hits must be from 0 to 1, and bytes positive")
 
     @property
     def step_tokens(self) -> int:

@@ -13,6 +13,11 @@ from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
 from helix.simulate.points import Options, Points, check, check_points
+from helix.tiering import PIECE_TOKENS
+
+NUMBER_BYTES = 4  # of what says which block has which place
+RUN_ENDS = 2  # pages that a run of tokens touches beside those it fills
+CHUNK_TOKENS = 8192  # of a prompt that is computed at once, beside two pieces of what lies before it
 
 
 @dataclass(frozen=True)
@@ -20,12 +25,15 @@ class Memory:
     """Arrays [n]: bytes on the fullest rank.
 
     Attributes:
+        kv_bytes: on the GPU.
         largest_batch: sequences in a stage for which there is memory; 0 where the weights alone do not fit.
+        host_bytes: keys and values in host memory.
     """
 
     weight_bytes: Array
     kv_bytes: Array
     largest_batch: Array
+    host_bytes: Array
 
     def __getitem__(self, chosen: Array) -> Memory:
         return Memory(*(getattr(self, field.name)[chosen] for field in fields(self)))
@@ -142,8 +150,32 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
         each = each + own * layer.kv * spec.windows.count(None)
     free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
-    largest = np.floor(free / each).astype(np.int64) * p.dp
-    return Memory(weight_bytes, -(-p.batch // p.dp) * each, largest)
+    fixed, on_host, room = np.zeros(len(p)), np.zeros(len(p)), free
+    if (tier := options.tier) is not None and sparse is not None:
+        on_host = paged * token_numbers(spec, p) * spec.layers * BYTES[options.kv]
+        fixed, each = _on_gpu(layer, paged / options.page_size)
+        room = free if tier.gpu_bytes is None else np.minimum(free, tier.gpu_bytes)
+    largest = np.maximum(np.floor((room - fixed) / each), 0)
+    if tier is not None and sparse is not None:
+        largest = np.minimum(largest, np.floor(tier.host_bytes / on_host))
+    sequences = -(-p.batch // p.dp)
+    return Memory(weight_bytes, sequences * each + fixed, largest.astype(np.int64) * p.dp, sequences * on_host)
+
+
+def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
+    """Bytes that a cache in host memory takes on the GPU at least: for prompts, and for each sequence of so many pages.
+
+    As `helix.tiering.tiered_bytes` has it.
+    """
+    spec, sparse, item = layer.spec, layer.options.sparse, BYTES[layer.options.kv]
+    assert sparse is not None
+    block = 2 * sparse.block * spec.head_dim * item  # a page of one head
+    page = spec.layers * layer.kv * (2 * spec.head_dim * item + NUMBER_BYTES)
+    place = layer.kv * (spec.layers * (block + 4 * NUMBER_BYTES) + 2 * NUMBER_BYTES)
+    drafts = layer.options.step_tokens - 1
+    places = sparse.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.topk // layer.points.kvp)
+    prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block
+    return prompts, pages * page + spec.layers * layer.kv * block + places * place
 
 
 def _stretch(spec: DecoderSpec, p: Points) -> Array:

@@ -12,7 +12,7 @@ which each sequence fills one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 
@@ -69,6 +69,53 @@ def fetch(given: Given, pieces: int, programs: int) -> Iterator[Row]:
     size = pieces * 4 * PAGE * DIM
     row: Row = {"kind": "fetch", "pieces": pieces, "programs": programs, "us": 1e6 * s, "gbs": size / s / 1e9}
     yield row | {"pin_s_gb": pinning}
+
+
+def fetch_at_once(gpus: Sequence[torch.device], pieces: int, copies: int = 20) -> tuple[int, float]:
+    """Bytes of a fetch of so many blocks, and its seconds on the slowest of these GPUs while all of them fetch."""
+    works = []
+    for device in gpus:
+        held, _ = store(device)
+        host = held.tensor
+        assert host is not None
+        places = torch.zeros(1, pieces, 2, PAGE, DIM, dtype=host.dtype, device=device)
+        lists = []
+        for _ in range(copies):
+            source = torch.randperm(host.shape[1])[:pieces].int().view(HEADS, -1)
+            counts = torch.full((HEADS,), pieces // HEADS, dtype=torch.int32)
+            target = torch.arange(pieces).int().view(HEADS, -1)
+            lists.append(BlockList(*(x.to(device) for x in (source, target, counts))))
+        works.append((device, host, places, lists))
+    size = pieces * works[0][2][0, 0].numel() * works[0][2].itemsize
+    if gpus[0].type == "cpu":
+        begin = time.perf_counter()
+        for blocks in works[0][3]:
+            copy_blocks(works[0][1], works[0][2], blocks)
+        return size, (time.perf_counter() - begin) / copies
+    graphs = []
+    for device, host, places, lists in works:
+        with torch.cuda.device(device):
+            copy_blocks(host, places, lists[0])
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for blocks in lists:
+                    copy_blocks(host, places, blocks)
+            graphs.append(graph)
+    slowest = []
+    for _ in range(5):
+        events = []
+        for device, graph in zip(gpus, graphs, strict=True):
+            with torch.cuda.device(device):
+                begins, ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begins.record()
+                graph.replay()
+                ends.record()
+            events.append((begins, ends))
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        slowest.append(max(a.elapsed_time(b) for a, b in events) / 1e3 / copies)
+    return size, sorted(slowest)[len(slowest) // 2]
 
 
 def find(given: Given, batch: int, chosen: int, places: int, hot: bool) -> Iterator[Row]:

@@ -9,22 +9,27 @@ about half a minute, and the GPU has to have 76 GB for the second job.
 Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 130 s.
 
 `over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
-`over_untiered`: the same choice over the cache on the GPU is 1. `used_gb` is the GPU's memory in use, by its driver.
+`predicted_ms`: what the planner says, by `conf/hardware/`. `used_gb` is the GPU's memory in use, by its driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+
+import torch
 
 from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.simulate.points import Options, Points, Sparse, Tier
+from helix.simulate.step import predict
 from kernels.tier.copy_blocks import PROGRAMS
 from launch.bench import tier
 from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.bench.workloads import K, M, fitting_spec, layouts
 from launch.inputs.auto_layout import budget
 from launch.inputs.compose import composed
+from launch.inputs.hardware import hardware_of
 from launch.job import spawn
 
 MODEL = "qwen2.5-7b"
@@ -76,15 +81,33 @@ def measure(given: Given, host: bool) -> Iterator[Row]:
     for (topk, repeat, overlap), point in zip(cells, points, strict=True):
         row = about | {"topk": topk, "repeat": repeat, "overlap": overlap} | point
         if "failed" not in point:
-            row |= {"sparse": asdict(_read(given_to, topk)), **figures(point, whole)}
+            read = _read(given_to, topk)
+            row |= {"sparse": asdict(read), **figures(point, whole)}
+            row["predicted_ms"] = predicted_ms(spec, layout, length, read, Tier(repeat) if host else None)
             row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == 1 else None
         yield row
 
 
-def _read(given_to: list[str], topk: int) -> Any:
+def _read(given_to: list[str], topk: int) -> Sparse:
     read = budget(composed([*given_to, f"attention.topk={topk}"]))
     assert read is not None
     return read
+
+
+def predicted_ms(spec: DecoderSpec, layout: HelixLayout, length: int, read: Sparse, tier: Tier | None) -> float | None:
+    """What the planner says of such a step on this GPU; None where it does not know the GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        hardware = hardware_of(torch.cuda.get_device_name(0))
+        points = Points.of(layout.mode, kvp=layout.kvp, tpa=layout.tpa)
+        step = predict(
+            spec, hardware, points, length, Options("bf16", "bf16", "bf16", hopb=False, sparse=read, tier=tier)
+        )
+    except ValueError as error:
+        print(f"not predicted: {error}")
+        return None
+    return 1e3 * float(step.step_s[0])
 
 
 def figures(point: Row, whole: float) -> Row:
@@ -121,8 +144,8 @@ BENCHMARK = Benchmark(
         Part(
             cases,
             measure,
-            "tier topk repeat overlap ms target_ms over_dense hot link_mb link_gbs resolve_us copy_blocks_us "
-            "flash_decode_us used_gb",
+            "tier topk repeat overlap ms target_ms predicted_ms over_dense hot link_mb link_gbs resolve_us "
+            "copy_blocks_us flash_decode_us used_gb",
         ),
         Part(
             lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],

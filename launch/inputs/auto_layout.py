@@ -6,6 +6,7 @@ Every rank computes it for itself, from what all of them see, before they meet; 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 
@@ -13,7 +14,7 @@ from helix.config import Config, LayoutConfig, bench_points
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
-from helix.simulate.points import Options, Sparse
+from helix.simulate.points import Options, Sparse, Tier
 from launch.inputs import parts
 from launch.inputs.hardware import hardware_of
 from launch.inputs.prompts import Prompt
@@ -98,9 +99,12 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
         raise ValueError("steps in model.dtype=float32 are not predicted: set model.dtype=bfloat16, or the layout")
     # fp16 has as many bytes as bf16, and is as fast.
     kv = config.kv
+    # What is hot, nobody knows before: nothing is counted on.
+    tier = Tier(0.0, kv.host_bytes or inf, kv.gpu_bytes) if kv.tier == "host" else None
     return Options(
-        "bf16", "bf16", "bf16", sparse=budget(config), memory_fraction=kv.memory_fraction, page_size=kv.page_size
-    )
+        "bf16", "bf16", "bf16", sparse=budget(config), tier=tier, memory_fraction=kv.memory_fraction,
+        page_size=kv.page_size,
+    )  # fmt: skip
 
 
 def budget(config: Config) -> Sparse | None:

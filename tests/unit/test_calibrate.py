@@ -68,6 +68,14 @@ def test_constants_of_planted_rows() -> None:
         "nothing costs less than nothing"
     )
 
+    rows = [
+        {"bytes": size, "seconds": 3e-6 + size / 5e10, "resolve_seconds": 4e-6, "gpus": 2} for size in (2e6, 8e6, 3e7)
+    ]
+    tiered = constants.link(found, rows)
+    assert tiered.link_bytes_per_s is not None and tiered.link_bytes_per_s.value == pytest.approx(5e10, rel=1e-4)
+    assert tiered.fetch_s is not None and tiered.fetch_s.value == pytest.approx(7e-6, rel=1e-4)
+    assert tiered.fetch_s.level == MEASURED and "on 2 GPUs at once" in tiered.fetch_s.source
+
     times = {1: 2e-6, 8: 7e-6}
     rows = [
         {"rows": n, "bytes": size, "seconds": fixed + size / 4.4e12}
@@ -194,6 +202,7 @@ def test_calibration_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert set(hardware.product_s) == {1, 2} and set(hardware.product_s) <= set(ROWS)
     assert hardware.read_bytes_per_s.level == MEASURED and hardware.latent_flops is not None
     assert hardware.finding_s is not None and "select_blocks and flash_decode, 32 blocks" in hardware.finding_s.source
+    assert hardware.link_bytes_per_s is not None and "copy_blocks from host memory" in hardware.link_bytes_per_s.source
     assert set(hardware.collectives["all_to_all"].latency_s) == {2} and hardware.nccl
     assert {"versions", "commit", "date", "measured", "launch_us"} <= set(data["calibrated"])
     rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]

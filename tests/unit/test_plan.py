@@ -95,6 +95,22 @@ def test_what_is_said_to_fit_fits_and_no_more(gpus: int, length: int, batch: int
         assert choice.free_bytes > 0
 
 
+def test_what_two_memories_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """To the last token; and what lies in the host's memory is said."""
+    question = "model=qwen2.5-7b gpus=1 length=1048576 sparse=32 tier=host hits=0.8 hardware=h200 host_bytes=9e10"
+    ranking, _ = answer(parse(question.split(), KEYS, NEEDED))
+    choice = ranking.choices[0]
+    options = replace(ranking.question.options, append_block=choice.append_block)
+
+    def largest(length: int) -> int:
+        return int(memory_of(ranking.question.spec, H200, Points.of("tp"), length, options).largest_batch[0])
+
+    assert choice.largest_batch == 1 and choice.host_bytes == pytest.approx(60.1e9, rel=0.01)
+    assert largest(choice.longest) == 1 and largest(choice.longest + 1) == 0 and 1.4 * M < choice.longest < 1.6 * M
+    main(question.split())
+    assert "In host memory: 60.1 GB a rank" in capsys.readouterr().out
+
+
 def test_the_append_block_shrinks_until_ranks_hold_alike() -> None:
     blocks = {c.layout.kvp: c.append_block for c in ask(length=100, batch=1).choices}
     held = {kvp: HelixLayout.create("helix", kvp).local_length(100, 0, block) for kvp, block in blocks.items()}
@@ -274,6 +290,7 @@ def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "model=deepseek-v2-lite gpus=4 length=131072 acceptance=0.8",
         "model=gpt-oss-20b gpus=6 length=8192 batch=2 backend=nccl",
         "model=llama-3.1-8b gpus=4 length=131072 batch=8 sparse=16 acceptance=0.8",
+        "model=qwen2.5-7b gpus=2 length=1048576 batch=3 sparse=32 tier=host hits=0.8 gpu_bytes=6e9",
     ],
 )
 def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
@@ -340,6 +357,11 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             "attention=dense is unknown; known: block_sparse, quest",
         ),
         ("model=demo gpus=8 length=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
+        ("model=demo gpus=8 length=1 hits=0.5", "hits=0.5 is of tier=host: add it"),
+        ("model=demo gpus=8 length=1 tier=host", "tier=host reads the blocks that a step chooses: add sparse=32"),
+        ("model=demo gpus=8 length=1 sparse=8 tier=host hits=80", "hits=80 must be from 0 to 1"),
+        ("model=demo gpus=8 length=1 sparse=8 tier=host host_bytes=-1", "host_bytes=-1 must be positive"),
+        ("model=demo gpus=8 length=1 sparse=8 tier=disk", "tier=disk must be one of host"),
         ("model=demo gpus=8", "length missing"),
         ("model=demo gpus=8 gpus=4 length=1", "gpus is given twice"),
         ("model=demo gpus=two length=1", "gpus=two must be a whole number"),

@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helix.kv_cache import BlockBudget, Placement, page_bytes
+from helix.layout import HelixLayout
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
-from helix.simulate.points import Options, Points, Sparse, Speculation
-from helix.simulate.step import Step, memory_of, predict
+from helix.simulate.points import Options, Points, Sparse, Speculation, Tier
+from helix.simulate.step import CHUNK_TOKENS, Memory, Step, memory_of, predict
+from helix.tiering import tiered_bytes
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
@@ -247,6 +251,46 @@ def test_sparse_attention_pays_for_finding_once_and_for_a_launch_like_dense() ->
     short = step("qwen2.5-7b", h200, "tp", sparse=Sparse(32, from_tokens=4 * 128 + 1), **more)
     assert short.ttl_s[0] == dense.ttl_s[0], "shorter than from_tokens: dense"
     assert short.memory.kv_bytes[0] == sparse.memory.kv_bytes[0] == dense.memory.kv_bytes[0] * (1 + 1 / 128)
+
+
+@pytest.mark.parametrize("kvp, hits", [(1, 0.0), (2, 0.8), (4, 1.0)])
+def test_what_is_not_hot_comes_over_the_link(kvp: int, hits: float) -> None:
+    """Of a rank's share of the chosen blocks; the rest of the step is that of a cache on the GPU."""
+    h200 = load_hardware("h200")
+    assert h200.link_bytes_per_s is not None and h200.fetch_s is not None
+    more = {"length": M, "weights": "bf16", "kv": "bf16", "kvp": kvp, "sparse": Sparse(32)}
+    on_gpu, tiered = (step("qwen2.5-7b", h200, "helix", **more, tier=tier) for tier in (None, Tier(hits)))
+    come = (1 - hits) * 32 / kvp * 28 * 4 * 65536
+    extra = 28 * h200.fetch_s.value + come / h200.link_bytes_per_s.value
+    assert tiered.ttl_s[0] - on_gpu.ttl_s[0] == pytest.approx(extra, rel=1e-6)
+    with pytest.raises(ValueError, match=r"link to host memory is not known on .* link_bytes_per_s and fetch_s"):
+        step("qwen2.5-7b", replace(h200, fetch_s=None), "helix", **more, tier=Tier(hits))
+
+
+@pytest.mark.parametrize("kvp", [1, 2])
+def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int) -> None:
+    h200, spec, length = load_hardware("h200"), load_spec("qwen2.5-7b"), 128 * 1024
+    layout = HelixLayout.create("helix", kvp)
+    placement = Placement(layout, 0, 128, 128)
+    entries = list(spec.entries(layout, 0))
+    runtime = tiered_bytes(spec, placement, entries, torch.bfloat16, 1, 0, CHUNK_TOKENS)
+    pages = placement.stripes.pages_for(length + 1)
+    budget = BlockBudget(1, 4, 32 // kvp, 0)
+    taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, length) * runtime.place
+    options = Options("bf16", "bf16", "bf16", sparse=Sparse(32), append_block=128, page_size=128)
+
+    def found(tier: Tier, batch: int = 1) -> Memory:
+        tiered = replace(options, tier=tier)
+        return memory_of(spec, h200, Points.of("helix", batch, kvp=kvp), length, tiered)
+
+    assert found(Tier(0.0)).kv_bytes[0] == pytest.approx(taken, rel=0.05)
+    of_page = page_bytes(spec.layers, entries, torch.bfloat16, 128)
+    assert found(Tier(0.0), 3).host_bytes[0] == pytest.approx(3 * pages * of_page, rel=0.001)
+    for count in (2, 5):
+        assert found(Tier(0.0, host_bytes=(count + 0.5) * pages * of_page)).largest_batch[0] == count
+        enough = taken + (count - 1) * (found(Tier(0.0), 2).kv_bytes[0] - found(Tier(0.0)).kv_bytes[0])
+        assert found(Tier(0.0, gpu_bytes=1.06 * enough)).largest_batch[0] >= count
+        assert found(Tier(0.0, gpu_bytes=0.94 * enough)).largest_batch[0] < count
 
 
 def test_each_draft_reads_blocks_of_its_own_and_one_choice_is_an_exchange_more() -> None:
