@@ -22,6 +22,7 @@ DEPTHS = 10  # parts of the text by which hits are counted
 PAGES = (128, 16)
 BUDGETS = (512, 1024, 2048, 4096)  # chosen keys: 4 to 32 blocks of 128
 RANKS = (1, 4, 8)
+HOT = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5)  # shares of a text's blocks
 LATE = 640  # generated tokens from which on some of them are outside of the window of any policy that chooses
 
 
@@ -168,6 +169,21 @@ def _right(logits: Tensor, given: Tensor, hidden: Sequence[Questions]) -> list[b
     return [bool(row[answer].all()) for row, x in zip(same, hidden, strict=True) for answer in x.answers]
 
 
+def hits(task: Task) -> list[Row]:
+    """How many chosen blocks a hot cache would have had, on true text, beside what the policy loses."""
+    chosen = [replace(p, hot=HOT) if p.budget is not None and p.budget.topk else p for p in task.policies]
+    found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
+    dense = found["dense"].logits
+    rows = []
+    for outcome in found.values():
+        shared = described(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, follows)
+        for share, of_layers in outcome.hits.items():
+            by_layer = [hot / max(hot + came, 1) for hot, came in of_layers]
+            total = [sum(counts) for counts in zip(*of_layers, strict=True)]
+            rows.append(shared | {"hot": share, "hits": total[0] / max(sum(total), 1), "hits_by_layer": by_layer})
+    return rows
+
+
 def recall(task: Task) -> list[Row]:
     """What choices would keep of dense attention's weight, and of the blocks with most of it, on true text."""
     if {*task.setting.spec().windows} != {None}:
@@ -184,5 +200,6 @@ def _on_text(task: Task, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[st
 
 
 TASKS: dict[str, Callable[[Task], list[Row]]] = {
-    "text": text, "needles": needles, "facts": facts, "free": free, "generated": generated, "recall": recall
+    "text": text, "needles": needles, "facts": facts, "free": free, "generated": generated, "recall": recall,
+    "hits": hits
 }  # fmt: skip

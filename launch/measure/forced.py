@@ -24,9 +24,11 @@ from helix.kv_cache import BlockBudget, Placement
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
+from launch.measure.hits import HitMeter
 from launch.measure.prefilled import Setting, load, prefilled
 from launch.measure.variants import RoundedBounds, SharedChoice
 
+Hits = dict[float, list[list[int]]]
 AT_ONCE = 64  # prompts of one batch: more would not make a step faster
 DEADLINE_S = 6 * 3600.0
 NEVER = 1e30  # scores of pages without bounds are below all others, and finite
@@ -42,6 +44,7 @@ class Policy:
         stored: int8 or fp8, how bounds are kept; None: in the cache's dtype.
         layers: so many neighbouring layers share one choice.
         attends: a policy made by the caller, for one rank, in place of the budget.
+        hot: shares of the texts' blocks for which hits are counted, were so many on the GPU.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Policy:
     stored: str | None = None
     layers: int = 1
     attends: AttentionPolicy | None = None
+    hot: tuple[float, ...] = ()
 
     @property
     def keys(self) -> int | None:
@@ -69,11 +73,13 @@ class Outcome:
         logits: [n, steps, V] fp32 on the CPU, behind the last prompt token and each token after it but the last.
         blocks_read: blocks that a query has read of each KV head, on average, over all ranks of a kvp group, as counted
             on the device; None where all keys were read.
+        hits: by share of `policy.hot`, of each layer: blocks that were hot, and blocks that were not, over all ranks.
     """
 
     policy: Policy
     logits: Tensor
     blocks_read: float | None
+    hits: dict[float, list[list[int]]]
 
 
 def run(
@@ -94,7 +100,7 @@ def run(
     """
     at_once = min(AT_ONCE, setting.fitting(max(map(len, prompts)) + steps))
     layout, batches = setting.layout, range(0, len(prompts), at_once)
-    found: dict[str, list[tuple[Tensor, float | None]]] = {policy.name: [] for policy in policies}
+    found: dict[str, list[tuple[Tensor, float | None, Hits]]] = {policy.name: [] for policy in policies}
 
     def rank(world: LoopbackWorld, index: int) -> None:
         comm = world.communicator(index, layout.kvp_group(index))
@@ -102,9 +108,9 @@ def run(
         for begin in batches:
             rows = slice(begin, begin + at_once)
             tokens = None if given is None else given[rows]
-            for policy, logits, read in _outcomes(model, layout, comm, prompts[rows], steps, policies, tokens):
+            for policy, logits, read, hits in _outcomes(model, layout, comm, prompts[rows], steps, policies, tokens):
                 if index == 0:
-                    found[policy.name].append((logits, read))
+                    found[policy.name].append((logits, read, hits))
                     progress.advance(task)
 
     if setting.device == "cuda":
@@ -115,11 +121,18 @@ def run(
     outcomes = {}
     for policy in policies:
         parts = found[policy.name]
-        reads = [read * len(logits) for logits, read in parts if read is not None]
-        outcome = Outcome(policy, torch.cat([p[0] for p in parts]), sum(reads) / len(prompts) if reads else None)
+        reads = [read * len(logits) for logits, read, _ in parts if read is not None]
+        read = sum(reads) / len(prompts) if reads else None
+        outcome = Outcome(policy, torch.cat([p[0] for p in parts]), read, _summed([hits for *_, hits in parts]))
         _check(outcome, sum(-(-len(prompt) // policy.page) for prompt in prompts) / len(prompts))
         outcomes[policy.name] = outcome
     return outcomes
+
+
+def _summed(counts: Sequence[Hits]) -> Hits:
+    """Counts of several ranks or batches together, where all of them have counted."""
+    shares = [share for share in counts[0] if all(share in of for of in counts)]
+    return {share: torch.tensor([of[share] for of in counts]).sum(0).tolist() for share in shares}
 
 
 def _check(outcome: Outcome, blocks: float) -> None:
@@ -140,7 +153,7 @@ def _outcomes(
     steps: int,
     policies: Sequence[Policy],
     given: Tensor | None,
-) -> Iterator[tuple[Policy, Tensor, float | None]]:
+) -> Iterator[tuple[Policy, Tensor, float | None, Hits]]:
     """Each policy with its logits and the blocks it has read; those of one page size come one after the other."""
     room = max(map(len, prompts)) + steps
     longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
@@ -151,10 +164,11 @@ def _outcomes(
             attends = _attention(policy, placement, longest, comm) or runner.dense
             logits = _steps(runner, policy, attends, prompts, steps, given)
             read = None
+            hits = _summed(comm.all_gather_object(attends.hits())) if isinstance(attends, HitMeter) else {}
             if isinstance(attends, BlockSparseAttention):
                 of_ranks = comm.all_gather_object(attends.blocks_read() or 0.0)
                 read = sum(of_ranks[rank] for rank in layout.kvp_group(0))
-            yield policy, logits, read
+            yield policy, logits, read, hits
         del runner  # before the next cache is made
 
 
@@ -203,4 +217,6 @@ def _attention(policy: Policy, placement: Placement, length: int, comm: Communic
         return RoundedBounds(policy.stored, policy.budget, policy.score, *place)
     if policy.layers > 1:
         return SharedChoice(policy.layers, policy.budget, policy.score, *place)
+    if policy.hot:
+        return HitMeter(policy.hot, policy.budget, policy.score, *place)
     return BlockSparseAttention(policy.budget, policy.score, *place)

@@ -10,7 +10,7 @@ from launch.records.rows import Row, results
 
 OF_KEYS = f"{', '.join(f'{keys:,}' for keys in BUDGETS)} chosen keys"
 # What names a row among all that were recorded.
-KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks")
+KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks", "hot")
 
 
 def _ranged(name: str) -> Callable[[Row], str]:
@@ -99,6 +99,15 @@ COLUMNS: dict[str, Columns] = {
     },
     "needles": ANSWERS | {"in each tenth of the text": _depths},
     "facts": ANSWERS | {"all of a prompt": lambda r: f"{r['whole']} of {r['prompts']}"},
+    "hits": TEXTS
+    | POLICY
+    | {
+        "hot cache": lambda r: f"{r['hot']:.0%}",
+        "hits": _number("hits", 3),
+        "in each layer": lambda r: " ".join(f"{share:.2f}" for share in r["hits_by_layer"]),
+        "agrees (95%)": _ranged("agrees"),
+        "KL (by text)": _spread,
+    },
     "recall": CHOSEN
     | {"score": lambda r: r["score"]}
     | _by_budget("weight kept with", "kept")

@@ -18,6 +18,7 @@ from kernels.reference.select_blocks import block_scores as scores_of_pages
 from launch.inputs import haystacks
 from launch.inputs.compose import ROOT
 from launch.measure.forced import Policy, run
+from launch.measure.hits import HitMeter
 from launch.measure.prefilled import Setting
 from launch.measure.recall import RecallMeter, best_of, block_scores, local_choice
 from launch.measure.variants import STORED, SharedChoice, rounded
@@ -106,6 +107,39 @@ def test_what_a_query_would_read(page: int) -> None:
     )
     assert meter.mean("best", page, 2 * page) == pytest.approx(anyway + sum(mass[b] for b in best), abs=1e-5)
     assert meter.mean("recall", page, "bounds", 2 * page) == len(chosen & best) / 2
+
+
+def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sizes of it, and one that does not hold a choice, beside lists of pages in the order of their choice."""
+    gen = torch.Generator().manual_seed(5)
+    pages, few, many = 40, 0.25, 0.5
+    tables = torch.stack([torch.randperm(pages - 1, generator=gen)[:6] for _ in range(30)]).int().view(30, 1, 1, 6)
+    tables = torch.cat([tables, torch.full_like(tables[..., :1], pages - 1)], -1)  # the unfinished page last
+    position = torch.tensor([pages * PAGE - 2])
+    place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
+    here = position, torch.tensor([0]), torch.tensor([True])
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    cache = LayerCache(0, *(torch.zeros(pages, PAGE, 1, DIM) for _ in range(2)))
+    meter = HitMeter((0.02, few, many), BlockBudget(1, 1, 5, 0), "bounds", place, pages * PAGE, torch.device("cpu"))
+    meter.width = 7
+    held = torch.full((1,), pages, dtype=torch.int32)
+    hi = torch.full((1,), 7 * PAGE - 1, dtype=torch.int32)
+    monkeypatch.setattr(meter, "_ranges", lambda step: (held, held, held, hi, held))
+    for chosen in tables:
+        monkeypatch.setattr(BlockSparseAttention, "choose", lambda *args, chosen=chosen: chosen)
+        step = Step(place, torch.tensor([0]), *here, table, torch.tensor([-1]), cu_q=None, max_q=1)
+        assert torch.equal(meter.choose(torch.zeros(1, 1, DIM), cache, step, 1), chosen)
+    wanted = {}
+    for share in (few, many):
+        known = [-1] * int(share * pages)  # the least recently chosen first; of one choice, the last one
+        hits = 0
+        for chosen in tables[:, 0, 0, :-1].tolist():
+            hot = [page for page in known if page in chosen]
+            came = [page for page in chosen if page not in known]
+            hits += len(hot)
+            known = [*[page for page in known if page not in chosen][len(came) :], *hot[::-1], *came[::-1]]
+        wanted[share] = [[hits, tables[..., :-1].numel() - hits]]
+    assert meter.hits() == wanted and wanted[few] < wanted[many]
 
 
 def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ def test_sparse_attention_pays_for_finding_once_and_for_a_launch_like_dense() ->
 
 @pytest.mark.parametrize("kvp, hits", [(1, 0.0), (2, 0.8), (4, 1.0)])
 def test_what_is_not_hot_comes_over_the_link(kvp: int, hits: float) -> None:
-    """Of a rank's share of the chosen blocks; the rest of the step is that of a cache on the GPU."""
+    """What is missing of a rank's share of the chosen blocks; all else is as over a cache on the GPU."""
     h200 = load_hardware("h200")
     assert h200.link_bytes_per_s is not None and h200.fetch_s is not None
     more = {"length": M, "weights": "bf16", "kv": "bf16", "kvp": kvp, "sparse": Sparse(32)}
