@@ -29,6 +29,7 @@ from launch.bench import (
     speculate,
     steps,
     tier,
+    tier_needles,
     tier_steps,
     verify,
 )
@@ -57,6 +58,7 @@ BENCHMARKS = {
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,
     "tier-steps": tier_steps.BENCHMARK,
+    "tier-needles": tier_needles.BENCHMARK,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,
     "prefill": prefill.BENCHMARK,
