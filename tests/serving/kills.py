@@ -35,7 +35,7 @@ RANKS = 2
 REFUSED_S, BACK_S, GONE_S = 2.0, 15.0, 15.0  # what is promised
 DEADLINE_S = 120.0  # of whatever is waited for
 LENGTHS = {"idle": 24, "prefill": 24, "decode": 200, "drain": 200}  # of answers, tokens
-SETTINGS = "serve.restarts=100000", "decode.prefill_chunk=128", "serve.drain_s=60"
+SETTINGS = f"layout.kvp={RANKS}", "serve.restarts=100000", "decode.prefill_chunk=128", "serve.drain_s=60"
 Row = dict[str, Any]
 
 

@@ -32,7 +32,7 @@ TOKENS = 1500  # of a stream: more than it gets
 PROBES, BETWEEN_S = 1000, 0.02
 TIMEOUT_S, TIMEOUTS = 5, 20
 MOST_MS, MOST_MIB, MOST_SHARE = 50.0, 1024.0, 0.01  # what is promised
-SETTINGS = f"decode.max_batch={STREAMS}", "kv.tokens=65536", f"comm.timeout_s={TIMEOUT_S}"
+SETTINGS = "layout.kvp=2", f"decode.max_batch={STREAMS}", "kv.tokens=65536", f"comm.timeout_s={TIMEOUT_S}"
 
 
 class Streams(Thread):
