@@ -21,6 +21,7 @@ from typing import Any
 
 NAMES = "chromium", "chromium-browser", "google-chrome", "chrome"
 BINARY = next(filter(None, map(shutil.which, NAMES)), None)
+MISSING = f"none of {', '.join(NAMES)} is in PATH: apt-get install chromium"
 FLAGS = "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-background-networking"
 DEADLINE_S = 30.0
 MOST = 1 << 28  # bytes of a message: screenshots are large
@@ -124,7 +125,7 @@ class Page:
 @asynccontextmanager
 async def browser() -> AsyncIterator[Page]:
     """A browser of its own, without the user's settings; it ends with the block."""
-    assert BINARY is not None, f"none of {', '.join(NAMES)} is in PATH: apt-get install chromium"
+    assert BINARY is not None, MISSING
     (to_read, from_browser), (to_browser, to_write) = _pipe(), _pipe()
     with tempfile.TemporaryDirectory(prefix="helix-browser-", ignore_cleanup_errors=True) as profile:
         arguments = [BINARY, *FLAGS.split(), f"--user-data-dir={profile}", "--remote-debugging-pipe"]

@@ -13,14 +13,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from launch.serving.frames import Progress, Submit
-from tests.serving.browser import BINARY, NAMES, Page, browser
+from tests.serving.browser import BINARY, MISSING, Page, browser
 from tests.serving.front import READY, FakeJob, Front, front, until
 from tests.serving.test_chat import SPECIAL, TEMPLATE
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(BINARY is None, reason=f"none of {', '.join(NAMES)} is in PATH: apt-get install chromium"),
+    pytest.mark.skipif(BINARY is None, reason=MISSING),
 ]
 Check = Callable[[Front, Page], Awaitable[None]]
 STATE = "document.getElementById('state')?.textContent"
