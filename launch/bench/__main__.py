@@ -17,6 +17,7 @@ from launch.bench import (
     attention,
     comm,
     hopb,
+    http,
     linear,
     mla,
     moe,
@@ -64,6 +65,7 @@ BENCHMARKS = {
     "prefill": prefill.BENCHMARK,
     "prefill-kernels": prefill.KERNELS_ALONE,
     "serve": serve.BENCHMARK,
+    "serve-http": http.BENCHMARK,
     "hopb": hopb.BENCHMARK,
 }
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
