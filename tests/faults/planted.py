@@ -812,6 +812,26 @@ FAULTS = [
         ("tests/serving/test_chat.py::test_calls_that_may_not_be_parallel_end_with_the_first",),
     ),
     Fault(
+        "spaces in JSON have no bound", "launch/serving/grammars.py",
+        '{"whitespace_pattern": r"( |\\n[ \\t]{0,64})?"}', '{"whitespace_flexible": True}',
+        ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
+    ),
+    Fault(
+        "a new job's preemptions are lost", "launch/serving/core.py",
+        "now - before if now >= before else now)", "max(0, now - before))",
+        (FRONT + "test_every_documented_metric_moves",),
+    ),
+    Fault(
+        "preemptions are told at the end", "helix/serving.py",
+        "self._timings.preemptions = self._scheduler.preemptions", "pass",
+        ("tests/serving/test_families.py::test_tokens_are_those_of_decoding[qwen3]",),
+    ),
+    Fault(
+        "a resumed answer begins its grammar anew", "launch/job/grammar.py",
+        "        for token in drawn:\n", "        for token in ():\n",
+        ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
+    ),
+    Fault(
         "a hang is nobody's business", "launch/serving/supervisor.py",
         "self._core.flights and silent > self._serve.hang_s", "self._core.flights and silent > 1e9",
         (FRONT + "test_a_job_without_progress_is_started_again",),

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
+from launch.inputs.compose import composed
 from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Stats, Submit
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
-from tests.serving.front import ROOT, FakeJob, Front, counting, front, metrics_of, silent, until
+from launch.serving.security import check_exposure
+from tests.serving.front import READY, ROOT, FakeJob, Front, counting, front, metrics_of, silent, until
 
 pytestmark = pytest.mark.timeout(120)
 Check = Callable[[Front], Awaitable[None]]
@@ -267,6 +270,49 @@ def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> N
         assert 'event: error\ndata: {"error":{"message":"planted"' in answer.text
 
     run(check, tmp_path, FakeJob(failing))
+
+
+def test_other_routes(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        assert (await front.get("/livez")).json() == {"state": "alive"}
+        assert (await front.get("/health")).json() == {"state": "ready", "reason": ""}
+        assert (await front.get("/version")).json() == {"version": version("helix-runtime")}
+        assert (await front.get("/v1/models/demo-model")).json()["id"] == "demo-model"
+        refused = await front.get("/v1/models/gpt-9")
+        assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
+        ids = (await front.post("/tokenize", {"prompt": "def f(x):"})).json()
+        assert ids["count"] == len(ids["tokens"]) and ids["max_model_len"] == READY.max_length
+        assert (await front.post("/detokenize", {"tokens": ids["tokens"]})).json() == {"prompt": "def f(x):"}
+
+    run(check, tmp_path)
+
+
+@pytest.mark.parametrize("state", ["starting", "draining"])
+def test_a_server_that_is_not_ready_says_when_to_try_again(state: str, tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        front.core.draining, front.core._state = state == "draining", state
+        for path, body in (("/v1/completions", {"prompt": [1]}), ("/tokenize", {"prompt": "x"})):
+            refused = await front.post(path, body)
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == state
+            assert int(refused.headers["retry-after"]) > 0
+        health = await front.get("/health")
+        assert (health.status_code, health.json()["state"]) == (503, state)
+        assert (await front.get("/livez")).status_code == 200
+
+    run(check, tmp_path)
+
+
+def test_the_page_s_unit_and_container_start_what_there_is(tmp_path: Path) -> None:
+    """Their settings are those that the server knows."""
+    text = (ROOT / "docs" / "serving.md").read_text()
+    unit = next(line for line in text.splitlines() if line.startswith("ExecStart="))
+    container = next(line for line in text.splitlines() if line.startswith("ENTRYPOINT "))
+    for command in (unit.removeprefix("ExecStart=").split(), json.loads(container.removeprefix("ENTRYPOINT "))):
+        assert command[0].endswith(".venv/bin/python") and command[1:3] == ["-m", "launch.serve"]
+        given = [word for word in command[3:] if not word.startswith("model.path=")]
+        config = composed([*given, "model.path=/models"])
+        check_exposure(config.serve)
+        assert config.serve.host == "0.0.0.0" and config.serve.api_keys is not None
 
 
 def test_the_queue_has_an_end(tmp_path: Path) -> None:

@@ -20,21 +20,20 @@ from openai import OpenAI
 
 from launch import serve
 from tests.e2e.checkpoints import DEMO
-from tests.e2e.cli import ENTRY, ROOT, Job
+from tests.e2e.cli import ENTRY, ROOT, Job, torchrun
 
 pytestmark = pytest.mark.timeout(240)
 SERVE = [sys.executable, "-m", "launch.serve"]
 PROMPTS = ["def read_json(path):\n", "import os\n\n\nclass Path:"]
 TOKENS = 24
+SMALL = ["kv.tokens=8192", "decode.max_batch=4"]
 
 
 class Server(Job):
     """`python -m launch.serve` at a port of its own, ready."""
 
     def __init__(self, directory: Path, *overrides: str) -> None:
-        super().__init__(
-            SERVE, "serve.port=0", "kv.tokens=8192", "decode.max_batch=4", *overrides, log=directory / "log"
-        )
+        super().__init__(SERVE, "serve.port=0", *SMALL, *overrides, log=directory / "log")
         self.wait_for(self.log, "is served at", 120)
         self.wait_for(self.log, "curl -N ")
         self.url = self.log.read_text().partition("is served at ")[2].partition(": ")[0]
@@ -188,6 +187,24 @@ def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
     while left := server.members():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_ranks_of_torchrun_outlive_a_server_beside_them(tmp_path: Path) -> None:
+    """One that follows finds what the one before left in the cache; ranks that die are waited for."""
+    options = ["layout.kvp=2", *SMALL, f"serve.socket={tmp_path}/job.sock"]
+    ranks = Job(torchrun(2), *options, log=tmp_path / "ranks")
+    for turn in range(2):
+        (directory := tmp_path / str(turn)).mkdir()
+        server = Server(directory, f"serve.attach={tmp_path}/job.sock")
+        usage = server.complete("# Said to each of two servers. " * 20).usage
+        assert (usage.prompt_tokens_details.cached_tokens > 100) == (turn == 1)
+        if turn == 0:
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait(30).code == 0 and ranks.process.poll() is None
+    ranks.kill()
+    assert server.until(503, 10)["state"] == "restarting"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(30).code == 0
 
 
 @pytest.mark.parametrize(
