@@ -159,8 +159,9 @@ class Engine:
         torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Gives captured steps up; to be called before the communicator is closed."""
+        """Gives captured steps and memory of the host up; to be called before the communicator is closed."""
         self.runner.close()
+        self.runner.cache.close()
 
     # ---- rank 0
 
@@ -220,6 +221,7 @@ class Engine:
             keep_drawn=runner.drafter is None or not runner.drafter.lags,
             pace=policy.pace,
             sparse_from=runner.policy.from_tokens,
+            remedy=runner.cache.remedy,
         )
         serving = Serving(
             runner,
@@ -268,8 +270,7 @@ class Engine:
         if length > self.runner.max_length:
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones are {length} tokens of "
-                f"KV, and a sequence may have max_length={self.runner.max_length} (raise kv.tokens or "
-                "kv.memory_fraction, or use a larger layout.kvp)"
+                f"KV, and a sequence may have max_length={self.runner.max_length} ({self.runner.cache.remedy})"
             )
         return None
 

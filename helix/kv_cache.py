@@ -222,7 +222,10 @@ class KVCache:
     Attributes:
         tensors: one for each entry, [layers, pages, page_size, *entry].
         bounds: [layers, pages, Hkv, 2, D], or None.
+        remedy: what makes room for more.
     """
+
+    remedy = "raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp"
 
     def __init__(
         self,
@@ -285,6 +288,9 @@ class KVCache:
         Args:
             start, length: int64 [1], on the device.
         """
+
+    def close(self) -> None:
+        """Gives back what is not torch's; no kernel may use the cache any more. A second call does nothing."""
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         """Copies pages `sources` [n] int32 to the pages `to`, which nobody has yet, in all layers."""

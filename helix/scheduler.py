@@ -120,6 +120,7 @@ class Scheduler:
         keep_drawn: whether what was drawn is kept for others, like prompts.
         pace: how steps of so many rows go on, of which some slots take no drafts; called before each run of them.
         sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
+        remedy: what makes room for more pages.
 
     Attributes:
         running: by slot.
@@ -143,7 +144,9 @@ class Scheduler:
         keep_drawn: bool = True,
         pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
         sparse_from: int | None = None,
+        remedy: str,
     ) -> None:
+        self._remedy = remedy
         self._tables, self._times, self._pace = tables, times, pace
         self._max_batch, self._prefill_chunk, self._drafts = max_batch, prefill_chunk, drafts
         self._run_steps, self._run_s, self._stall_s = run_steps, run_s, stall_s
@@ -177,7 +180,7 @@ class Scheduler:
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
                 f"tokens of KV, {pages} pages; the cache holds {pool.pages * stripes.page_tokens}, "
-                f"{pool.pages} pages (raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp)"
+                f"{pool.pages} pages ({self._remedy})"
             )
         self._submitted += 1
         tokens = np.asarray(request.prompt, dtype=np.int32)

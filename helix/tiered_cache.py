@@ -106,6 +106,8 @@ class TieredCache(KVCache):
         counted: [2] int64, on the device: blocks chosen that had a place, and blocks that came over the link.
     """
 
+    remedy = "raise kv.host_bytes and kv.gpu_bytes, or use a larger layout.kvp"
+
     def __init__(
         self,
         layers: int,
@@ -180,6 +182,11 @@ class TieredCache(KVCache):
         target = page * self._heads + heads
         blocks = BlockList(source.int()[None], target.int()[None], unfinished.int())
         copy_blocks(self.places, self.host, blocks)
+
+    def close(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.store.close()
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         super().copy(sources, to)

@@ -108,6 +108,7 @@ class Serving:
             prefill_chunk=prefill_chunk,
             drafts=drafts,
             pace=lambda rows, without: plan,
+            remedy="raise kv.tokens",
             **options,
         )
         self.stall_s, share = options.get("stall_s", 0.050), options.get("decode_share", 0.25)

@@ -46,7 +46,7 @@ def prompts(length: int, count: int) -> tuple[list[list[int]], list[str]]:
 
 
 def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Config:
-    """Of a run with hot places for a share of the blocks; None: over a cache on the GPU."""
+    """A run with hot places for a share of the blocks; None: over a cache on the GPU."""
     found = Config(
         model=ModelConfig(path=str(DEMO)),
         kv=KVConfig(PAGE, PAGE, tokens=BATCH * length, memory_fraction=0.5),
@@ -80,10 +80,10 @@ def answers(kvp: int, share: float | None, length: int, count: int, device: str)
         Checkpoint(DEMO).load(model.weights)
         engine = build_engine(layout, comm, model, given, BATCH, BATCH * length)
         came = {output.id: output.output_ids for output in engine.generate(requests)}
+        engine.close()
         held, counts, hot = engine.runner.cache, [0, 0], 1.0
         if isinstance(held, TieredCache):
             counts, hot = held.counted.tolist(), held.hot.places / held.pages
-            held.store.close()
         return [came[i] for i in range(count)] if rank == 0 else [], counts, hot
 
     ranks = run_ranks(kvp, body, timeout_s=600.0, device=device)

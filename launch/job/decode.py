@@ -8,6 +8,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.build import build_engine
 from helix.engine import Engine
 from helix.request import Output, Request
+from helix.tiering import of_short_chunks
 from launch.inputs.prompts import to_request
 from launch.job.report import summary
 from launch.job.task import Done, Task
@@ -33,6 +34,8 @@ def run(task: Task) -> Done:
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
     if config.decode.prefill_chunk == "auto":
         console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
+    if (warning := of_short_chunks(config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
+        console.note(warning)
     if comm.device.type == "cuda":
         engine.warm_up(variants)
     engine.on_prefill = console.prefill

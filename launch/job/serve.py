@@ -21,6 +21,7 @@ from helix.errors import RankError
 from helix.inbox import Inbox
 from helix.request import Request
 from helix.sampling import SamplingParams
+from helix.tiering import of_short_chunks
 from launch.job.grammar import Grammars
 from launch.job.task import Done, Task
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
@@ -42,6 +43,8 @@ def run(task: Task) -> Done:
     max_batch = plan.config.decode.max_batch
     most = max_batch * model.spec.max_positions  # or as many as memory holds
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
+    if (warning := of_short_chunks(plan.config, spec, model.weights.dtype, engine.prefill_chunk)) is not None:
+        task.console.note(warning)
     if comm.device.type == "cuda":
         engine.warm_up(VARIANTS)
     path = plan.config.model.path

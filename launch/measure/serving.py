@@ -24,6 +24,7 @@ from helix.config import ServeConfig
 from helix.engine import Engine
 from helix.errors import ConfigError
 from helix.inbox import Inbox
+from helix.kv_cache import KVCache
 from helix.pages import PagePool, Stripes
 from helix.prefill_time import PrefillTime
 from helix.prefix import PrefixTree
@@ -284,7 +285,9 @@ def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
         times, settings = PrefillTime(32_768.0), ServeConfig()
         pages = 65 * stripes.pages_for(context + 8192)
         tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
-        scheduler = Scheduler(tables, times, max_batch=64, prefill_chunk=context, lease=settings.lease)
+        scheduler = Scheduler(
+            tables, times, max_batch=64, prefill_chunk=context, lease=settings.lease, remedy=KVCache.remedy
+        )
         times.observe(1000.0, 0.001)
         prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
         for i in range(1064):

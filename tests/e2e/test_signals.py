@@ -135,3 +135,30 @@ def test_every_signal_in_every_phase(phase: str, number: signal.Signals, target:
             said = (end.output.strip() or "-").splitlines()[-1]
             file.write(f"| {phase} | {number.name} | {target} | {end.seconds:.1f} | {end.code} | {said} |\n")
     judge(end, number, target)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+@pytest.mark.parametrize("number", [KILL, INT])
+def test_pinned_memory_goes_back(number: signal.Signals, world: int, tmp_path: Path) -> None:
+    """60 GB over all ranks, which the system has to unpin page by page before a killed rank is gone."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": "short", "prompt_ids": [1, 2], "max_new_tokens": 2}, {"id": "endless", "prompt_ids": [5, 6]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = Job(
+        ENTRY, "model=qwen2.5-7b", f"layout.kvp={world}", "attention=block_sparse", "attention.from_tokens=0",
+        "kv.tier=host", f"kv.host_bytes={62e9 / world:.0f}", "kv.tokens=1048576", f"decode.prompts={prompts}",
+        f"decode.output={out}", "decode.max_batch=2", "decode.max_new_tokens=1000000", "decode.stream=false",
+        log=tmp_path / "log", gpus=True,
+    )  # fmt: skip
+    try:
+        job.wait_for(out, "short", timeout_s=300.0)
+        victim = job.rank(world - 1)
+        locked = next(x for x in Path(f"/proc/{victim}/status").read_text().splitlines() if x.startswith("VmRSS"))
+        os.kill(victim if number == KILL else job.process.pid, number)
+        end = ended(job)
+    finally:
+        job.kill()
+    print(f"{number.name}, {world} ranks, {locked.split()[1]} kB of one: all gone after {end.seconds:.1f} s")
+    assert end.code == (1 if number == KILL else 130), end

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.decision import Admission
@@ -17,7 +18,8 @@ from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.tiered_cache import TieredCache
-from tests.e2e.parity import Sparse
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.parity import Sparse, build_engine
 from tests.e2e.test_block_sparse import (
     BUDGET,
     GRIDS,
@@ -170,6 +172,31 @@ def test_what_is_found_in_pages() -> None:
     for sparse in (Sparse(SHORT_WINDOW), in_host_memory(2)):
         assert tokens("qwen2", HelixLayout.create("helix", 2), sparse, follow_up) == wanted("qwen2", SHORT_WINDOW)
     assert found[0] == found[1] and any(n % PAGE for n in known)
+
+
+def test_where_memory_is_full_the_next_waits() -> None:
+    """Five sequences do not fit together; one that never does is refused; in the end the host has its memory back."""
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, str | None]:
+        comm = world.communicator(rank, [0, 1])
+        engine = build_engine(
+            checkpoint("qwen2"),
+            HelixLayout.create("helix", 2),
+            comm,
+            PAGE,
+            page_size=PAGE,
+            sparse=in_host_memory(2),
+            pages=12,
+        )
+        found = generate(engine)
+        (refused,) = [o for o in engine.generate([Request("huge", (1,) * 450, 5)]) if o.finish_reason] or [None]
+        engine.close()
+        assert isinstance(engine.runner.cache, TieredCache) and engine.runner.cache.store.tensor is None
+        return found, None if refused is None else f"{refused.finish_reason}: {refused.reason}"
+
+    found, refused = run_ranks(2, body, timeout_s=120.0)[0]
+    assert found == wanted("qwen2", SHORT_WINDOW)
+    assert refused is not None and refused.startswith("error: prompt of 450") and "raise kv.host_bytes" in refused
 
 
 @pytest.mark.parametrize("kind, world", KINDS)

@@ -251,6 +251,7 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
     "family, overrides, words",
     [
         ("deepseek-v3-yarn", [], ["attention.policy=block_sparse", "latents (MLA)"]),
+        ("deepseek-v3-yarn", ["kv.tier=host", "kv.host_bytes=1e9"], ["latents (MLA)", "attention=dense"]),
         ("mistral-windowed", [], ["attention.policy=block_sparse", "every layer", "sliding window"]),
         (
             "qwen3",

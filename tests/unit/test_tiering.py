@@ -15,8 +15,9 @@ from helix.layout import HelixLayout
 from helix.loading import read_config
 from helix.models import spec_from_config
 from helix.tiered_cache import TieredCache
-from helix.tiering import TieredBytes, make_tiered, tiered_bytes
+from helix.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from launch.inputs.compose import ROOT
+from launch.inputs.shapes import load_spec
 
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
@@ -83,6 +84,42 @@ def test_too_little_is_refused_with_what_would_do() -> None:
         made(config(300 * of_page(), enough - 1))
 
 
+def test_what_more_would_take_is_said_of_both_memories() -> None:
+    """In tokens over all ranks: a request that fits neither is refused with them."""
+    size = size_of()
+    least = made(config(300 * of_page(), 60e6))[0]
+    cache = made(config(300.5 * of_page(), 60e6 - (least.hot.places - 200) * size.place))[0]
+    assert f"has room for {300 * 32} tokens, the GPU's share of" in cache.remedy and "raise the lesser" in cache.remedy
+    of_gpu = int(cache.remedy.partition(" bytes for ")[2].partition(":")[0])
+    assert of_gpu % 32 == 0 and of_gpu > 300 * 32
+
+
+def test_tokens_from_which_steps_are_sparse_need_places_too() -> None:
+    short = config(3000 * of_page(), 60e6)
+    long = replace(short, attention=replace(short.attention, from_tokens=30_000))
+    assert made(short)
+    with pytest.raises(ConfigError, match=r"attention.from_tokens lower"):
+        made(long)
+
+
+@pytest.mark.parametrize(
+    "chunk, dtype, waits", [(4096, "bfloat16", False), (1024, "bfloat16", True), (2048, "float32", True)]
+)
+def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, waits: bool) -> None:
+    """Seven query heads read each KV head: 1,715 tokens are computed in the time that their prefix takes in bf16."""
+    spec, given = load_spec("qwen2.5-7b"), config(1e9, None)
+    said = of_short_chunks(given, spec, getattr(torch, dtype), chunk)
+    assert (said is not None) == waits
+    if said is not None:
+        assert (
+            f"chunks of {chunk:,} tokens" in said
+            and f"decode.prefill_chunk={1715 if dtype == 'bfloat16' else 3429}" in said
+        )
+    assert of_short_chunks(Config(), spec, getattr(torch, dtype), chunk) is None, (
+        "over a cache on the GPU nothing comes"
+    )
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
@@ -90,6 +127,7 @@ def test_too_little_is_refused_with_what_would_do() -> None:
         ({"kv": KVConfig(tier="host")}, "needs kv.host_bytes"),
         ({"kv": KVConfig(tier="host", host_bytes=-1)}, "kv.host_bytes=-1 must be positive"),
         ({"kv": KVConfig(gpu_bytes=1e9)}, "set kv.tier=host"),
+        ({"kv": KVConfig(overlap=True)}, "kv.overlap=true is for kv.tier=host"),
         ({"kv": KVConfig(tier="disk")}, "kv.tier='disk' is unknown"),
     ],
     ids=str,
