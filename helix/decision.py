@@ -18,19 +18,21 @@ class Admission:
     """A sequence that takes a slot.
 
     Attributes:
-        prompt: its tokens, int32 [n]; of one that comes back after a preemption, what it had drawn as well.
+        length: tokens of its prompt and, where it comes back after a preemption, those that it had drawn as well.
+        text: these tokens, int32 [length], where ranks look back at them, for drafts or penalties; else int32 [0].
         start: kvp rank of its first block.
         pages: the beginning of its table, int32 [m], the same on every rank.
         reserved: tokens for which these are taken.
         limit: tokens in the cache at which it ends.
         known: the first so many tokens are in its pages already, or in those to copy; prefill goes on behind them.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
-        drawn: the last so many tokens of `prompt` were drawn.
+        drawn: so many of `length` were drawn, the last ones.
     """
 
     id: str | int
     slot: int
-    prompt: np.ndarray
+    length: int
+    text: np.ndarray
     start: int
     pages: np.ndarray
     reserved: int
@@ -51,14 +53,15 @@ class TableWrite:
     pages: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
-    """Prompt tokens `[begin, end)` of a slot; `last` is set where the prompt ends with them."""
+    """Prompt tokens `[begin, end)` of a slot, int32 [end - begin]; `last` is set where the prompt ends with them."""
 
     slot: int
     begin: int
     end: int
     last: bool
+    tokens: np.ndarray
 
 
 @dataclass(frozen=True)

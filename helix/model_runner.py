@@ -162,10 +162,10 @@ class ModelRunner:
     def admit(self, admission: Admission) -> None:
         """Takes a slot, with the pages of its sequence, into some of which others are copied."""
         self.admitted[admission.slot] = admission
-        self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.prompt)
+        self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.text)
         self.state.sampling.set(admission.slot, admission.sampling)
         if admission.sampling.is_shaped or self.shaper is not None:
-            self._shaper().admit(admission.slot, admission.sampling, admission.prompt, admission.drawn)
+            self._shaper().admit(admission.slot, admission.sampling, admission.text, admission.drawn)
         if self.drafter is not None:
             self.drafter.admit(admission)
         if len(admission.copy_from):
@@ -179,9 +179,7 @@ class ModelRunner:
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
-        prompts = [
-            (s.slot, s.begin, torch.from_numpy(self.admitted[s.slot].prompt[s.begin : s.end]).long()) for s in segments
-        ]
+        prompts = [(s.slot, s.begin, torch.from_numpy(s.tokens).long()) for s in segments]
         step = self.state.prefill_step(prompts)
         hidden = self.model.hidden(self.cache, step, self.policy)
         slots, begins, ends = (

@@ -325,7 +325,8 @@ class Scheduler:
             yield Admission(
                 request.id,
                 s.slot,
-                s.tokens,
+                len(s.tokens),
+                s.tokens if self._drafts or request.sampling.changes_logits else s.tokens[:0],
                 held.start,
                 held.pages.copy(),  # the table changes while this is carried out
                 s.reserved,
@@ -439,7 +440,7 @@ class Scheduler:
         for s, end in ends.items():
             if end > s.prefilled:
                 assert s.slot is not None and s.held is not None
-                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens))
+                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), s.tokens[s.prefilled : end])
                 done += self._times.work(s.prefilled, end)
                 s.prefilled = end
                 columns = self._tables.enter(s.held, s.tokens[:end])

@@ -140,7 +140,7 @@ class Serving:
 
     def _begin(self, decision: Decision) -> None:
         for admission in decision.admit:
-            self._to_prefill += len(admission.prompt) - admission.known
+            self._to_prefill += admission.length - admission.known
             if not admission.drawn:
                 progress = self._open[admission.id]
                 progress.cached_tokens = progress.prefilled = admission.known

@@ -201,20 +201,20 @@ class DecodeState:
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, row: int, start: int, pages: np.ndarray, limit: int, prompt: np.ndarray) -> None:
+    def admit(self, row: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray) -> None:
         """Gives a row to a new sequence; it decodes once `activate` has set its first token.
 
         Args:
             pages: int32 [n], on every rank.
             limit: tokens in the cache at which it ends.
-            prompt: int32 [n].
+            text: its first tokens, int32 [n], where they are to be in `history`.
         """
         self.write(row, 0, pages)
         self.starts[row] = self._starts[row] = start
         self.limits[row] = limit
         self.active[row] = False
         if self.history.shape[1]:
-            self.history[row, : len(prompt)] = to_device(torch.from_numpy(prompt), self.history.device)
+            self.history[row, : len(text)] = to_device(torch.from_numpy(text), self.history.device)
 
     def write(self, row: int, column: int, pages: np.ndarray) -> None:
         """Puts pages int32 [n] into a row's table from a column on."""

@@ -213,20 +213,22 @@ class Serving:
     def admit(self, a: Admission) -> None:
         served = self.served[int(a.id)]
         assert not served.ended and a.slot not in self.rows and a.slot < self.max_batch
-        drawn = a.prompt[len(served.request.prompt) :].tolist()
-        assert len(drawn) == a.drawn and drawn == served.drawn, "it goes on where it was cut"
-        assert a.known < len(a.prompt), "what follows the last token is drawn from its logits"
+        text = [*served.request.prompt.tolist(), *served.drawn]
+        assert a.length == len(text) and a.drawn == len(served.drawn), "it goes on where it was cut"
+        assert a.text.tolist() == (text if self.drafts else []), "who looks back has all of it, others nothing"
+        assert a.known < a.length, "what follows the last token is drawn from its logits"
         for source, to in zip(a.copy_from, a.copy_to, strict=True):
             self.memory[to] = self.memory[source]
         served.admissions.append(a)
-        numbers = chain(a.prompt.tolist(), served.request.salt)
+        numbers = chain(text, served.request.salt)
         self.rows[a.slot] = row = Row(served, a, a.pages.tolist(), numbers, a.known, 0)
         self.check(row)
 
     def prefill(self, decision: Decision, tokens: list[tuple[Served, int, int, float]]) -> None:
         for s in decision.prefill:
             row = self.rows[s.slot]
-            assert s.end > s.begin and s.last == (s.end == len(row.admission.prompt))
+            assert s.end > s.begin and s.last == (s.end == row.admission.length)
+            assert s.tokens.tolist() == [*row.served.request.prompt.tolist(), *row.served.drawn][s.begin : s.end]
             # What others have computed meanwhile it takes over, or all of what was known was a copy.
             assert row.length <= s.begin and not row.drawn
             for at in range(s.begin, s.end):
@@ -299,7 +301,7 @@ class Serving:
             self.owed = 0.0
         self.owed -= decision.decode_steps * self.step_s
         if size:
-            unfinished = [row for row in self.rows.values() if row.length < len(row.admission.prompt) and not row.drawn]
+            unfinished = [row for row in self.rows.values() if row.length < row.admission.length and not row.drawn]
             oldest = min(unfinished, key=lambda row: (row.served.came, row.served.request.id))
             part = [s for s in decision.prefill if self.rows[s.slot] is oldest]
             assert part, "the oldest prompt waits"

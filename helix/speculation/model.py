@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
     def admit(self, admission: Admission) -> None:
         # Sequences that share pages have one start.
         start = admission.start % self.placement.layout.kvp
-        self.sequences.admit(admission.slot, start, admission.pages, admission.limit, admission.prompt)
+        self.sequences.admit(admission.slot, start, admission.pages, admission.limit, admission.text)
 
     def write(self, table: TableWrite) -> None:
         self.sequences.write(table.slot, table.column, table.pages)

@@ -36,6 +36,7 @@ class Seats:
         return Admission(
             slot,
             slot,
+            len(prompt),
             prompt,
             slot % self._stripes.layout.kvp,
             self._pool.take(self._stripes.pages_for(reserved)),

@@ -233,10 +233,10 @@ class PromptSample(_Sample):
             chunk, done, total = self.engine.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
             with self.console.progress(f"prefill of {len(requests)} prompts", total) as advance:
                 for slot, request in enumerate(requests):
-                    length = len(request.prompt)
+                    tokens, length = np.asarray(request.prompt), len(request.prompt)
                     for begin in range(0, length, chunk):
                         end = min(begin + chunk, length)
-                        self._execute(prefill=(Segment(slot, begin, end, end == length),))
+                        self._execute(prefill=(Segment(slot, begin, end, end == length, tokens[begin:end]),))
                         done += end - begin
                         advance(done)
             self.begin = tuple(t.clone() for t in (runner.state.tokens, runner.state.lengths))

@@ -188,7 +188,7 @@ def ours(
         def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
             for slot, position, row in zip(slots.tolist(), positions.tolist(), rows, strict=True):
                 admission = engine.runner.admitted[slot]
-                logits[int(admission.id), position - len(admission.prompt)] = row.clone()
+                logits[int(admission.id), position - admission.length] = row.clone()
 
         engine.runner.observer = observe
         requests = [Request(i, prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]

@@ -177,7 +177,7 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
     def observe(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), rows.cpu(), strict=True):
             admission = engine.runner.admitted[slot]
-            logits[int(admission.id), position - len(admission.prompt)] = row.clone()
+            logits[int(admission.id), position - admission.length] = row.clone()
 
     engine.runner.observer = observe
     requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]

@@ -89,7 +89,7 @@ def play(
         def observe(slots: Tensor, positions: Tensor, rows: Tensor) -> None:
             for slot, position, row in zip(slots.tolist(), positions.tolist(), rows, strict=True):
                 admission = engine.runner.admitted[slot]
-                begin = len(admission.prompt) - admission.drawn
+                begin = admission.length - admission.drawn
                 logits[admission.id, position - begin] = row.clone()
 
         engine.runner.observer = observe
