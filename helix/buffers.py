@@ -1,4 +1,4 @@
-"""What a prefill step needs beside weights and KV cache, and how long a chunk it may have."""
+"""What a prefill step needs beside weights and KV cache, how long a chunk it may have, and what depth costs."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
 def longest_chunk(token_bytes: int, free: int) -> int:
     """Tokens of a prefill step, a power of two, whose buffers leave most of `free` bytes to the KV cache."""
     return min(MOST, 1 << max(free // SHARE // token_bytes, 1).bit_length() - 1)
+
+
+def doubling_depth(spec: DecoderSpec) -> float:
+    """Tokens of context behind which attention is as many operations as products with weights: a token costs twice.
+
+    A layer with a sliding window costs the same at any depth; infinite where all have one.
+    """
+    if spec.mla is not None:
+        attention, of_key = spec.mla.weights, spec.q_heads * (spec.mla.entry + spec.mla.latent)
+    else:
+        attention = spec.hidden * spec.head_dim * 2 * (spec.q_heads + spec.kv_heads)
+        of_key = spec.q_heads * 2 * spec.head_dim
+    ffn = spec.ffn * (spec.layers - sum(spec.moe_layers))
+    if spec.moe is not None:
+        ffn += (spec.moe.top_k * spec.moe.width + spec.moe.shared_width) * sum(spec.moe_layers)
+    weights = spec.layers * attention + 3 * spec.hidden * ffn
+    full = sum(window is None for window in spec.windows)
+    return weights / (full * of_key) if full else math.inf

@@ -17,6 +17,7 @@ import torch
 
 from helix.autotune import choose_chunks, fill, step_seconds
 from helix.block_tables import BlockTables
+from helix.buffers import doubling_depth
 from helix.config import ServeConfig
 from helix.decision import Decision
 from helix.inbox import Inbox
@@ -32,7 +33,6 @@ from helix.text import OutputStream
 from helix.timings import Timings
 
 T = TypeVar("T")
-DOUBLING = 32768.0  # depth at which a prompt's token takes twice as long as its first one
 BEATS = 4  # times that the others hear from an idle rank 0 before they give up
 
 
@@ -84,7 +84,7 @@ class Engine:
         self.timings = Timings()
         self._broken: str | None = None  # by what
         self._calling = False
-        self._times = PrefillTime(DOUBLING)
+        self._times = PrefillTime(doubling_depth(runner.model.spec))
         # One number is a page on every rank: rank 0 counts for all of them.
         self._pages = min(self.comm.all_gather_object(runner.cache.pages))
         self.tables = self._empty_tables()
@@ -135,7 +135,9 @@ class Engine:
         """
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
-        self._times = PrefillTime(DOUBLING)  # what was timed while kernels were compiled says nothing
+        self._times = PrefillTime(
+            doubling_depth(runner.model.spec)
+        )  # what was timed while kernels were compiled says nothing
         self.tables = self._empty_tables()  # what follows writes to any page
         runner = self.runner
         if runner.graphs is None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
-from helix.buffers import MOST, SHARE, longest_chunk, token_buffers
+from helix.buffers import MOST, SHARE, doubling_depth, longest_chunk, token_buffers
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder
+from helix.prefill_time import PrefillTime
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.step import DecodeState
@@ -35,6 +36,27 @@ from launch.inputs.shapes import spec_of
 )
 def test_buffers_of_a_token(model: str, layout: HelixLayout, numbers: int) -> None:
     assert token_buffers(spec_of(model), layout, 0, torch.bfloat16) == pytest.approx(1.25 * 2 * numbers, abs=1)
+
+
+@pytest.mark.parametrize(
+    "model, weights, of_key",
+    [  # numbers that a token is multiplied with, as published, less embedding and head; and those for each key
+        ("qwen2.5-7b", 7.62e9 - 2 * 152064 * 3584, 28 * 28 * 2 * 128),
+        ("llama-3.1-70b", 70.6e9 - 2 * 128256 * 8192, 80 * 64 * 2 * 128),
+        ("qwen3-30b-a3b", 3.35e9 - 2 * 151936 * 2048, 48 * 32 * 2 * 128),
+        ("gpt-oss-120b", 5.13e9 - 201088 * 2880, 18 * 64 * 2 * 64),  # every other layer has a window; no embedding
+        ("deepseek-r1", 37e9 - 2 * 129280 * 7168, 61 * 128 * (576 + 512)),
+    ],
+)
+def test_where_a_token_costs_twice(model: str, weights: float, of_key: int) -> None:
+    assert doubling_depth(spec_of(model)) == pytest.approx(weights / of_key, rel=0.02)
+
+
+def test_windows_cost_the_same_at_any_depth() -> None:
+    spec = spec_of("qwen2.5-7b")
+    assert doubling_depth(replace(spec, windows=(None, *[128] * 27))) == 28 * doubling_depth(spec)
+    times = PrefillTime(doubling_depth(replace(spec, windows=(128,) * 28)))
+    assert times.work(1 << 20, (1 << 20) + 7) == 7 and times.tokens(1 << 20, 7.0) == 7
 
 
 @given(st.integers(1, 1 << 24), st.integers(0, 1 << 38))
