@@ -135,11 +135,10 @@ class Engine:
         """
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
-        self._times = PrefillTime(
-            doubling_depth(runner.model.spec)
-        )  # what was timed while kernels were compiled says nothing
-        self.tables = self._empty_tables()  # what follows writes to any page
         runner = self.runner
+        # What was timed while kernels were compiled says nothing.
+        self._times = PrefillTime(doubling_depth(runner.model.spec))
+        self.tables = self._empty_tables()  # what follows writes to any page
         if runner.graphs is None:
             return
         sizes = {min(1 << slot.bit_length(), runner.max_batch) for slot in range(runner.max_batch)}

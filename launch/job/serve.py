@@ -43,7 +43,7 @@ def run(task: Task) -> Done:
     max_batch = plan.config.decode.max_batch
     most = max_batch * model.spec.max_positions  # or as many as memory holds
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
-    if (warning := of_short_chunks(plan.config, spec, model.weights.dtype, engine.prefill_chunk)) is not None:
+    if (warning := of_short_chunks(plan.config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
         task.console.note(warning)
     if comm.device.type == "cuda":
         engine.warm_up(VARIANTS)
