@@ -653,6 +653,27 @@ FAULTS = [
         "self.state.lengths[:rows].clone()", "self.state.lengths[:rows]",
         ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),
+    # ---- a cache in host memory
+    Fault(
+        "tier: what comes is read before it is there", "kernels/tier/resolve.py",
+        "place = tl.where(comes, -1, place)", "place = tl.where(comes, place, place)",
+        ("tests/kernels/test_tier.py::test_kernel_and_reference_leave_the_same",),
+    ),
+    Fault(
+        "tier: a learned sink in both parts", "helix/attention/tiered.py",
+        "replace(keys, table=late, sinks=None)", "replace(keys, table=late)",
+        ("tests/e2e/test_tiered.py::test_what_is_hot_is_attended_first",),
+    ),
+    Fault(
+        "tier: steps renew a block too few", "kernels/reference/repeat_blocks.py",
+        "renewed = round((1 - repeat) * topk * SHARES)", "renewed = round((1 - repeat) * (topk - 1) * SHARES)",
+        ("tests/kernels/test_repeat_blocks.py::test_the_share_is_kept",),
+    ),
+    Fault(
+        "tier: hits come over the link", "helix/simulate/layer.py",
+        "tokens = (1 - tier.hits) * np.minimum", "tokens = np.minimum",
+        ("tests/unit/test_simulate_cost.py::test_what_is_not_hot_comes_over_the_link",),
+    ),
     # ---- sparse drafting
     Fault(
         "an equal key too many", "kernels/sparse/select_tokens.py",
