@@ -211,6 +211,7 @@ def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
     assert "context of 32768" in long["failed"] and short["tokens_per_s"] == 2 * 64 / short["prefill_s"] < 1e5
 
 
+@pytest.mark.slow  # calibration times those of two
 def test_collectives_of_three_ranks_are_timed(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     ended = run(tmp_path, "model=demo", "bench=comm", "layout.kvp=3", f"record={record}")

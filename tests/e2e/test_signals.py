@@ -102,7 +102,6 @@ def judge(end: Ended, number: signal.Signals, target: str) -> None:
 @pytest.mark.parametrize(
     "phase, number, target",
     [
-        ("import", STOP, "rank"),
         ("meeting", INT, "launcher"),
         ("loading", STOP, "launcher"),
         ("prefill", KILL, "rank"),
