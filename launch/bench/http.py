@@ -135,7 +135,7 @@ def serving(overrides: Sequence[str]) -> Iterator[str]:
         else:
             raise spawn.JobError(f"the server did not start within {START_S:g} s, or said why above")
         late.cancel()
-        yield line.partition(" is served at ")[2].partition(": ")[0]
+        yield line.partition(" is served at ")[2].strip()
     finally:
         late.cancel()
         process.terminate()

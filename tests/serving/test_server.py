@@ -36,7 +36,7 @@ class Server(Job):
         super().__init__(SERVE, "serve.port=0", *SMALL, *overrides, log=directory / "log")
         self.wait_for(self.log, "is served at", 120)
         self.wait_for(self.log, "curl -N ")
-        self.url = self.log.read_text().partition("is served at ")[2].partition(": ")[0]
+        self.url = self.log.read_text().partition("is served at ")[2].partition("\n")[0]
         self.client = OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0, timeout=90)
 
     def health(self) -> tuple[int, dict[str, Any]]:
