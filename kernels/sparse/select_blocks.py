@@ -2,9 +2,10 @@
 
 One launch of a fixed grid. The candidate pages of all (sequence, KV head) items stand in a row, in tiles, cut into
 equal runs, one for each program, as attention's keys are: work follows the live length. A program leaves the score of
-each page, and of each tile the best. Whoever comes last in an item chooses among its pages. Where they are too many for
-one look, it first chooses tiles by their best pages, at least as many as pages are to be chosen: no page outside of
-these tiles can be among the best.
+each page, and of each tile the best. Whoever comes last in an item chooses among its pages. Where an item has several
+queries, which choose for themselves, a second launch has a program for each. Where pages are too many for one look,
+tiles are chosen first, by their best pages, at least as many as pages are to be chosen: no page outside of these tiles
+can be among the best.
 """
 
 from __future__ import annotations
@@ -228,22 +229,38 @@ def _select_blocks_kernel(
                 reads = whole - tl.maximum(last - first - topk, 0)
                 tl.atomic_add(counted, reads.to(tl.int64), sem="relaxed")
                 tl.atomic_add(counted + 1, reads.to(tl.int64) * 0 + 1, sem="relaxed")
-        if LANES > 0:
+        if LANES > 0 and T == 1:
             tl.debug_barrier()  # all of the program's scores are written
             before = tl.atomic_add(arrived + b * HEADS + head, done, sem="acq_rel")
             if before + done == item_end - item_begin:
                 tl.store(arrived + b * HEADS + head, 0)
-                for query_t in range(T):
-                    n = b * T + query_t
-                    _choose(
-                        scores + (row + query_t) * score_row, tile_best + (row + query_t) * best_row,
-                        lists + (row + query_t) * (LANES // TILE), pages, table + (n * HEADS + head) * width,
-                        report + (n * HEADS + head) * topk * 2, start if T == 1 else tl.load(firsts + n),
-                        stop if T == 1 else tl.load(lasts + n), topk, LANES, BLOCK_G, TILE, REPORT,
-                    )  # fmt: skip
+                _choose(
+                    scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), pages,
+                    table + row * width, report + row * topk * 2, start, stop, topk, LANES, BLOCK_G, TILE, REPORT,
+                )  # fmt: skip
         at = tl.minimum(end, item_end)
         if at < end:
             i, head, item_begin, item_end, start, stop = item_at(at, starts, stops, tiles, ends, HEADS, BLOCK_B)
+
+
+@triton.jit
+def _choose_kernel(
+    scores, tile_best, lists, block_table, firsts, lasts, table, report, table_b, score_row, best_row, topk, width,
+    T: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr,
+    REPORT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The choice of one query and KV head."""
+    n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b = n // T
+    row = (b * HEADS + head) * T + n % T
+    begin, end = tl.load(firsts + n), tl.load(lasts + n)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    _choose(
+        scores + row * score_row, tile_best + row * best_row, lists + row * (LANES // TILE), block_table + b * table_b,
+        table + (n * HEADS + head) * width, report + (n * HEADS + head) * topk * 2, begin, end, topk,
+        LANES, BLOCK_G, TILE, REPORT,
+    )  # fmt: skip
 
 
 @cache
@@ -313,13 +330,21 @@ def select_blocks(
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
     scores, best, lists = _workspace(q.device, N * heads, most, lanes // TILE)
-    _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
-        q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table,
-        table if candidates is None else candidates, counted,
-        *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
-        T=T, HEADS=heads, GROUP=group, D=D, LANES=lanes, SCORE=score, TILE=TILE,
-        BLOCK_B=triton.next_power_of_2(B), BLOCK_M=max(16, triton.next_power_of_2(T * group)),
-        BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_G=triton.next_power_of_2(best.shape[1]),
-        REPORT=candidates is not None, num_warps=4, num_stages=3, **overlapped(q),
+    report = table if candidates is None else candidates
+    item = dict(
+        T=T, HEADS=heads, LANES=lanes, TILE=TILE, BLOCK_G=triton.next_power_of_2(best.shape[1]),
+        REPORT=candidates is not None, num_warps=4, **overlapped(q),
     )  # fmt: skip
+    _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
+        q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table, report,
+        counted, *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B,
+        topk, width, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
+        BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)), num_stages=3,
+        **item,
+    )  # fmt: skip
+    if topk and T > 1:
+        _choose_kernel[(N, heads)](
+            scores, best, lists, block_table, first, last, table, report, block_table.stride(0), scores.stride(0),
+            best.stride(0), topk, width, **item,
+        )  # fmt: skip
     return table

@@ -60,7 +60,7 @@ from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
 from kernels.sparse.repeat_blocks import _repeat_blocks_kernel
-from kernels.sparse.select_blocks import LANES, TILE, _select_blocks_kernel
+from kernels.sparse.select_blocks import LANES, TILE, _choose_kernel, _select_blocks_kernel
 from kernels.sparse.select_tokens import TILE as TOKENS
 from kernels.sparse.select_tokens import _select_tokens_kernel
 from kernels.tier.copy_blocks import _copy_blocks_kernel
@@ -274,6 +274,9 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
         item |= {"BLOCK_B": 8, "BLOCK_M": max(16, triton.next_power_of_2(7 * queries)), "BLOCK_D": 128}
         item |= {"BLOCK_G": tiles, "REPORT": queries > 1, "PDL": True}
         yield "select", dtype, _select_blocks_kernel, item, {"num_warps": 4, "num_stages": 3}
+        if queries > 1:
+            names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
+            yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
     grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
     for moments in (False, True):
         yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
