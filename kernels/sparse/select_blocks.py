@@ -26,6 +26,7 @@ LANES = 1024  # pages among which a program chooses at once, at least
 MOST_CHOSEN = 128  # pages
 MOST_PAGES = TILE << 14  # of a sequence
 PROGRAMS = 2  # on an SM
+STAGES = 3  # one more than tiles of bounds in flight
 
 _NONE = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
@@ -339,7 +340,7 @@ def select_blocks(
         q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table, report,
         counted, *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B,
         topk, width, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
-        BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)), num_stages=3,
+        BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)), num_stages=STAGES,
         **item,
     )  # fmt: skip
     if topk and T > 1:
