@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.paged_tiles import attend_tiles, attend_tiles_masking_edges, mean_query, tile_shape
+from kernels.attention.paged_tiles import attend_tiles, mean_query, tile_shape, tiles_read_whole
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import KeyScores, PagedKeys
@@ -36,17 +36,6 @@ def _prefetch_tile(
     at = page * page_stride + head * head_stride + slot[:, None] * slot_stride + column[None, :]
     prefetch(k_cache + at)
     prefetch(v_cache + at)
-
-
-@triton.jit
-def _counts(t, lo, hi, lo_t, hi_t, T: tl.constexpr, COLLECT: tl.constexpr):
-    """Which rows, of queries `t`, count in the score of a key: those of all queries that read anything, or some."""
-    query = tl.arange(0, triton.next_power_of_2(T))
-    los = tl.load(lo + query * lo_t, mask=query < T, other=0)
-    live = tl.sum((los < tl.load(hi + query * hi_t, mask=query < T, other=0)).to(tl.int32), 0)
-    if COLLECT == "ends":
-        return (t == 0) | (t == live - 1)
-    return t < live
 
 
 @triton.jit
@@ -98,39 +87,46 @@ def _flash_decode_kernel(
         t = row // GROUP
         q_head = head * GROUP + row % GROUP
         if T == 1:
+            los, his = tl.zeros([1], tl.int32) + start, tl.zeros([1], tl.int32) + stop
             row_lo, row_hi = tl.where(t < T, start, 0), tl.where(t < T, stop, 0)
         else:
+            query = tl.arange(0, triton.next_power_of_2(T))
+            los = tl.load(lo + b * lo_b + query * lo_t, mask=query < T, other=0)
+            his = tl.load(hi + b * hi_b + query * hi_t, mask=query < T, other=0)
             row_lo = tl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
             row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
         inside = (t < T)[:, None] & (d < D)[None, :]
-        query = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=inside, other=0.0)
+        wanted = inside
+        if kept is not None:  # a query that reads nothing, one of the last, may be no number
+            reading = tl.sum((los < his).to(tl.int32), 0)
+            wanted = (t < reading)[:, None] & (d < D)[None, :]
+        rows = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=wanted, other=0.0)
         first = start // BLOCK_N + at - item_begin
         last = first + tl.minimum(end, item_end) - at
+        full, full_stop = tiles_read_whole(los, his, los < his, stop, first, last, BLOCK_N)
         pages = block_table + b * table_b + head * table_h
         if kept is not None:
-            share = tl.where(_counts(t, lo + b * lo_b, hi + b * hi_b, lo_t, hi_t, T, COLLECT), scale_log2 / M, 0.0)
-            mean = mean_query(query, share)
+            counts = t < reading
+            if COLLECT == "ends":
+                counts = counts & ((t == 0) | (t == reading - 1))
+            mean = mean_query(rows, counts) if COLLECT == "all" or COLLECT == "ends" else None
             to = kept + head * PAGE + tile_m * kept_plane
             to_pages = kept_table + b * kept_b
         else:
-            mean, share, to, to_pages = None, None, None, None
+            counts, mean, to, to_pages = None, None, None, None
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
-        if BLOCK_M > 64 and not HOLES:
-            acc, total, peak = attend_tiles_masking_edges(
-                acc, total, peak, query, row_lo, row_hi, t < T, start, stop, first, last, k_cache, v_cache,
-                pages, page_stride, slot_stride, head_stride, head, scale_log2,
-                PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=to,
-                kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
-            )  # fmt: skip
-        else:  # bound by bytes: there is time for masks
-            acc, total, peak = attend_tiles(
-                acc, total, peak, query, row_lo, row_hi, start, stop, first, last, k_cache, v_cache,
-                pages, page_stride, slot_stride, head_stride, head, scale_log2,
-                MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, share=share, t=t,
-                kept=to, kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
-            )  # fmt: skip
+        acc, total, peak = attend_tiles(
+            acc, total, peak, rows, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache,
+            pages, page_stride, slot_stride, head_stride, head, scale_log2,
+            PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, counts=counts,
+            share=scale_log2 / M, t=t, kept=to, kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page,
+            T=T, COLLECT=COLLECT,
+        )  # fmt: skip
+        # What a row that reads nothing made of tiles without masks.
+        reads = row_lo < row_hi
+        acc, total = tl.where(reads[:, None], acc, 0.0), tl.where(reads, total, 0.0)
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,
             out + b * out_b + (t * out_t + q_head * out_h)[:, None] + d[None, :],

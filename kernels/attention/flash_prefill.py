@@ -52,21 +52,10 @@ def _flash_prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], -1.0e38, tl.float32)  # A finite floor: -inf minus -inf would be NaN.
-        # With branches, as `attend_tiles_masking_edges` has them, this takes 5 to 46% longer (benchmarks/LOG.md).
         acc, total, peak = attend_tiles(
-            acc, total, peak, query, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
+            acc, total, peak, query, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
             page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-        )  # fmt: skip
-        acc, total, peak = attend_tiles(
-            acc, total, peak, query, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
-            page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
-        )  # fmt: skip
-        acc, total, peak = attend_tiles(
-            acc, total, peak, query, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
-            page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
         )  # fmt: skip
         empty = total == 0.0
         acc /= tl.where(empty, 1.0, total)[:, None]

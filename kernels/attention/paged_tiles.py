@@ -36,51 +36,51 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
 
 
 @triton.jit
-def mean_query(query, share):
-    """[16, BLOCK_D]: rows that add up to the sum of `query` [BLOCK_M, BLOCK_D] by `share`, in its dtype.
+def mean_query(query, counts):
+    """[16, BLOCK_D]: rows that add up to the sum of those rows of `query` [BLOCK_M, BLOCK_D] that count, in its dtype.
 
-    Scores are linear in queries: the sum of rows' scores is one row more, however many rows there are. It is rounded
-    twice, so that a product keeps twice the digits.
+    Scores are linear in queries: the sum of rows' scores is one row more, however many rows there are. Half of the rows
+    hold what the others' rounding leaves, so that a product keeps twice the digits. Rows that do not count are finite.
     """
-    # A row that counts for nothing may be anything, no number among them.
-    mean = tl.sum(tl.where(share[:, None] > 0, query.to(tl.float32) * share[:, None], 0.0), 0)
-    rounded = mean.to(query.dtype)
-    rest = (mean - rounded.to(tl.float32)).to(query.dtype)
     row = tl.arange(0, 16)[:, None]
-    return tl.where(row == 0, rounded[None, :], tl.where(row == 1, rest[None, :], 0.0)).to(query.dtype)
+    ones = tl.where(counts[None, :] & (row >= 0), 1.0, 0.0).to(query.dtype)
+    mean = tl.dot(ones, query, input_precision="ieee") / 8
+    rounded = mean.to(query.dtype)
+    return tl.where(row < 8, rounded, (mean - rounded.to(tl.float32)).to(query.dtype))
 
 
 @triton.jit
-def _collect(scores, k, mean, share, t, to, plane_stride, live, T: tl.constexpr, COLLECT: tl.constexpr):
-    """Stores a number for each key of a tile: the score of the `mean` query, each query's mean over its heads (COLLECT
-    is each), or the best of the rows whose share is positive (any)."""
-    if COLLECT == "any":
-        found = tl.max(tl.where(share[:, None] > 0, scores * share[:, None], float("-inf")), 0)
-        tl.store(to, found.to(to.dtype.element_ty), mask=live)
-    elif COLLECT == "each":
-        for j in tl.static_range(T):
-            of_query = tl.where((t == j) & (share > 0), share, 0.0)[:, None]
-            found = tl.sum(tl.where(of_query > 0, scores * of_query, 0.0), 0)
-            tl.store(to + j * plane_stride, found.to(to.dtype.element_ty), mask=live)
-    else:
-        found = tl.sum(tl.dot(mean, tl.trans(k), input_precision="ieee"), 0)
-        tl.store(to, found.to(to.dtype.element_ty), mask=live)
+def _score_each(scores, counts, share, t, to, plane_stride, live, T: tl.constexpr):
+    """Stores for each key of a tile and each of T queries the sum of its rows that count, times `share`."""
+    for j in tl.static_range(T):
+        found = tl.sum(tl.where(((t == j) & counts)[:, None], scores, 0.0), 0) * share
+        tl.store(to + j * plane_stride, found.to(to.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
+    """Where those of the tiles first..last-1 begin and end that every row of `live` reads whole: they need no mask."""
+    shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
+    shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
+    full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
+    return full, tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
 
 
 @triton.jit
 def attend_tiles(
-    acc, total, peak, q, row_lo, row_hi, start, stop, first, last, k_cache, v_cache, pages,
+    acc, total, peak, q, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
-    MASKED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HOLES: tl.constexpr = False, mean=None, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
+    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HOLES: tl.constexpr = False,
+    mean=None, counts=None, share=0.0, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
     T: tl.constexpr = 1, COLLECT: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
-    Only keys of [start, stop) are touched, and no other entry of `pages` is followed. Without MASKED the caller
-    promises that every row reads every key of these tiles. With HOLES (and MASKED), negative entries of `pages` are
-    pages without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, what `_collect` makes of each
-    key goes to page `kept_pages[j]` of a plane of scores, for keys of page j; `t` is each row's query.
+    Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller promises that every
+    row that matters reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages
+    without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, a number for each key goes to page
+    `kept_pages[j]` of a plane of scores, for keys of page j: the score of the `mean` query, each query's mean over its
+    heads (COLLECT is each, `t` is each row's query), or the best of the rows that count (any), times `share`.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -100,7 +100,7 @@ def attend_tiles(
         live = (key >= start) & (key < stop)
         if HOLES:
             live = live & (page >= 0)
-        mask = live[:, None] & (d < D)[None, :] if MASKED else (d < D)[None, :]
+        mask = live[:, None] & (d < D)[None, :]
         # A whole tile in a page lies at fixed offsets from one address: few instructions, which short runs are made of.
         if PAGE % BLOCK_N == 0:
             base = page * page_stride + tile * BLOCK_N % PAGE * slot_stride
@@ -114,65 +114,28 @@ def attend_tiles(
         if kept is not None:
             to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
             next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
-            _collect(scores, k, mean, share, t, to, kept_plane, live, T, COLLECT)
-        if MASKED:
+            if COLLECT == "each":
+                _score_each(scores, counts, share, t, to, kept_plane, live, T)
+            elif COLLECT == "any":
+                found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
+        # In one loop: a loop for each kind of tile starts its loads anew, and products wait for one another there.
+        if HOLES or ((tile < full) | (tile >= full_stop)):
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             if HOLES:
                 reads = reads & live[None, :]
-            scores = tl.where(reads, scores * scale_log2, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_peak[:, None])
-        else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-            weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
+            scores = tl.where(reads, scores, float("-inf"))
+        if mean is not None:
+            found = tl.sum(tl.dot(mean, tl.trans(k), input_precision="ieee"), 0) * share
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_peak[:, None])  # scaled and shifted by one instruction
         rescale = tl.exp2(peak - new_peak)
         total = total * rescale + tl.sum(weights, 1)
         # Dead lanes of V are zero: a weight of zero times the NaN of an unused slot would be NaN.
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
-    return acc, total, peak
-
-
-@triton.jit
-def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
-    """Where those of the tiles first..last-1 begin and end that every row of `live` reads whole: they need no mask."""
-    shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
-    shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
-    full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
-    return full, tl.maximum(tl.minimum(shared_hi // BLOCK_N, last), full)
-
-
-@triton.jit
-def attend_tiles_masking_edges(
-    acc, total, peak, q, row_lo, row_hi, live, start, stop, first, last, k_cache, v_cache, pages,
-    page_stride, slot_stride, head_stride, head, scale_log2,
-    PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    mean=None, share=None, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
-    T: tl.constexpr = 1, COLLECT: tl.constexpr = None,
-):  # fmt: skip
-    """`attend_tiles` with masks only where a tile holds keys that some row of `live` does not read."""
-    full, full_stop = tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N)
-    if first < full:
-        acc, total, peak = attend_tiles(
-            acc, total, peak, q, row_lo, row_hi, start, stop, first, full, k_cache, v_cache, pages,
-            page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=kept,
-            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
-        )  # fmt: skip
-    acc, total, peak = attend_tiles(
-        acc, total, peak, q, row_lo, row_hi, start, stop, full, full_stop, k_cache, v_cache, pages,
-        page_stride, slot_stride, head_stride, head, scale_log2,
-        MASKED=False, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=kept,
-        kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
-    )  # fmt: skip
-    if full_stop < last:
-        acc, total, peak = attend_tiles(
-            acc, total, peak, q, row_lo, row_hi, start, stop, full_stop, last, k_cache, v_cache, pages,
-            page_stride, slot_stride, head_stride, head, scale_log2,
-            MASKED=True, PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, mean=mean, share=share, t=t, kept=kept,
-            kept_pages=kept_pages, kept_plane=kept_plane, kept_page=kept_page, T=T, COLLECT=COLLECT,
-        )  # fmt: skip
+        if kept is not None and COLLECT != "each":  # behind the product, which runs meanwhile
+            tl.store(to, found.to(to.dtype.element_ty), mask=live)
     return acc, total, peak
 
 

@@ -100,6 +100,8 @@ def test_scores(shape: str, rows: str, op: Any, device: torch.device) -> None:
     live = case.lo < case.hi
     assert torch.equal(out.flatten(0, 1)[live], plain[0].flatten(0, 1)[live]), "attention itself is the same"
     assert torch.equal(lse, plain[1])
+    dropped = out.flatten(0, 1)[~live]
+    assert torch.equal(dropped, torch.zeros_like(dropped)), "what reads nothing finds nothing, also among whole tiles"
     check_scores(case, scores)
 
 
