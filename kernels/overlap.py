@@ -55,3 +55,20 @@ def prefetch(at):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def store_in_place(at, value, mask, PDL: tl.constexpr):
+    """Stores 32-bit numbers from the threads that hold them: `tl.store` hands scattered ones to others first."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.u32 wanted, $3, 0;
+            @wanted st.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r", [at.to(tl.int64), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at, value, mask=mask)

@@ -7,7 +7,8 @@ So the k-th largest is known, and how many keys of each part reach it: the fourt
 their places. A row's scores are read from HBM once and then, where all rows fit, from the L2.
 
 Counting by four bits takes no atomics and no votes (`tl.histogram` takes eight of them a key for 256 bins): a number
-of 64 bits has room for sixteen counters of eight keys.
+of 64 bits has room for sixteen counters of eight keys. What a launch takes is first of all the wait for a tile's pages
+and scores: tiles are large, so that a thread asks for several lines at once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
+from kernels.overlap import overlapped, sm_count, start_successor, store_in_place, wait_for_predecessor
 from kernels.reference.select_tokens import FORCED, MOST_REACH, NO_NUMBER, Together
 from kernels.reference.select_tokens import select_tokens as reference
 
-TILE = 1024  # keys that a program takes at once
+TILE = 4096  # keys that a program takes at once; half as many where it writes
 PROGRAMS = 8  # on an SM, at least
 LEAST_PARTS = 8  # of a row: lengths of sequences differ
-MOST_TILES = 31  # of a part: a counter of 8 bits, which each adds up to 8 to
+MOST_TILES = 7  # of a part: a counter of 8 bits, which each adds up to 32 to
 STAGES = 4
 
 _FORCED, _NO_NUMBER = tl.constexpr(FORCED), tl.constexpr(NO_NUMBER)
@@ -40,7 +41,7 @@ _SECOND, _LOW, _FOUND, _SIZE = tl.constexpr(16), tl.constexpr(32), tl.constexpr(
 def _ordered(x):
     """fp16 as a number of 16 bits of the same order, in int32; NaN is the highest score."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-    return tl.where(x == x, (bits ^ ((bits >> 31) | 0x8000)) & 0xFFFF, _NO_NUMBER)
+    return tl.where(x == x, bits ^ ((bits >> 31) | 0x8000), _NO_NUMBER)
 
 
 @triton.jit
@@ -119,20 +120,30 @@ def _read_tile(
 
 @triton.jit
 def _slots(blocks, begin, n, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Cache slots of the local keys from `begin` on: [TILE]."""
-    SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE
-    piece = begin + tl.arange(0, TILE // SPAN) * SPAN
-    slot = tl.load(blocks + piece // PAGE, mask=piece < n, other=0) * PAGE + piece % PAGE
-    return tl.reshape(slot[:, None] + tl.arange(0, SPAN)[None, :], [TILE])
+    """Cache slots of the local keys from `begin` on: [TILE // 8, 8], as a thread holds their scores."""
+    key = begin + 8 * tl.arange(0, TILE // 8)[:, None]
+    if PAGE >= 8:
+        page = tl.load(blocks + key // PAGE, mask=key < n, other=0)
+        return page * PAGE + key % PAGE + tl.arange(0, 8)[None, :]
+    else:
+        key += tl.arange(0, 8)[None, :]
+        return tl.load(blocks + key // PAGE, mask=key < n, other=0) * PAGE + key % PAGE
+
+
+@triton.jit
+def _ranks(ones):
+    """How many of 0s and 1s [TILE // 8, 8] are 1 up to each, and in all. Counted within a thread, then over threads."""
+    eights = tl.sum(ones, 1)
+    return (tl.cumsum(eights, 0) - eights)[:, None] + tl.cumsum(ones, 1), tl.sum(eights, 0)
 
 
 @triton.jit
 def _find(counts, k):
     """The largest digit that k keys reach, how many of the k have it, and how many keys do."""
-    digit = tl.arange(0, counts.shape[0])
-    reach = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    found = tl.max(tl.where(reach >= k, digit, 0), 0)
-    return found, k - tl.sum(tl.where(digit > found, counts, 0), 0), tl.sum(tl.where(digit == found, counts, 0), 0)
+    reach = tl.cumsum(counts, 0, reverse=True)
+    found = tl.sum((reach >= k).to(tl.int32), 0) - 1
+    above = tl.max(tl.where(reach < k, reach, 0), 0)
+    return found, k - above, tl.min(tl.where(reach >= k, reach, 0x7FFFFFFF), 0) - above
 
 
 @triton.jit
@@ -140,6 +151,12 @@ def _eights(x, counted, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """How often each of sixteen digits occurs where `counted`, in eight keys, in four bits each: [TILE // 8] int64."""
     counter = (x >> (SHIFT - 2)) & 60  # four times the digit
     return tl.sum(tl.reshape(counted.to(tl.int64) << counter.to(tl.int64), [TILE // 8, 8], can_reorder=True), 1)
+
+
+@triton.jit
+def _fours(eights, TILE: tl.constexpr):
+    """Sums of four [TILE // 32] of counters of eight bits [TILE // 8]."""
+    return tl.sum(tl.reshape(eights, [TILE // 32, 4], can_reorder=True), 1)
 
 
 @triton.jit
@@ -205,8 +222,8 @@ def _select_tokens_kernel(
     if (STAGE == 1) | (STAGE == 2):
         first, left, _ = _find(tl.load(all_counts + d), k)
     if STAGE <= 1:
-        even = tl.zeros([TILE // 8], tl.int64)
-        odd = tl.zeros([TILE // 8], tl.int64)
+        even = tl.zeros([TILE // 32], tl.int64)
+        odd = tl.zeros([TILE // 32], tl.int64)
     elif STAGE == 2:
         second, left, _ = _find(tl.load(all_counts + _SECOND + d), left)
         high = first * 16 + second
@@ -227,14 +244,15 @@ def _select_tokens_kernel(
         skipped = equals - left  # of equals the earlier
         q = tl.arange(0, BLOCK_PARTS)
         reached = part_counts + (q - part) * _SIZE + _LOW + low
-        beyond = tl.load(reached + 1, mask=q <= part, other=0)
-        equal = tl.load(reached, mask=q <= part, other=0) - beyond
-        with_own = tl.sum(equal, 0)
-        equal = tl.sum(tl.where(q < part, equal, 0), 0)
+        beyond = tl.load(reached + 1, mask=q < part, other=0)
+        equal = tl.load(reached, mask=q < part, other=0) - beyond
+        own = tl.load(part_counts + _LOW + low) - tl.load(part_counts + _LOW + low + 1)
+        both = tl.sum((equal.to(tl.int64) << 32) + beyond, 0)  # in one go
+        equal, beyond = (both >> 32).to(tl.int32), both.to(tl.int32)
         # In parts before this one are `equal` keys at the threshold, and `place` that are chosen.
-        place = tl.sum(tl.where(q < part, beyond, 0), 0) + tl.maximum(equal - skipped, 0)
+        place = beyond + tl.maximum(equal - skipped, 0)
         bound = threshold - (equal >= skipped).to(tl.int32)  # keys above are chosen
-        is_cut = (equal < skipped) & (with_own > skipped)  # some of this part's equals are chosen, and some not
+        is_cut = (equal < skipped) & (equal + own > skipped)  # some of this part's equals are chosen, and some not
         if TOGETHER and part == 0:
             of_parts = part_counts + q * _SIZE + _LOW + low + 1
             chosen_here = left + tl.sum(tl.load(of_parts, mask=q * run < n, other=0), 0)
@@ -243,36 +261,36 @@ def _select_tokens_kernel(
                 tl.store(table + i, i * 0 - 1, mask=(i >= chosen_here) & (i < room))
             tl.atomic_add(overflow, tl.maximum(chosen_here - room, 0).to(tl.int64), sem="relaxed")
 
-    for at in range(begin, end, TILE):
+    STEP: tl.constexpr = TILE // 2 if STAGE == 3 else TILE
+    for at in range(begin, end, STEP):
+        if STAGE == 3:
+            slot = _slots(blocks, at, n, PAGE, STEP)
         x = _read_tile(
             key_scores, weights, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, head_stride,
-            PLANES, SUMMED, WEIGHTED, PAGE, REACH, BLOCK, TILE,
+            PLANES, SUMMED, WEIGHTED, PAGE, REACH, BLOCK, STEP,
         )  # fmt: skip
         if STAGE == 0:
             eights = _eights(x, x == x, 12, TILE)
         elif STAGE == 1:
             eights = _eights(x, x >> 12 == first, 8, TILE)
         elif STAGE == 2:  # few of the keys, as a rule, and no other program adds here
-            x = tl.ravel(x, can_reorder=True)
-            tl.atomic_add(part_counts + _LOW + (x & 0xFF), x * 0 + 1, mask=x >> 8 == high, sem="relaxed")
+            byte = tl.ravel(x, can_reorder=True) ^ (high << 8)
+            tl.atomic_add(part_counts + _LOW + byte, byte * 0 + 1, mask=byte < 256, sem="relaxed")
         else:
-            x = tl.reshape(x, [TILE])
-            chosen = x > bound
+            x = tl.reshape(x, [STEP // 8, 8])
+            chosen = (x > bound).to(tl.int32)
             if is_cut:
                 at_it = (x == threshold).to(tl.int32)
-                chosen |= (at_it > 0) & (equal + tl.cumsum(at_it, 0) > skipped)
-                equal += tl.sum(at_it, 0)
-            slot = _slots(blocks, at, n, PAGE, TILE)
-            # Counted within a thread, then over threads.
-            ones = tl.reshape(chosen.to(tl.int32), [TILE // 8, 8])
-            eights = tl.sum(ones, 1)
-            until = tl.reshape((tl.cumsum(eights, 0) - eights)[:, None] + tl.cumsum(ones, 1), [TILE])
+                until, count = _ranks(at_it)
+                chosen |= at_it & (equal + until > skipped).to(tl.int32)
+                equal += count
+            until, count = _ranks(chosen)
             to = place + until - 1
-            tl.store(table + to, slot, mask=chosen & (to < room))
-            place += tl.sum(eights, 0)
+            store_in_place(table + to, slot, (chosen > 0) & (to < room), PDL)
+            place += count
         if STAGE <= 1:
-            even += eights & _EVEN
-            odd += (eights >> 4) & _EVEN
+            even += _fours(eights & _EVEN, TILE)
+            odd += _fours((eights >> 4) & _EVEN, TILE)
     start_successor(PDL)
 
     # What this launch has found.
@@ -286,7 +304,7 @@ def _select_tokens_kernel(
         tl.debug_barrier()
         beyond = tl.sum(tl.where(d > first, tl.load(part_counts + d), 0), 0)
         beyond += tl.sum(tl.where(d > second, tl.load(part_counts + _SECOND + d), 0), 0)
-        tl.store(part_counts + _LOW + v, beyond + tl.sum(found, 0) - tl.cumsum(found, 0) + found)
+        tl.store(part_counts + _LOW + v, beyond + tl.cumsum(found, 0, reverse=True))
         tl.store(part_counts + _LOW + 256, beyond)
         tl.atomic_add(row_counts + _LOW + v, found, mask=found > 0, sem="relaxed")
 

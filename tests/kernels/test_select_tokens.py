@@ -139,7 +139,7 @@ def test_choices(shape: str, op: Any, device: torch.device) -> None:
     check(c)
 
 
-@pytest.mark.parametrize("tile, parts", [(16, 9), (64, 1), (256, 2)])
+@pytest.mark.parametrize("tile, parts", [(32, 9), (64, 1), (256, 2)])
 def test_tiles_and_parts(tile: int, parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, tile, parts)
     for shape in ("few", "reach-pages-of-128"):
@@ -189,8 +189,8 @@ def test_no_number_is_the_highest_score_but_pushes_out_no_sink(op: Any, device: 
 @OPS
 def test_one_counter_holds_all_keys(op: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of as many tiles as may be, whose keys all have one digit, the highest."""
-    cut(monkeypatch, tile=16, parts=1)
-    n = 16 * 61  # of room for 62: two parts
+    cut(monkeypatch, tile=32, parts=1)
+    n = 32 * 13  # of room for 14: two parts
     monkeypatch.setitem(SHAPES, "long", dict(sequences=[(n, 100, 1, 1, 0)], layers=1, kv_heads=1))
     c = case("long", device, torch.full((n,), torch.inf))
     op(**c)
