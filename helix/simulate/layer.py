@@ -20,7 +20,7 @@ from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
 
 SEVERAL = 32  # rows, beyond which a projection is the library's; experts are not
-SELECT_LAUNCHES = 4  # kernels/sparse/select_tokens.py
+SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
 
 

@@ -1,10 +1,12 @@
 """Which tokens drafts attend: for each sequence, layer and KV head the best k keys, by scores that verification left.
 
-Four launches of one kernel read the scores of all rows (layer, sequence, KV head), each row cut into equal parts, one
-for each program. Scores are numbers of 16 bits. The first two launches count keys by their highest four bits, then by
-the next four among keys whose first four are those of the k-th largest; the third counts the rest by their low byte.
-So the k-th largest is known, and how many keys of each part reach it: the fourth launch writes every part's keys at
-their places. A row's scores are read from HBM once and then, where all rows fit, from the L2.
+Launches of one kernel read the scores of all rows (layer, sequence, KV head), each row cut into equal parts, one for
+each program. Scores are numbers of 16 bits. A first launch guesses that the k-th largest is near that of the last call:
+it counts each of 256 numbers around it, and all above. A row that it guessed right, as the counts show, is left out by
+the next three. These count keys by their highest four bits, then by the next four among keys whose first four are those
+of the k-th largest, then by their low byte. So the k-th largest is known, and how many keys of each part reach it: the
+last launch writes every part's keys at their places. A row's scores are read from HBM once and then, where all rows
+fit, from the L2. Ranks that choose together do not guess.
 
 Counting by four bits takes no atomics and no votes (`tl.histogram` takes eight of them a key for 256 bins): a number
 of 64 bits has room for sixteen counters of eight keys. What a launch takes is first of all the wait for a tile's pages
@@ -35,6 +37,8 @@ _EVEN = tl.constexpr(0x0F0F0F0F0F0F0F0F)  # every other counter
 # Where counts of the second digit and of low bytes begin, of a row and of its parts; those of the first are at 0. Then
 # what the last launch needs of a row's first two. A part's counts of low bytes become counts of keys that reach each.
 _SECOND, _LOW, _FOUND, _SIZE = tl.constexpr(16), tl.constexpr(32), tl.constexpr(288), tl.constexpr(320)
+# Of a row alone, what the guess has counted: its codes, keys above them, keys that reach them. 0 between calls.
+_GUESSED, _ABOVE, _ROW = tl.constexpr(320), tl.constexpr(576), tl.constexpr(640)
 
 
 @triton.jit
@@ -182,23 +186,23 @@ def _select_tokens_kernel(
     key_scores, weights, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
     row_counts, part_counts, all_counts, equals_before, of_all, overflow, layer_stride, plane_stride, page_stride,
     head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail,
-    STAGE: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr, WEIGHTED: tl.constexpr,
-    PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-    TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if STAGE % 2 == 1:  # What was read last is still in the L2.
         row = tl.num_programs(1) - 1 - row
     b = row // HEADS % B
-    if STAGE == 0:
+    if STAGE == 0 or GUESS:
         wait_for_predecessor(PDL)
     n, k, room = tl.load(known + b), tl.load(of_all + b), tl.load(counts + b)
     sinks, windows, is_fresh = tl.load(sink_keys + b), tl.load(window_keys + b), tl.load(fresh + b).to(tl.int32)
     run = tl.cdiv(tl.cdiv(n, TILE), tl.num_programs(0)) * TILE
     begin = part * run
     end = tl.minimum(begin + run, n)
-    if STAGE > 0:  # What stands above is older than the first launch.
+    if STAGE > 0 and not GUESS:  # What stands above is older than the first launch.
         wait_for_predecessor(PDL)
     if (begin >= end) & (part > 0):
         return
@@ -206,8 +210,8 @@ def _select_tokens_kernel(
     pages = score_tables + b * score_tables_b
     blocks = block_tables + b * block_tables_b
     table += row // HEADS // B * table_layer + row % (HEADS * B) * width
-    row_counts += row * _SIZE
-    all_counts += row * _SIZE  # of all ranks that choose together
+    row_counts += row * _ROW
+    all_counts += row * _ROW  # of all ranks that choose together
     part_counts += (row * tl.num_programs(0) + part) * _SIZE
     if WEIGHTED:
         weights += b * PLANES
@@ -215,29 +219,47 @@ def _select_tokens_kernel(
     v = tl.arange(0, 256)
 
     # What earlier launches have found.
+    guessed = tl.minimum(tl.maximum(tl.load(row_counts + _FOUND + 2) - 128, 0), 0xFF00)
+    if STAGE < 3 and not GUESS and not TOGETHER:
+        above = tl.load(row_counts + _ABOVE)
+        if (above < k) & (k <= tl.load(row_counts + _ABOVE + 1)):  # the guess was right
+            if STAGE == 0:
+                if part == 0:
+                    tl.store(row_counts + _LOW + v, tl.load(row_counts + _GUESSED + v))
+                    tl.store(row_counts + _FOUND, guessed)
+                    tl.store(row_counts + _FOUND + 1, k - above)
+            return
     if STAGE == 0:
         if part == 0:  # counts of the last call, which nobody reads any more
             tl.store(row_counts + _SECOND + d, d * 0)
             tl.store(row_counts + _LOW + v, v * 0)
-    if (STAGE == 1) | (STAGE == 2):
+    if STAGE == 1 or (STAGE == 2 and not GUESS):
         first, left, _ = _find(tl.load(all_counts + d), k)
     if STAGE <= 1:
         even = tl.zeros([TILE // 32], tl.int64)
         odd = tl.zeros([TILE // 32], tl.int64)
     elif STAGE == 2:
-        second, left, _ = _find(tl.load(all_counts + _SECOND + d), left)
-        high = first * 16 + second
-        if part == 0:
-            tl.store(row_counts + _FOUND, high)
-            tl.store(row_counts + _FOUND + 1, left)
+        if GUESS:
+            base = guessed
+        else:
+            second, left, _ = _find(tl.load(all_counts + _SECOND + d), left)
+            base = (first * 16 + second) * 256
+            if part == 0:
+                tl.store(row_counts + _FOUND, base)
+                tl.store(row_counts + _FOUND + 1, left)
+        higher = tl.zeros([TILE // 32], tl.int32)
         tl.store(part_counts + _LOW + v, v * 0)
         tl.debug_barrier()
     else:
         if part == 0:
             tl.store(row_counts + d, d * 0)  # for the next call
+            tl.store(row_counts + _GUESSED + v, v * 0)
+            tl.store(row_counts + _ABOVE + tl.arange(0, 2), tl.zeros([2], tl.int32))
             _write_tail(blocks, table + room, n, columns, tail, PAGE, 64)
         low, left, equals = _find(tl.load(all_counts + _LOW + v), tl.load(row_counts + _FOUND + 1))
-        threshold = tl.load(row_counts + _FOUND) * 256 + low
+        threshold = tl.load(row_counts + _FOUND) + low
+        if part == 0:
+            tl.store(row_counts + _FOUND + 2, threshold)
         if TOGETHER:  # of equals on several ranks those of the first
             equals = tl.load(row_counts + _LOW + low)
             left = tl.minimum(tl.maximum(left - tl.load(equals_before + row * 256 + low), 0), equals)
@@ -274,8 +296,10 @@ def _select_tokens_kernel(
         elif STAGE == 1:
             eights = _eights(x, x >> 12 == first, 8, TILE)
         elif STAGE == 2:  # few of the keys, as a rule, and no other program adds here
-            byte = tl.ravel(x, can_reorder=True) ^ (high << 8)
-            tl.atomic_add(part_counts + _LOW + byte, byte * 0 + 1, mask=byte < 256, sem="relaxed")
+            code = tl.ravel(x, can_reorder=True) - base
+            inside = (code >= 0) & (code < 256)
+            tl.atomic_add(part_counts + _LOW + code, code * 0 + 1, mask=inside, sem="relaxed")
+            higher += tl.sum(tl.reshape((code > 255).to(tl.int32), [TILE // 32, 32], can_reorder=True), 1)
         else:
             x = tl.reshape(x, [STEP // 8, 8])
             chosen = (x > bound).to(tl.int32)
@@ -296,23 +320,26 @@ def _select_tokens_kernel(
     # What this launch has found.
     if STAGE <= 1:
         found = _counts_of(even, odd)
-        tl.store(part_counts + STAGE * _SECOND + d, found)
         tl.atomic_add(row_counts + STAGE * _SECOND + d, found, mask=found > 0, sem="relaxed")
     elif STAGE == 2:
         tl.debug_barrier()
         found = tl.load(part_counts + _LOW + v, cache_modifier=".cg")  # all, before any is overwritten
         tl.debug_barrier()
-        beyond = tl.sum(tl.where(d > first, tl.load(part_counts + d), 0), 0)
-        beyond += tl.sum(tl.where(d > second, tl.load(part_counts + _SECOND + d), 0), 0)
+        beyond = tl.sum(higher, 0)
         tl.store(part_counts + _LOW + v, beyond + tl.cumsum(found, 0, reverse=True))
         tl.store(part_counts + _LOW + 256, beyond)
-        tl.atomic_add(row_counts + _LOW + v, found, mask=found > 0, sem="relaxed")
+        if GUESS:
+            tl.atomic_add(row_counts + _GUESSED + v, found, mask=found > 0, sem="relaxed")
+            tl.atomic_add(row_counts + _ABOVE, beyond, sem="relaxed")
+            tl.atomic_add(row_counts + _ABOVE + 1, beyond + tl.sum(found, 0), sem="relaxed")
+        else:
+            tl.atomic_add(row_counts + _LOW + v, found, mask=found > 0, sem="relaxed")
 
 
 @cache
 def _workspace(device: torch.device, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of each row, of which the first 16 are 0 between calls, and of each of its parts."""
-    row_counts = torch.zeros(rows, _SIZE.value, dtype=torch.int32, device=device)
+    """Counts of each row, of which some are 0 between calls and one is the last call's k-th score, and of its parts."""
+    row_counts = torch.zeros(rows, _ROW.value, dtype=torch.int32, device=device)
     return row_counts, torch.empty(rows, parts, _SIZE.value, dtype=torch.int32, device=device)
 
 
@@ -389,7 +416,7 @@ def select_tokens(
     if together is not None:
         all_counts = torch.empty_like(row_counts)
         assert of_all.is_contiguous() and of_all.dtype == torch.int32 and of_all.shape == (B,)
-    for stage in range(STAGES):
+    for stage, guess in [(2, True)] * (together is None) + [(stage, False) for stage in range(STAGES)]:
         if stage and together is not None:  # what each rank has counted in the launch before
             begin = (0, _SECOND.value, _LOW.value)[stage - 1]
             digits = slice(begin, begin + (256 if stage == 3 else 16))
@@ -399,9 +426,8 @@ def select_tokens(
         _select_tokens_kernel[parts, rows](
             scores, weights, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
             all_counts, equals_before, of_all, overflow, *scores.stride()[:4], score_tables.stride(0),
-            block_tables.stride(0),
-            table.stride(0), B, columns, width, tail,
-            STAGE=stage, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads, WEIGHTED=weights is not None,
-            PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE, BLOCK_PARTS=triton.next_power_of_2(parts),
-            TOGETHER=together is not None, num_warps=4, **overlapped(scores),
+            block_tables.stride(0), table.stride(0), B, columns, width, tail,
+            STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads,
+            WEIGHTED=weights is not None, PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE,
+            BLOCK_PARTS=triton.next_power_of_2(parts), TOGETHER=together is not None, num_warps=4, **overlapped(scores),
         )  # fmt: skip

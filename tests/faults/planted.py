@@ -728,6 +728,16 @@ FAULTS = [
         ("tests/e2e/test_sparse_drafts.py::test_drafts_that_read_every_key_all_hold",),
     ),
     Fault(
+        "a guess that nobody looks at", "kernels/sparse/select_tokens.py",
+        "if (above < k) & (k <=", "if (above >= 0) & (k <=",
+        ("tests/kernels/test_select_tokens.py::test_what_the_call_before_found_is_a_guess",),
+    ),
+    Fault(
+        "a right guess whose counts are lost", "kernels/sparse/select_tokens.py",
+        "tl.load(row_counts + _GUESSED + v))", "v * 0)",
+        ("tests/kernels/test_select_tokens.py::test_what_the_call_before_found_is_a_guess",),
+    ),
+    Fault(
         "keys of the parts before count twice", "kernels/sparse/select_tokens.py",
         "other=0) - beyond\n", "other=0)\n",
         ("tests/kernels/test_select_tokens.py::test_choices",),

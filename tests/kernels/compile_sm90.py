@@ -293,15 +293,10 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 
 def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
-    """Four launches, of one plane and of several, alone and with the best of the keys before."""
+    """A guess and four launches, of one plane and of several, alone and with the best of the keys before."""
     tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK": 1, "BLOCK_PARTS": 64, "PDL": True}
-    for stage, planes, reach in [(stage, 1, 0) for stage in range(4)] + [
-        (0, 2, 0),
-        (1, 2, 0),
-        (3, 2, 0),
-        (1, 1, 8),
-        (3, 1, 16),
-    ]:
+    plain = [(stage, 1, 0) for stage in range(4)]
+    for stage, planes, reach in [*plain, (0, 2, 0), (1, 2, 0), (3, 2, 0), (1, 1, 8), (2, 1, 8), (3, 1, 16)]:
         one = {
             "STAGE": stage,
             "PLANES": planes,
@@ -310,7 +305,14 @@ def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[
             "REACH": reach,
             "TOGETHER": planes > 1,
         }
-        yield "select-tokens", torch.bfloat16, _select_tokens_kernel, tile | one, {"num_warps": 4}
+        for guess in (False, True)[: 1 + (stage == 2)]:
+            yield (
+                "select-tokens",
+                torch.bfloat16,
+                _select_tokens_kernel,
+                tile | one | {"GUESS": guess},
+                {"num_warps": 4},
+            )
 
 
 def verify_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:

@@ -163,6 +163,17 @@ def test_a_call_leaves_nothing_to_the_next(shape: str, device: torch.device) -> 
         check(c)
 
 
+def test_what_the_call_before_found_is_a_guess(device: torch.device) -> None:
+    """The same scores again, then some a little and some far above or below, and all alike."""
+    c = case("few", device)
+    first = c["scores"].clone()
+    for factor in (1, 1, 1.05, 1, 0.95, 4, 0.1, -1, -1, 0, 0, 1):
+        c["scores"].copy_(first * factor)
+        c["table"].fill_(-7)
+        select_tokens(**c)
+        check(c)
+
+
 @OPS
 def test_of_equals_the_latest(op: Any, device: torch.device) -> None:
     c = case("few", device, torch.zeros(120))
