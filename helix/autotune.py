@@ -32,15 +32,23 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
         runner.drafter.catch_up(state)
 
 
+def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:
+    """Into how many chunks steps of `rows` rows may be cut: one number, but where that is `auto`."""
+    if runner.hopb != "auto" or runner.layout.kvp == 1 or not runner.comm.capturable:
+        return [runner.chunks(rows)]
+    return [1, *(n for n in CHUNKS if n <= rows)]
+
+
 def choose_chunks(runner: ModelRunner, rows: int) -> None:
     """Chooses the chunks of steps of `rows` rows where that is `auto`, by timing at the slots' present lengths.
 
     On a CPU, which does one thing at a time, there is nothing to choose.
     """
-    if runner.hopb != "auto" or runner.layout.kvp == 1 or rows < min(CHUNKS) or not runner.comm.capturable:
+    _, *more = tried_chunks(runner, rows)
+    if not more:
         return
     best, least = 1, (1 - GAIN) * step_seconds(runner, rows, runner.drafts, 1)
-    for chunks in (n for n in CHUNKS if n <= rows):
+    for chunks in more:
         seconds = step_seconds(runner, rows, runner.drafts, chunks)
         if runner.comm.broadcast_object(seconds >= least):
             break  # more chunks cost more launches: where these do not pay, others will not

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from helix.autotune import choose_chunks, fill, step_seconds
+from helix.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.block_tables import BlockTables
 from helix.buffers import doubling_depth
 from helix.config import ServeConfig
@@ -25,6 +25,7 @@ from helix.model_runner import ModelRunner, StepTokens
 from helix.pages import PagePool
 from helix.prefill_time import PrefillTime
 from helix.prefix import PrefixTree
+from helix.rehearsal import rehearse
 from helix.request import Delta, Output, Request
 from helix.scheduler import Scheduler
 from helix.serving import Serving
@@ -127,23 +128,39 @@ class Engine:
         yield from self._call(lambda: self._deltas(inbox or Inbox()), self.timeout_s)
 
     @torch.inference_mode()
-    def warm_up(self, variants: Iterable[tuple[bool, bool, bool]]) -> None:
+    def warm_up(
+        self, variants: Iterable[tuple[bool, bool, bool]], mark: Callable[[str], None] = lambda phase: None
+    ) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
 
         Args:
             variants: (stochastic, filtered, shaped) of the sampling to come; the same on every rank.
+            mark: called where a phase ends, with its name.
         """
+        runner = self.runner
+        tokens = self._pages * runner.placement.stripes.page_tokens
+        sizes = sorted({min(1 << slot.bit_length(), runner.max_batch) for slot in range(runner.max_batch)})
+        first = runner.policy.from_tokens
+        sparse = [False] if first is None else [True] if first == 0 else [False, True]
+        kinds = [(drafts, *v[:2], s, v[2]) for v, drafts, s in product(sorted(set(variants)), self.draft_sizes, sparse)]
+        if runner.device.type == "cuda":
+            chunk = max(min(self.prefill_chunk, tokens - 1, runner.max_length - 1), 1)
+            steps = (
+                (rows, drafts, stochastic, filtered, sparse, chunks, shaped)
+                for rows, (drafts, stochastic, filtered, sparse, shaped) in product(sizes, kinds)
+                for chunks in tried_chunks(runner, rows)
+            )
+            rehearse(runner, sorted({min(2, chunk), chunk}), steps)
+            mark("compile")
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
-        runner = self.runner
-        # What was timed while kernels were compiled says nothing.
+        # What was timed meanwhile says nothing.
         self._times = PrefillTime(doubling_depth(runner.model.spec))
         self.tables = self._empty_tables()  # what follows writes to any page
+        mark("first_request")
         if runner.graphs is None:
             return
-        sizes = {min(1 << slot.bit_length(), runner.max_batch) for slot in range(runner.max_batch)}
-        tokens = self._pages * runner.placement.stripes.page_tokens
-        for rows in sorted(sizes):
+        for rows in sizes:
             fill(runner, rows, max(1, min(runner.max_length, tokens // rows)) - 1)
             choose_chunks(runner, rows)
             if len(self.draft_sizes) > 1:
@@ -151,13 +168,11 @@ class Engine:
                 for drafts in self.draft_sizes:
                     self.step_seconds[rows, drafts] = step_seconds(runner, rows, drafts, chunks, kept=True)
             fill(runner, 0, 0)
-            begin = runner.policy.from_tokens
-            kinds = [False] if begin is None else [True] if begin == 0 else [False, True]
-            for variant, drafts, sparse in product(sorted(set(variants)), self.draft_sizes, kinds):
-                stochastic, filtered, shaped = variant
+            for kind in kinds:
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                    runner.decode(rows, drafts, stochastic, filtered, sparse, shaped)
+                    runner.decode(rows, *kind)
         torch.cuda.synchronize()
+        mark("capture")
 
     def close(self) -> None:
         """Gives captured steps and memory of the host up; to be called before the communicator is closed."""

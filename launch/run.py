@@ -126,7 +126,7 @@ def _run_rank(job: Job, config: Config) -> int:
 
     module = WORK[config.bench.kind] if config.serve.socket is None else SERVING
     work: Callable[[Task], Done] = import_module(module).run
-    measured, refused = work(Task(plan, comm, job.backend, load, tokenizer, results, console))
+    measured, refused = work(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()
     if job.leads and config.record is not None:

@@ -36,8 +36,9 @@ def run(task: Task) -> Done:
         console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
     if (warning := of_short_chunks(config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
         console.note(warning)
+    task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(variants)
+        engine.warm_up(variants, task.phases.mark)
     engine.on_prefill = console.prefill
     refused = 0
     for output in _outputs(engine, requests, refusals):

@@ -15,6 +15,7 @@ LAUNCHER = "HELIX_LAUNCHER"  # variable of ranks, and of a server's launcher: th
 BEAT_S = 1.0
 STOPPED_S = 10.0  # a process that is stopped for so long holds up the others for good
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+STARTED = 19  # in a process's `status`: when it started, in ticks since the host did
 
 
 def hold() -> None:
@@ -36,11 +37,20 @@ def status(pid: int) -> list[str]:
         return []
 
 
+def age_s(pid: int) -> float | None:
+    """Seconds since a process of this host started; None where Linux does not say."""
+    try:
+        began = int(status(pid)[STARTED]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - began
+    except (OSError, IndexError):
+        return None
+
+
 def identity(pid: int) -> str:
     """Names a process of this host, and no later one of the same number; empty where nobody can say."""
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{host} {os.readlink('/proc/self/ns/pid')} {pid} {status(pid)[19]}"  # 19: when it started
+        return f"{host} {os.readlink('/proc/self/ns/pid')} {pid} {status(pid)[STARTED]}"
     except (OSError, IndexError):
         return ""
 

@@ -27,17 +27,25 @@ from helix.request import Output
 from helix.timings import Timings
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
+from launch.job.lifeline import age_s
 from launch.job.membership import Job
 
 FILE_WIDTH = 120  # characters of a line that no terminal cuts
 
 
 class Phases:
-    """Seconds of a run's phases, one after the other."""
+    """Seconds of a run's phases, one after the other; on Linux from the start of the process that started the ranks."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        launcher, own = age_s(os.getppid()), age_s(os.getpid())
+        if launcher is not None and own is not None:
+            self.seconds |= {"launcher_s": round(launcher - own, 6), "imports_s": round(own, 6)}
         self._last = time.perf_counter()
+
+    def __str__(self) -> str:
+        parts = (f"{name.removesuffix('_s').replace('_', ' ')} {s:.1f}" for name, s in self.seconds.items() if s > 0.05)
+        return f"{sum(self.seconds.values()):.1f} s ({', '.join(parts)})"
 
     def mark(self, name: str) -> None:
         """Ends the phase `name`, which began where the last one ended."""

@@ -45,8 +45,10 @@ def run(task: Task) -> Done:
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
     if (warning := of_short_chunks(plan.config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
         task.console.note(warning)
+    task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(VARIANTS)
+        engine.warm_up(VARIANTS, task.phases.mark)
+    task.console.note(f"ready after {task.phases}")
     path = plan.config.model.path
     serve(engine, inbox, link, None if path is None else Path(path).resolve())
     return {}, 0

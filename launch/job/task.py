@@ -11,7 +11,7 @@ from helix.models import Decoder
 from helix.speculation import DraftModel
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.prompts import ResultFile
-from launch.job.report import Console
+from launch.job.report import Console, Phases
 
 # What the record says of the work, and how many requests were refused.
 Done = tuple[dict[str, Any], int]
@@ -26,6 +26,7 @@ class Task:
         load: loads the model, and the draft model where the plan has one; called on all ranks, or on none.
         tokenizer: rank 0's; None where the model has none.
         results: rank 0's, of a job that decodes; None elsewhere.
+        phases: of the job so far.
     """
 
     plan: CheckedRun
@@ -35,3 +36,4 @@ class Task:
     tokenizer: Any | None
     results: ResultFile | None
     console: Console
+    phases: Phases

@@ -335,8 +335,9 @@ def run(task: Task) -> Done:
     for tensor in engine.runner.cache.tensors:
         for layer in tensor:
             layer.normal_()
+    task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up({(False, False, False)})
+        engine.warm_up({(False, False, False)}, task.phases.mark)
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in plan.config.bench.traces or TRACES:

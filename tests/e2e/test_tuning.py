@@ -22,6 +22,7 @@ from helix.loading import Checkpoint
 from helix.models import Decoder
 from launch.inputs.preflight import preflight
 from launch.inputs.prompts import read_prompts, to_request
+from launch.job.report import Phases
 from launch.job.task import Task
 from launch.measure import tuning
 from launch.measure.tuning_steps import Measured, Way
@@ -76,7 +77,7 @@ def task(config: Config, world: LoopbackWorld, rank: int) -> Task:
 
     results: Any = SimpleNamespace(remaining=plan.prompts) if rank == 0 and plan.prompts else None
     console: Any = Silent()
-    return Task(plan, comm, "loopback", load, None, results, console)
+    return Task(plan, comm, "loopback", load, None, results, console, Phases())
 
 
 def model(layout: HelixLayout, comm: Any) -> Decoder:

@@ -16,13 +16,24 @@ from tests.kernels.compile_sm90 import cases
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(240)
-def test_sm_90() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.kernels.compile_sm90"]
+def output(program: str, **more: str) -> str:
+    """What a program of the tests prints, whose kernels are compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)} | more
+    command = [sys.executable, "-m", f"tests.kernels.{program}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing(tmp_path: Path) -> None:
+    assert output("compile_ahead", TRITON_CACHE_DIR=str(tmp_path)).split() == ["0", "4", "0.0"]
+    assert len(list(tmp_path.rglob("*.cubin"))) == 4, "the next process finds them"
+
+
+@pytest.mark.timeout(240)
+def test_sm_90() -> None:
+    printed = output("compile_sm90")
+    lines = [line.split() for line in printed.splitlines()]
     assert len(lines) == len(list(cases()))
     # A spilled accumulator shows as a stack frame of more than a few registers. fp32 is there to be compared with, not
     # to be fast: it only has to compile. MLA's 64 rows take half of all registers for the accumulator (512 bytes a
@@ -30,7 +41,7 @@ def test_sm_90() -> None:
     most = {"mla-decode-64": 384, "mla-prefill-64": 384, "mla-decode-sm90": 64, "mla-decode-few-sm90": 64}
     # Where scores go, kept beside 128 rows of queries; and a sum for each of eight queries.
     most |= {"decode-collects-all": 96, "decode-collects-each": 24, "prefill-sm90": 24}
-    assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > most.get(line[0], 16)] == [], done.stdout
+    assert [line for line in lines if line[1] == "bf16" and int(line[-1]) > most.get(line[0], 16)] == [], printed
     # Attention starts while programs of its predecessor still take room (kernels/attention/kv_append.py,
     # kernels/mla/append.py): as many of its own must fit an SM as are meant for it, eight warps' worth, or of latents
     # one.

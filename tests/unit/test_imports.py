@@ -29,7 +29,7 @@ KERNELS_LIBRARIES = {"torch", "triton"}
 # Inside a package, a room (a folder, or a file beside the folders) imports only from levels before its own, or itself.
 LEVELS = {
     "kernels": [
-        {"dispatch", "hot_blocks", "overlap", "paged_keys", "sm90"},
+        {"ahead", "dispatch", "hot_blocks", "overlap", "paged_keys", "sm90"},
         {"reference"},
         {"attention"},
         {"mla", "peers", "sparse", "tier"},
@@ -49,6 +49,7 @@ LEVELS = {
         {"timings"},
         {"model_runner"},
         {"autotune", "serving"},
+        {"rehearsal"},
         {"engine"},
         {"build"},
         {"llm"},

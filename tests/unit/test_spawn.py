@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch.job import spawn
+from launch.job.lifeline import age_s
+from launch.job.report import Phases
 from launch.job.spawn import JobError, cause, heard
 
 
@@ -48,6 +50,23 @@ def test_rows_come_while_a_job_measures(
     assert next(rows) == {"b": 2}
     rows.close()
     assert time.monotonic() - begin < 30
+
+
+def test_how_long_a_process_is_there_begins_with_its_start() -> None:
+    before = age_s(os.getpid())
+    time.sleep(0.05)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as young:
+        ages = age_s(os.getpid()), age_s(young.pid)
+        young.kill()
+    assert before is not None and None not in ages and ages[0] > before > 0 and 0 <= ages[1] < ages[0]
+    assert age_s(1 << 30) is None
+
+
+def test_phases_are_told_with_what_went_before() -> None:
+    phases = Phases()
+    assert [*phases.seconds] == ["launcher_s", "imports_s"]
+    phases.seconds = {"imports_s": 2.0, "first_request_s": 1.25, "build_s": 0.01}
+    assert str(phases) == "3.3 s (imports 2.0, first request 1.2)"
 
 
 def test_the_surest_cause_is_named() -> None:

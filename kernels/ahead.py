@@ -1,0 +1,49 @@
+"""Kernels compiled side by side before they are wanted, instead of one by one as they are launched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import AsyncCompileMode
+from triton.runtime.jit import JITFunction
+
+EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
+
+
+@contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Within, no Triton kernel is launched: those that would be are compiled, by this process's share of the cores.
+
+    What they would have written stays as it was, in new tensors zero, which is a valid index; all else happens. When
+    the context ends, all are compiled. Most of a compilation lets other threads run (Triton 3.6 and 3.7).
+
+    Raises:
+        Exception: what the compiler raised.
+    """
+    launch = JITFunction.run
+
+    def prepare(self: JITFunction, *args: Any, **options: Any) -> Any:
+        return launch(self, *args, **options | {"warmup": True})
+
+    share = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)  # there is a process for each GPU
+    with ThreadPoolExecutor(max(share, 1)) as threads, AsyncCompileMode(threads):
+        JITFunction.run = prepare
+        try:
+            with _Zeros():
+                yield
+        finally:
+            JITFunction.run = launch
+
+
+class _Zeros(TorchDispatchMode):
+    """New tensors that nothing is written to are zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        return result.zero_() if func.overloadpacket in EMPTY else result

@@ -1,0 +1,72 @@
+"""A rehearsal meets every kernel of what follows, launches none, and changes nobody's tokens."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from triton.runtime.interpreter import InterpretedFunction
+
+from comm.loopback import LoopbackWorld
+from helix.kv_cache import BlockBudget
+from helix.layout import HelixLayout
+from helix.rehearsal import rehearse
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.speculation import DraftBudget, NgramDrafter
+from kernels import dispatch
+from kernels.ahead import compiled_ahead
+from tests.e2e.checkpoints import checkpoint, oracle
+from tests.e2e.parity import ModelDrafts, SelfDrafts, Sparse, build_engine
+from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("gpt-oss", {}),
+        ("deepseek-v3-yarn", dict(drafter=NgramDrafter(3, 2))),
+        ("qwen2", dict(drafter="model")),
+        ("qwen2", dict(drafter=SelfDrafts(2, DraftBudget(sparsity=0.2)))),
+        ("qwen2", dict(sparse=Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local"))),
+    ],
+)
+def test_nothing_is_launched_and_nothing_remains(
+    family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, layout = LoopbackWorld(1), HelixLayout.create()
+    if options.get("drafter") == "model":
+        draft = ModelDrafts(checkpoint("qwen2-windowed-tied"), layout, LoopbackWorld(1).communicator(0, [0]), 2)
+        options = dict(drafter=draft)
+    e = build_engine(
+        checkpoint(family), layout, world.communicator(0, [0]), 16, max_length=192, prefill_chunk=24, **options
+    )
+    met, launched = set[str](), set[str]()
+
+    def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        (met if warmup else launched).add(kernel.__name__)
+
+    draws = (False, False), (True, False), (True, True)
+    sparse = [False] if e.runner.policy.from_tokens is None else [False, True]
+    steps = [
+        (rows, drafts, *draw, sparsely, 1, shaped)
+        for rows, drafts, draw, sparsely, shaped in product((1, 4), e.draft_sizes, draws, sparse, (False, True))
+    ]
+    sampling = SamplingParams(temperature=1.0, top_k=3, presence_penalty=1.0)
+    short = [Request("plain", (1, 2), 3), Request("shaped", (1, 2), 3, sampling)]
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "on_gpu", lambda t: True)
+        patch.setattr(InterpretedFunction, "run", run)
+        patch.setattr("kernels.ahead.JITFunction", InterpretedFunction)
+        rehearse(e.runner, (2, 24), steps)
+        assert InterpretedFunction.run is run
+        rehearsed = set(met)
+        with compiled_ahead():  # or what is not computed would be tokens
+            assert sum(o.finish_reason == "length" for o in e.generate(short)) == 2
+    assert launched == set() and met == rehearsed and len(met) > 12, (met, rehearsed, launched)
+    if "sparse" not in options:  # it reads a part: transformers says something else
+        wanted = oracle(family, MOE_LENGTHS, MOE_TOKENS)
+        requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
+        tokens = {o.id: o.output_ids for o in e.generate(requests)}
+        assert [tokens[i] for i in range(len(wanted))] == [c.tokens for c in wanted]
