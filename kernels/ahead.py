@@ -32,13 +32,22 @@ def compiled_ahead() -> Iterator[None]:
         return launch(self, *args, **options | {"warmup": True})
 
     share = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)  # there is a process for each GPU
-    with ThreadPoolExecutor(max(share, 1)) as threads, AsyncCompileMode(threads):
+    with ThreadPoolExecutor(max(share, 1)) as threads, _Once(threads):
         JITFunction.run = prepare
         try:
             with _Zeros():
                 yield
         finally:
             JITFunction.run = launch
+
+
+class _Once(AsyncCompileMode):
+    """Triton 3.6 would look up what a kernel compiles to at each launch until all are compiled."""
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+        kernel = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(kernel)  # it stands for the kernel from now on
+        return kernel
 
 
 class _Zeros(TorchDispatchMode):
