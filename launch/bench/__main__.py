@@ -28,6 +28,7 @@ from launch.bench import (
     sparse,
     sparse_costs,
     speculate,
+    start,
     steps,
     tier,
     tier_needles,
@@ -66,6 +67,7 @@ BENCHMARKS = {
     "prefill-kernels": prefill.KERNELS_ALONE,
     "serve": serve.BENCHMARK,
     "serve-http": http.BENCHMARK,
+    "start": start.BENCHMARK,
     "hopb": hopb.BENCHMARK,
 }
 KEYS: dict[str, tuple[Callable[[str], Any], str]] = {

@@ -157,14 +157,17 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
     return written
 
 
-def rows(overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(overrides: Sequence[str], **variables: str) -> Iterator[dict[str, Any]]:
     """What a job measures, as it measures it: lines of JSON that it prints, beside others that the terminal shows.
+
+    Args:
+        variables: of its environment.
 
     Raises:
         JobError: it failed.
     """
     command = [sys.executable, "-u", str(ENTRY), *overrides]
-    environment = os.environ | {LAUNCHER: str(os.getpid())}
+    environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
     with heard() as lines, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as job:
         assert job.stdout is not None
         try:
