@@ -129,12 +129,17 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(
-        self, variants: Iterable[tuple[bool, bool, bool]], mark: Callable[[str], None] = lambda phase: None
+        self,
+        variants: Iterable[tuple[bool, bool, bool]],
+        later: Iterable[tuple[bool, bool, bool]] = (),
+        mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
 
         Args:
             variants: (stochastic, filtered, shaped) of the sampling to come; the same on every rank.
+            later: of sampling that may come: steps whose kernels are compiled now, and which are captured when they run
+                for the second time. Who decodes then waits for it, as long as two steps take to be launched.
             mark: called where a phase ends, with its name.
         """
         runner = self.runner
@@ -142,12 +147,15 @@ class Engine:
         sizes = sorted({min(1 << slot.bit_length(), runner.max_batch) for slot in range(runner.max_batch)})
         first = runner.policy.from_tokens
         sparse = [False] if first is None else [True] if first == 0 else [False, True]
-        kinds = [(drafts, *v[:2], s, v[2]) for v, drafts, s in product(sorted(set(variants)), self.draft_sizes, sparse)]
+        kinds, more = (
+            [(drafts, *v[:2], s, v[2]) for v, drafts, s in product(sorted(set(of)), self.draft_sizes, sparse)]
+            for of in (variants, later)
+        )
         if runner.device.type == "cuda":
             chunk = max(min(self.prefill_chunk, tokens - 1, runner.max_length - 1), 1)
             steps = (
                 (rows, drafts, stochastic, filtered, sparse, chunks, shaped)
-                for rows, (drafts, stochastic, filtered, sparse, shaped) in product(sizes, kinds)
+                for rows, (drafts, stochastic, filtered, sparse, shaped) in product(sizes, [*kinds, *more])
                 for chunks in tried_chunks(runner, rows)
             )
             rehearse(runner, sorted({min(2, chunk), chunk}), steps)

@@ -38,7 +38,7 @@ def run(task: Task) -> Done:
         console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(variants, task.phases.mark)
+        engine.warm_up(variants, mark=task.phases.mark)
     engine.on_prefill = console.prefill
     refused = 0
     for output in _outputs(engine, requests, refusals):

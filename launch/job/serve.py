@@ -26,9 +26,9 @@ from launch.job.grammar import Grammars
 from launch.job.task import Done, Task
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
 
-DRAWS = ((False, False), (True, False), (True, True))
-# Steps that are captured: greedy, drawn, drawn from the likeliest tokens; each also with what requests want of logits.
-VARIANTS = {(stochastic, filtered, shaped) for stochastic, filtered in DRAWS for shaped in (False, True)}
+# Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
+PLAIN = {(False, False, False), (True, False, False), (True, True, False)}
+SHAPED = {(stochastic, filtered, True) for stochastic, filtered, _ in PLAIN}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes on their way to it
 PIECE = 1 << 20  # bytes read at a time
@@ -47,7 +47,7 @@ def run(task: Task) -> Done:
         task.console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up(VARIANTS, task.phases.mark)
+        engine.warm_up(PLAIN, SHAPED, task.phases.mark)
     task.console.note(f"ready after {task.phases}")
     path = plan.config.model.path
     serve(engine, inbox, link, None if path is None else Path(path).resolve())

@@ -337,7 +337,7 @@ def run(task: Task) -> Done:
             layer.normal_()
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up({(False, False, False)}, task.phases.mark)
+        engine.warm_up({(False, False, False)}, mark=task.phases.mark)
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in plan.config.bench.traces or TRACES:

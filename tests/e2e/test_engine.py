@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -406,3 +407,16 @@ def test_what_is_measured() -> None:
         return int(np.abs(held - timings.kv_tokens).sum())
 
     assert min(map(lacking, itertools.product(range(3), repeat=2))) <= 4
+
+
+def test_steps_that_may_come_are_captured_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every batch size, those that will come run twice, once eagerly and once captured; the others not yet."""
+    e, ran, marks = alone(max_batch=3, drafter=NgramDrafter(1, 2), adaptive=False), [], list[str]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    e.runner.graphs = SimpleNamespace(run=lambda *key: ran.append(key) or e.runner.step(*key))  # type: ignore[assignment]
+    for tensor in e.runner.cache.tensors:
+        tensor.zero_()
+    e.warm_up({(False, False, False)}, {(False, False, True)}, marks.append)
+    assert marks == ["first_request", "capture"]
+    ran = ran[-6:]  # behind those of the first request
+    assert ran == [(rows, 1, False, False, False, 1, False) for rows in (1, 2, 3) for _ in range(2)]
