@@ -410,7 +410,7 @@ def test_what_is_measured() -> None:
 
 
 def test_steps_that_may_come_are_captured_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every batch size, those that will come run twice, once eagerly and once captured; the others not yet."""
+    """Steps that will come run twice of every batch size, eagerly and captured; the others not yet."""
     e, ran, marks = alone(max_batch=3, drafter=NgramDrafter(1, 2), adaptive=False), [], list[str]()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     e.runner.graphs = SimpleNamespace(run=lambda *key: ran.append(key) or e.runner.step(*key))  # type: ignore[assignment]
