@@ -552,6 +552,18 @@ FAULTS = [
         "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
+        "a chunk carries the tokens before its own", "helix/scheduler.py", "s.tokens[s.prefilled : end])",
+        "s.tokens[: end - s.prefilled])", SCHEDULER,
+    ),
+    Fault(
+        "who looks back sees no prompt", "helix/scheduler.py", "if self._drafts or request.sampling.changes_logits",
+        "if request.sampling.changes_logits", SCHEDULER,
+    ),
+    Fault(
+        "a rehearsal launches", "kernels/ahead.py", 'options | {"warmup": True}', "options",
+        ("tests/kernels/test_compile.py::test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing",),
+    ),
+    Fault(
         "a heartbeat is left out", "helix/serving.py", "self._launch(Decision.nothing())", "pass",
         (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
     ),
