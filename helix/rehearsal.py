@@ -30,8 +30,8 @@ def rehearse(
         for count in prompts:
             pages = np.arange(runner.placement.stripes.pages_for(count), dtype=np.int32)
             tokens = np.zeros(count, dtype=np.int32)
-            admission = Admission("rehearsal", 0, tokens, 0, pages, count, count, SamplingParams())
-            segment = Segment(0, 0, count, last=True)
+            admission = Admission("rehearsal", 0, count, tokens, 0, pages, count, count, SamplingParams())
+            segment = Segment(0, 0, count, last=True, tokens=tokens)
             runner.execute(Decision(0, (), (), (admission,), (segment,), 0, 1, stochastic=False, filtered=False))
             runner.execute(Decision.nothing((0,)))
         for step in steps:

@@ -340,8 +340,8 @@ def select_blocks(
         q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table, report,
         counted, *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B,
         topk, width, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
-        BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)), num_stages=STAGES,
-        **item,
+        BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)),
+        num_stages=STAGES, **item,
     )  # fmt: skip
     if topk and T > 1:
         _choose_kernel[(N, heads)](
