@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import dispatch
-from kernels.attention.paged_tiles import attend_tiles, mean_query, tile_shape, tiles_read_whole
+from kernels.attention.paged_tiles import ROOMY, attend_tiles, mean_query, tile_shape, tiles_read_whole
 from kernels.attention.split_kv import PartialAttention, UnmergedAttention, item_at, schedule, store_item, workspace
 from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wait_for_predecessor
 from kernels.paged_keys import KeyScores, PagedKeys
@@ -109,7 +109,9 @@ def _flash_decode_kernel(
             counts = t < reading
             if COLLECT == "ends":
                 counts = counts & ((t == 0) | (t == reading - 1))
-            mean = mean_query(rows, counts) if COLLECT == "all" or COLLECT == "ends" else None
+            # For few rows of long heads adding up their scores takes fewer registers than one product more.
+            PRODUCT: tl.constexpr = (COLLECT == "all" or COLLECT == "ends") and (BLOCK_M > 64 or D <= ROOMY)
+            mean = mean_query(rows, counts) if PRODUCT else None
             to = kept + head * PAGE + tile_m * kept_plane
             to_pages = kept_table + b * kept_b
         else:

@@ -79,8 +79,9 @@ def attend_tiles(
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller promises that every
     row that matters reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages
     without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, a number for each key goes to page
-    `kept_pages[j]` of a plane of scores, for keys of page j: the score of the `mean` query, each query's mean over its
-    heads (COLLECT is each, `t` is each row's query), or the best of the rows that count (any), times `share`.
+    `kept_pages[j]` of a plane of scores, for keys of page j: the sum of the rows that count, by way of the `mean` query
+    where there is one; each query's sum over its heads (COLLECT is each, `t` is each row's query); or the best of the
+    rows that count (any); times `share`.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -118,6 +119,11 @@ def attend_tiles(
                 _score_each(scores, counts, share, t, to, kept_plane, live, T)
             elif COLLECT == "any":
                 found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
+            elif mean is None:
+                if COLLECT == "all":  # rows that do not count are zero
+                    found = tl.sum(scores, 0) * share
+                else:
+                    found = tl.sum(tl.where(counts[:, None], scores, 0.0), 0) * share
         # In one loop: a loop for each kind of tile starts its loads anew, and products wait for one another there.
         if HOLES or ((tile < full) | (tile >= full_stop)):
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
