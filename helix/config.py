@@ -173,7 +173,7 @@ class SpeculationConfig:
     gamma: int = 4
     adaptive: bool = True
     longest: int = 3
-    policy: str = "all"
+    policy: str = "any"
     sparsity: float = 0.07
     recent: float = 0.5
     reach: int = 8

@@ -65,7 +65,7 @@ class DraftBudget:
         together: one choice over all ranks of a kvp group; each has room for twice its share, or for LEAST_KEYS.
     """
 
-    policy: str = "all"
+    policy: str = "any"
     sparsity: float = 0.07
     recent: float = 0.5
     reach: int = 0

@@ -40,7 +40,7 @@ MEASURED = [
 PARTS = {
     "draft": r"^_(replay|find|propose|draft_ranges|select_tokens)_kernel",
     "attention": r"^_(kv_append|flash_decode|merge_parts|mla_\w+|angles|local_bounds|cache_slots)_kernel"
-    r"|^_(select_blocks|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
+    r"|^_(select_blocks|choose|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
     "exchange": r"^_((merge_)?exchange|lse_combine)_kernel|ncclDevKernel_SendRecv",
     "projections": r"^_(embedding|rms_norm|linear(_sm90)?|qkv_append|each_head|silu_mul|route|moe_sm90)_kernel"
     r"|^_((gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",

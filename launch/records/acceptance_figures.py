@@ -13,6 +13,7 @@ from launch.records.rows import Row
 from launch.records.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Style, legend, panels, short
 
 POLICIES: dict[str, Style] = {
+    "any": {"label": "any", "color": BLUE, "marker": "h"},
     "all": {"label": "all", "color": BLUE, "marker": "o"},
     "c2q": {"label": "c2q", "color": ORANGE, "marker": "s"},
     "last": {"label": "last", "color": RED, "marker": "v"},

@@ -9,8 +9,8 @@ from launch.records.columns import Columns, lines
 from launch.records.rows import Row, results
 
 OF_KEYS = f"{', '.join(f'{keys:,}' for keys in BUDGETS)} chosen keys"
-# What names a row among all that were recorded.
-KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks", "hot")
+# What names a row among all that were recorded. Texts are this repository's sources, which change: see `SOURCES`.
+KEY = ("kind", "model", "length", "kvp", "choice", "policy", "haystack", "page", "score", "ranks", "hot", "commit")
 
 
 def _ranged(name: str) -> Callable[[Row], str]:
@@ -53,7 +53,8 @@ def _by_budget(what: str, name: str) -> Columns:
 MATCHED = ["dense", "window-640", "window-4736", "quest-64"]
 MATCHED += [f"{score}-{k}" for score in ("bounds", "mean", "mean_std") for k in (8, 32)]
 OUTSIDE = "outside of sink and window (95%)"
-TEXTS: Columns = {"text": lambda r: f"{r['windows']} x {r['length'] >> 10}K", "ranks": _ranks}
+SOURCES: Columns = {"texts of": lambda r: r["commit"][:7]}
+TEXTS: Columns = {"text": lambda r: f"{r['windows']} x {r['length'] >> 10}K", **SOURCES, "ranks": _ranks}
 POLICY: Columns = {
     "policy": lambda r: r["policy"],
     "keys": lambda r: "all" if r["keys"] is None else f"{r['keys']:,}",
@@ -68,6 +69,7 @@ STEPS: Columns = {
 }
 ANSWERS: Columns = {
     "haystack": lambda r: f"{r['haystack']}, {r['length'] >> 10}K",
+    **SOURCES,
     "ranks": _ranks,
     **POLICY,
     "found (95%)": lambda r: "{} of {} ({:.3f} to {:.3f})".format(r["hits"], r["count"], *r["hits_range"]),
@@ -136,11 +138,13 @@ def policies() -> list[str]:
     recorded = [r for r in results("fidelity", *KEY) if r["kvp"] == 1]
     texts = [r for r in recorded if r["kind"] == "text" and r["policy"] in MATCHED]
     lengths = sorted({r["length"] for r in texts})
-    texts = [r for r in texts if r["length"] in (lengths[0], lengths[-1])]
-    hits = {(r["length"], r["policy"]): r for r in recorded if r["kind"] == "needles" and r["haystack"] == "code"}
+    together = {r["commit"] for r in texts if r["policy"] != "dense"}  # texts on which these were compared
+    texts = [r for r in texts if r["length"] in (lengths[0], lengths[-1]) and r["commit"] in together]
+    needles_in_code = [r for r in recorded if r["kind"] == "needles" and r["haystack"] == "code"]
+    hits = {(r["commit"], r["length"], r["policy"]): r for r in needles_in_code}
 
     def found(r: Row) -> str:
-        needles = hits.get((r["length"], r["policy"]))
+        needles = hits.get((r["commit"], r["length"], r["policy"]))
         return "-" if needles is None else ANSWERS[OUTSIDE](needles)
 
     columns = {"text": TEXTS["text"], "policy": POLICY["policy"], "keys": POLICY["keys"]}

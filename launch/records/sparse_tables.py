@@ -50,10 +50,10 @@ def collecting() -> list[str]:
 
 def choosing() -> list[str]:
     """The choice of keys in all layers."""
-    lines = ["| layers | KV heads | sequences | choice | target |", "|---|---|---|---|---|"]
+    lines = ["| layers | KV heads | sequences | guessed right | never right | target |", "|---|---|---|---|---|---|"]
     for r in _kind("select", "layers", "kv_heads", "batch", "length"):
         point = f"{r['layers']} | {r['kv_heads']} | {r['batch']} x {_long(r['length'])}"
-        lines.append(f"| {point} | {r['us']:.0f} us | {r['target_us']:.0f} us |")
+        lines.append(f"| {point} | {r['us']:.0f} us | {r['missed_us']:.0f} us | {r['target_us']:.0f} us |")
     return lines
 
 

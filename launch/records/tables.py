@@ -35,7 +35,7 @@ RESULTS = [
         "acceptance",
     )
 ]
-PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", *RESULTS]
+PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", "docs/tiering.md", *RESULTS]
 
 
 def hopb(name: str = "hopb") -> list[str]:
