@@ -21,6 +21,8 @@ from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.write_back import write_back
 
+LISTS = 3  # of what has to come: for a choice, and for the guesses of two layers
+
 
 @dataclass(frozen=True, kw_only=True)
 class TieredLayer(LayerCache):
@@ -33,7 +35,9 @@ class TieredLayer(LayerCache):
         chunk: [1, n * Hkv, 2, page_size, D], pages of a prompt's chunk, for all layers in turn.
         pieces: like `chunk`: pages of what is before it.
         misses: what has to come, for all layers in turn.
+        ahead: what has to come for a guess, for the layers with an even index in turn, and for the others.
         counted: [2] int64: blocks chosen that had a place, and blocks that came.
+        counted_ahead: like `counted`, of guesses.
         ring_pages: of a sequence.
     """
 
@@ -43,7 +47,9 @@ class TieredLayer(LayerCache):
     chunk: Tensor
     pieces: Tensor
     misses: BlockList
+    ahead: BlockList
     counted: Tensor
+    counted_ahead: Tensor
     ring_pages: int
 
     @property
@@ -103,7 +109,8 @@ class TieredCache(KVCache):
         tensors: keys and values [layers, pages, page_size, Hkv, D] in host memory.
         hot: which blocks have a place, in all layers.
         places: [layers, places, 2, page_size, D].
-        counted: [2] int64, on the device: blocks chosen that had a place, and blocks that came over the link.
+        counted: [2] int64, on the device: blocks chosen that had a place, and blocks that came over the link for them.
+        counted_ahead: like `counted`, of guesses: what a guess has let come has a place when it is chosen.
     """
 
     remedy = "raise kv.host_bytes and kv.gpu_bytes, or use a larger layout.kvp"
@@ -133,11 +140,11 @@ class TieredCache(KVCache):
         # Zeros: a benchmark's sequences were never written.
         self.places = torch.zeros(layers, rings + heads * hot, *block, dtype=dtype, device=device)
         self.hot = HotBlocks.create(layers, heads, pages, hot, rings, device)
-        self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self.counted, self.counted_ahead = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._chunk, self._pieces = (
             torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (chunk_pages, piece_pages)
         )
-        self._misses = BlockList.create(heads, hot, device)
+        self._misses, *self._ahead = (BlockList.create(heads, hot, device) for _ in range(LISTS))
         self._heads, self._rings = heads, rings
 
     @property
@@ -151,7 +158,8 @@ class TieredCache(KVCache):
         return TieredLayer(
             index, keys, values, self.bounds[index], host=self.host[index : index + 1],
             places=self.places[index : index + 1], hot=self.hot.layer(index), chunk=self._chunk, pieces=self._pieces,
-            misses=self._misses, counted=self.counted, ring_pages=self.ring_pages,
+            misses=self._misses, ahead=self._ahead[index % 2], counted=self.counted, counted_ahead=self.counted_ahead,
+            ring_pages=self.ring_pages,
         )  # fmt: skip
 
     def commit(

@@ -15,7 +15,7 @@ from helix.errors import ConfigError
 from helix.host_store import host_store
 from helix.kv_cache import Placement, page_bytes
 from helix.models import DecoderSpec
-from helix.tiered_cache import TieredCache, chunk_pages, ring_pages
+from helix.tiered_cache import LISTS, TieredCache, chunk_pages, ring_pages
 
 # Attention of a chunk computes so much while a byte comes: a chunk of 4,096 takes 2.4 times as long as its prefix, at
 # Qwen2.5-7B's shape on an H200 with PCIe 5.
@@ -56,7 +56,7 @@ def tiered_bytes(
     return TieredBytes(
         (rings + prompts) * heads * block,
         layers * heads * (2 * dim * dtype.itemsize + number),
-        heads * (layers * (block + 4 * number) + 2 * number),
+        heads * (layers * (block + 4 * number) + LISTS * 2 * number),
     )
 
 

@@ -8,6 +8,7 @@ it used, and never depend on another rank's shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -20,9 +21,11 @@ from kernels.attention.split_kv import PartialAttention
 class AttentionPolicy(ABC):
     """Attributes:
     from_tokens: from so many tokens on it reads a part of a sequence; None: always all that its layers allow.
+    guesses: whether decode steps call `guess`.
     """
 
     from_tokens: int | None = None
+    guesses: bool = False
 
     @abstractmethod
     def prepare(self, step: Step, windows: set[int | None]) -> None:
@@ -60,6 +63,16 @@ class AttentionPolicy(ABC):
             D or R] in q's dtype and its natural-log LSE [N, Hq_local] fp32; for a query without keys here 0 and -inf
             (with sinks: the sink's score). An exchange may merge on its own.
         """
+
+    def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
+        """Prepares for a layer without a window while the one before it computes; what `attend` returns stays the same.
+
+        Args:
+            queries: makes the layer's queries [N, Hq_local, D] as they would be, had the layer before it added nothing.
+                What it reads is kept until `attend` is called for the layer.
+            cache: the layer's part of the cache; the step's own keys are not appended yet.
+        """
+        return
 
 
 def rows_of(step: Step, rows: slice) -> Step:

@@ -8,6 +8,7 @@ layer: tokens do not depend on who shares the batch, nor on drafts. Prefill and 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class BlockSparseAttention(AttentionPolicy):
         repeat: for benchmarks, the share of its blocks that a step keeps from the last one; None: what promises most.
 
     Attributes:
+        share: the budget of a rank that takes its share of `topk` from its own blocks.
         counted: [2] int64, on the device: blocks that queries have read, each KV head's, and how often one chose.
     """
 
@@ -58,9 +60,11 @@ class BlockSparseAttention(AttentionPolicy):
         self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
-        self.budget = budget if self.comm else replace(budget, topk=-(-budget.topk // kvp))
+        self.share = replace(budget, topk=-(-budget.topk // kvp))
+        self.budget = budget if self.comm else self.share
         self.width = placement.most_blocks(self.budget, max_length)
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self._uncounted = torch.zeros_like(self.counted)
 
     def blocks_read(self) -> float | None:
         """Blocks that a query has read of each KV head, on average, on this rank; None where none has chosen any."""
@@ -72,13 +76,15 @@ class BlockSparseAttention(AttentionPolicy):
         if step.cu_q is None and None in windows:
             self._ranges(step)
 
-    def _ranges(self, step: Step) -> tuple[Tensor, ...]:
+    def _ranges(self, step: Step, budget: BlockBudget | None = None) -> tuple[Tensor, ...]:
+        budget = budget or self.budget
+
         def make() -> tuple[Tensor, ...]:
             tokens = step.positions, step.starts, step.live
-            first, last, pages, hi = step.placement.block_ranges(*tokens, step.max_q, self.budget)
+            first, last, pages, hi = step.placement.block_ranges(*tokens, step.max_q, budget)
             return first, last, pages, hi, torch.zeros_like(hi)
 
-        return step.once(self.budget, make)
+        return step.once(budget, make)
 
     def attend(
         self,
@@ -101,19 +107,38 @@ class BlockSparseAttention(AttentionPolicy):
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
         """The page table [N, Hkv, width] of what each query reads of each KV head, in one layer."""
         assert cache.bounds is not None, "the cache was made without bounds"
-        first, last, pages, *_ = self._ranges(step)
-        topk, offered = self.budget.topk, None
+        offered = None
         if self.comm is not None:
-            shape = len(q), cache.bounds.shape[1], topk, 2
+            shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
             offered = torch.empty(shape, dtype=torch.int32, device=q.device)
-        table = select_blocks(
-            q, cache.bounds, step.block_tables, first, last, pages, topk, self.width, self.score, self.counted,
-            candidates=offered, sms=sms,
-        )  # fmt: skip
+        table = self._promising(q, cache, step, self.budget, self.counted, sms, candidates=offered)
         if self.comm is not None and offered is not None:
             ranks = len(self.comm.kvp_group)
             everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
-            keep_best(everyone, first, step.starts, table, self.comm.kvp_rank, self.counted)
-        if self.repeat is not None and topk:
-            repeat_blocks(table, step.block_tables, first, last, step.positions, topk, self.repeat)
+            keep_best(everyone, self._ranges(step)[0], step.starts, table, self.comm.kvp_rank, self.counted)
+        return self._repeated(table, step, self.budget)
+
+    def named(self, q: Tensor, cache: LayerCache, step: Step, lane: int = 0) -> Tensor:
+        """A page table like that of `choose`, of a guess: it counts nowhere, and each rank has its share of `topk`.
+
+        Args:
+            lane: as in `select_blocks`.
+        """
+        table = self._promising(q, cache, step, self.share, self._uncounted, sm_count(q.device), lane=lane)
+        return self._repeated(table, step, self.share)
+
+    def _promising(
+        self, q: Tensor, cache: LayerCache, step: Step, budget: BlockBudget, counted: Tensor, sms: int, **more: Any
+    ) -> Tensor:
+        assert cache.bounds is not None
+        first, last, pages, *_ = self._ranges(step, budget)
+        return select_blocks(
+            q, cache.bounds, step.block_tables, first, last, pages, budget.topk, self.width, self.score, counted,
+            sms=sms, **more,
+        )  # fmt: skip
+
+    def _repeated(self, table: Tensor, step: Step, budget: BlockBudget) -> Tensor:
+        if self.repeat is not None and budget.topk:
+            first, last, *_ = self._ranges(step, budget)
+            repeat_blocks(table, step.block_tables, first, last, step.positions, budget.topk, self.repeat)
         return table

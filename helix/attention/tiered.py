@@ -7,7 +7,7 @@ whose partial results are merged by their LSE.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -37,6 +37,7 @@ class TieredAttention(BlockSparseAttention):
 
     Args:
         overlap: whether what is hot is attended while the rest comes, and the two are merged.
+        ahead: whether blocks are fetched for a layer while the one before it computes, by a guess at its queries.
     """
 
     def __init__(
@@ -49,13 +50,18 @@ class TieredAttention(BlockSparseAttention):
         comm: Communicator | None = None,
         repeat: float | None = None,
         overlap: bool = False,
+        ahead: bool = False,
     ) -> None:
         super().__init__(budget, score, placement, max_length, device, comm, repeat)
         self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
         self._placement, self._max_length = placement, max_length
         self.overlap = overlap
-        self._uncounted = torch.zeros_like(self.counted)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.guesses = ahead
+        on_gpu = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+        # One guess is made while what another has named comes: layers take turns.
+        self._ahead = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
+        self._guessed: dict[int, Callable[[], Tensor]] = {}  # what the guesses under way read, by their layers
 
     def _width(self, window: int | None) -> int:
         """The most pages that a query of a layer reads."""
@@ -72,8 +78,10 @@ class TieredAttention(BlockSparseAttention):
         for window in windows:
             if step.cu_q is not None:
                 step.bounds(window)
-            else:
-                self._read(step, window)
+                continue
+            self._read(step, window)
+            if self.guesses and window is None:
+                self._ranges(step, self.share)
 
     def _read(self, step: Step, window: int | None) -> tuple[Tensor, ...]:
         """First, last and number of the pages that each query's table is made of, one past its last key, its first."""
@@ -87,6 +95,20 @@ class TieredAttention(BlockSparseAttention):
             return torch.zeros_like(lo), skipped, -(-hi // page), hi - skipped * page, lo - skipped * page
 
         return step.once(("pages of a window", window), make)
+
+    def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
+        """Lets blocks come that such queries would choose; those that the layer does choose are fetched as ever."""
+        assert isinstance(cache, TieredLayer)
+        lane = cache.index % 2
+        self._guessed[cache.index] = queries  # its memory goes to nobody else meanwhile
+        with self._beside(self._ahead[lane]):
+            table = self.named(queries(), cache, step, lane=1 + lane)
+            _, _, pages, hi, _ = self._ranges(step, self.share)
+            resolve(
+                table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.ahead, cache.counted_ahead,
+                step.first, cache.ring_pages, None, True, **step.placement.grid, page_size=step.placement.page_size,
+            )  # fmt: skip
+            copy_blocks(cache.host, cache.places, cache.ahead)
 
     def attend(
         self,
@@ -111,9 +133,11 @@ class TieredAttention(BlockSparseAttention):
                 q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
             )
         late = torch.empty_like(table) if self.overlap else None
+        if self._guessed.pop(cache.index, None):
+            self._join(self._ahead[cache.index % 2])
         resolve(
             table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, late, **step.placement.grid, page_size=step.placement.page_size,
+            step.first, cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
         keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], scale, sinks)
         if late is None:
@@ -121,26 +145,26 @@ class TieredAttention(BlockSparseAttention):
             return decode_parts(q[:, None], keys, sms=sms, early=True)
         # Both parts take one workspace: the first is merged before the second begins.
         out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
-        with self._beside():
+        with self._beside(self._side):
             copy_blocks(cache.host, cache.places, cache.misses)
         for i, part in enumerate((keys, replace(keys, table=late, sinks=None))):
             if i:
-                self._join()
+                self._join(self._side)
             decode_parts(q[:, None], part, out=out[i, :, None], lse=lse[i, :, None], sms=sms, early=True).merge()
         return PartialAttention(*lse_combine(out, lse, return_lse=True))
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Launches on the side stream, behind all that has been launched so far; on a CPU, at once."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        with torch.cuda.stream(self._side):
+    def _beside(self, side: torch.cuda.Stream | None) -> Iterator[None]:
+        """Launches on a side stream, behind all that has been launched so far; on a CPU, at once."""
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(side.device))
+        with torch.cuda.stream(side):
             yield
 
-    def _join(self) -> None:
-        """What is launched from here on waits for the side stream."""
-        if self._side is not None:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+    def _join(self, side: torch.cuda.Stream | None) -> None:
+        """What is launched from here on waits for a side stream."""
+        if side is not None:
+            torch.cuda.current_stream(side.device).wait_stream(side)
 
     def _prefill(
         self, q: Tensor, cache: TieredLayer, step: Step, window: int | None, scale: float, sinks: Tensor | None
@@ -178,7 +202,7 @@ class TieredAttention(BlockSparseAttention):
 
         def bring(piece: int) -> None:
             """Once nobody reads the half that it goes to: what has been launched so far does."""
-            with self._beside():
+            with self._beside(self._side):
                 to = here(piece)
                 first = begin + piece * most
                 copy_blocks(cache.host, cache.pieces, cache.blocks(table[first : first + len(to)], to))
@@ -187,7 +211,7 @@ class TieredAttention(BlockSparseAttention):
         for piece in range(pieces):
             if piece == 0:
                 bring(piece)
-            self._join()
+            self._join(self._side)
             if piece + 1 < pieces:
                 bring(piece + 1)
             pages = here(piece)

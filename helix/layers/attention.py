@@ -130,6 +130,7 @@ class Attention(ShardedAttention):
             return Rows(f"{name}.{part}_proj", total * dim, range(share.start * dim, share.stop * dim), spec.qkv_bias)
 
         q, kv = layout.q_heads(*heads), layout.kv_heads(comm.rank, spec.kv_heads)
+        self._q_rows = len(q) * spec.head_dim
         self.qkv = ColumnParallel(
             weights,
             spec.hidden,
@@ -163,6 +164,17 @@ class Attention(ShardedAttention):
         if len(self.shares) > 1 and step.overlapped:
             return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
         return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
+
+    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        """The queries of `project` alone [N, Hq, D]: nothing is appended, and nothing of other ranks is read.
+
+        It may run beside another layer: the product is the library's, since our own share a workspace.
+        """
+        mine, rows = cache.layer(self.index), slice(0, self._q_rows)
+        bias = None if self.qkv.bias is None else self.qkv.bias[rows]
+        heads = F.linear(x, self.qkv.weight[rows], bias).unflatten(1, (-1, self.spec.head_dim))
+        no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
+        return kv_append(heads, *angles, *no_heads, step.append_slots, self.norms)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """QKV [N, rows], each rank of the kvp group for its run of tokens; another half computes while they meet."""

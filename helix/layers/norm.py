@@ -7,6 +7,7 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.pending import PendingSum
 from helix.layers.weights import Weights
+from kernels.dense.rms_norm import rms_norm
 
 
 class AllReduceNorm:
@@ -21,3 +22,7 @@ class AllReduceNorm:
     def __call__(self, parts: Tensor | PendingSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
         """parts [N, H], this rank's; x [N, H] -> (y, x + the sum of parts); all but parts are the same on all ranks."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)
+
+    def of(self, x: Tensor) -> Tensor:
+        """What it makes of a residual stream x [N, H] to which ranks add nothing."""
+        return rms_norm(x, self.weight, self.eps)[0]

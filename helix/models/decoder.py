@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -127,6 +128,11 @@ class DecoderLayer:
         else:
             self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
 
+    def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        """Queries [N, Hq, D] of this TPA slice, were x [N, H] the layer's input; nothing is appended."""
+        assert isinstance(self.attention, Attention), "nothing is chosen by queries of latents"
+        return self.attention.queries(self.input_norm.of(x), angles, cache, step)
+
 
 class Decoder:
     """This rank's part of the model.
@@ -181,8 +187,12 @@ class Decoder:
         parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
         policy.prepare(step, set(self.spec.windows))
-        for layer in self.layers:
+        guesses = policy.guesses and step.cu_q is None
+        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x)
+            if guesses and following is not None and following.attention.window is None:
+                queries = partial(following.queries, x, angles, cache, step)
+                policy.guess(queries, cache.layer(following.attention.index), step)
             q = layer.attention.project(normed, angles, cache, step)
             yield None
             parts = layer.attention.finish(q, cache, step, policy)

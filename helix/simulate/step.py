@@ -13,6 +13,7 @@ from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
 from helix.simulate.points import Options, Points, check, check_points
+from helix.tiered_cache import LISTS
 from helix.tiering import PIECE_TOKENS
 
 NUMBER_BYTES = 4  # of what says which block has which place
@@ -171,7 +172,7 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
     assert sparse is not None
     block = 2 * sparse.block * spec.head_dim * item  # a page of one head
     page = spec.layers * layer.kv * (2 * spec.head_dim * item + NUMBER_BYTES)
-    place = layer.kv * (spec.layers * (block + 4 * NUMBER_BYTES) + 2 * NUMBER_BYTES)
+    place = layer.kv * (spec.layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
     drafts = layer.options.step_tokens - 1
     places = sparse.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.topk // layer.points.kvp)
     prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block

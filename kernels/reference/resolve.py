@@ -21,6 +21,7 @@ def resolve(
     first_row: int,
     ring_pages: int,
     late: torch.Tensor | None = None,
+    guess: bool = False,
     **grid: int,
 ) -> None:
     """Places of the blocks that queries read; arguments as in `kernels.tier.resolve.resolve`."""
@@ -55,9 +56,10 @@ def resolve(
             misses.source[h, i], misses.target[h, i] = page * heads + h, hot.begin + h * hot.places + place
         for page, place in zip(missing, victims, strict=True):
             place_of[page] = place
-        recent = [place for place in known if place in found][::-1] + victims[::-1]
-        order[1 - turn] = torch.tensor(stay[len(victims) :] + recent, dtype=torch.int32)
-        hot.turn[h] = 1 - turn
+        if not guess:
+            recent = [place for place in known if place in found][::-1] + victims[::-1]
+            order[1 - turn] = torch.tensor(stay[len(victims) :] + recent, dtype=torch.int32)
+            hot.turn[h] = 1 - turn
         misses.counts[h] = len(missing)
         counted += torch.tensor([sum(map(len, asks.values())) - len(missing), len(missing)], device=counted.device)
         for page, entries in asks.items():

@@ -265,14 +265,16 @@ def _choose_kernel(
 
 
 @cache
-def _arrivals(device: torch.device, items: int) -> torch.Tensor:
+def _arrivals(device: torch.device, lane: int, items: int) -> torch.Tensor:
     """Tiles of each item that have been scored: 0 between launches."""
     return torch.zeros(items, dtype=torch.int32, device=device)
 
 
 @cache
-def _workspace(device: torch.device, rows: int, pages: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, the best of each tile, and lists of tiles; shared by all launches on one stream."""
+def _workspace(
+    device: torch.device, lane: int, rows: int, pages: int, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, the best of each tile, and lists of tiles; shared by all launches of one lane."""
     scores, best, lists = (
         torch.empty(rows, n, dtype=torch.int32, device=device) for n in (pages, triton.cdiv(pages, TILE), k)
     )
@@ -293,11 +295,12 @@ def select_blocks(
     *,
     candidates: torch.Tensor | None = None,
     sms: int | None = None,
+    lane: int = 0,
 ) -> torch.Tensor:
     """The pages that queries read of each KV head: all before `first`, the best `topk` of `[first, last)`, the rest.
 
     A page scores as the best of a KV head's query heads finds it. Of equals the earlier are chosen; NaN is the highest
-    score, so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches on one device
+    score, so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches of one lane
     share a workspace: they must not run at the same time.
 
     Args:
@@ -312,6 +315,7 @@ def select_blocks(
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
             number of the same order, and its place in the block table; what is left has the lowest number there is.
         sms: how many streaming multiprocessors to fill; all if None.
+        lane: of launches that may run at the same time on one device, each has another.
 
     Returns:
         [N, Hkv, width] int32: entries of the block table; what lies behind a query's own is not to be read.
@@ -330,16 +334,17 @@ def select_blocks(
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (first, last, pages))
     table = torch.empty(N, heads, width, dtype=torch.int32, device=q.device)
     lanes = max(LANES, triton.next_power_of_2(topk) * TILE) if topk else 0
-    scores, best, lists = _workspace(q.device, N * heads, most, lanes // TILE)
+    scores, best, lists = _workspace(q.device, lane, N * heads, most, lanes // TILE)
+    arrived = _arrivals(q.device, lane, B * heads)
     report = table if candidates is None else candidates
     item = dict(
         T=T, HEADS=heads, LANES=lanes, TILE=TILE, BLOCK_G=triton.next_power_of_2(best.shape[1]),
         REPORT=candidates is not None, num_warps=4, **overlapped(q),
     )  # fmt: skip
     _select_blocks_kernel[(PROGRAMS * (sms or sm_count(q.device)),)](
-        q, bounds, block_table, first, last, pages, scores, best, lists, _arrivals(q.device, B * heads), table, report,
-        counted, *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B,
-        topk, width, GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
+        q, bounds, block_table, first, last, pages, scores, best, lists, arrived, table, report, counted,
+        *q.stride()[:2], *bounds.stride()[:3], block_table.stride(0), scores.stride(0), best.stride(0), B, topk, width,
+        GROUP=group, D=D, SCORE=score, BLOCK_B=triton.next_power_of_2(B),
         BLOCK_M=max(16, triton.next_power_of_2(T * group)), BLOCK_D=max(16, triton.next_power_of_2(D)),
         num_stages=STAGES, **item,
     )  # fmt: skip

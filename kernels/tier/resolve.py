@@ -4,6 +4,8 @@ One program for each KV head, which shares no places with the others. It marks t
 the first entry of each missing page claim it; then it goes once through the head's places in the order in which they
 were chosen: places of this choice move to the end of the order, and the first of the others are given to what is
 missing. So a place is lost by the least recently chosen block, and never by one of this choice.
+
+A guess leaves the order as it is: what comes for it alone lies in the places that are lost next.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def _resolve_kernel(
     table, late, his, held, positions, starts, place_of, page_of, order, turns, chosen, miss_blocks, miss_places,
     miss_counts, counted, entries, width, pages, places, begin, most, first_row, ring_pages, T, HEADS: tl.constexpr,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, GUESS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -112,8 +114,9 @@ def _resolve_kernel(
         nth = others + (until & 0xFFFFFFFF).to(tl.int32) - 1  # of those that stay
         nth_hit = found + (until >> 32).to(tl.int32) - 1
         victim = stays & (nth < missing)
-        to = tl.where(hit, places - 1 - missing - nth_hit, tl.where(victim, places - 1 - nth, nth - missing))
-        tl.store(renewed + to, place, mask=i < places)
+        if not GUESS:
+            to = tl.where(hit, places - 1 - missing - nth_hit, tl.where(victim, places - 1 - nth, nth - missing))
+            tl.store(renewed + to, place, mask=i < places)
         page = tl.load(miss_blocks + nth, mask=victim, other=0, cache_modifier=".cg") // HEADS
         old = tl.load(page_of + place, mask=victim, other=-1)
         lost = victim & (old >= 0)
@@ -125,7 +128,8 @@ def _resolve_kernel(
         others += tl.sum(stays.to(tl.int32), 0)
         found += tl.sum(hit.to(tl.int32), 0)
     tl.debug_barrier()
-    tl.store(turns + head, 1 - turn)
+    if not GUESS:
+        tl.store(turns + head, 1 - turn)
     for first in range(0, entries, BLOCK):
         e = first + lane
         at, page, ring = _entries(
@@ -155,6 +159,7 @@ def resolve(
     first_row: int,
     ring_pages: int,
     late: torch.Tensor | None = None,
+    guess: bool = False,
     *,
     kvp: int,
     kvp_rank: int,
@@ -181,12 +186,13 @@ def resolve(
             its ring.
         late: like `table`, written if given: what has to come stands here, and in `table` is left out; what is here is
             left out there.
+        guess: whether these pages are only about those that queries will read: a choice has still to be resolved.
     """
     N, heads, width = table.shape
     if not dispatch.on_gpu(table):
         reference(
             table, hi, pages, positions, starts, queries, hot, misses, counted, first_row, ring_pages, late,
-            kvp=kvp, kvp_rank=kvp_rank, append_block=append_block, page_size=page_size,
+            guess, kvp=kvp, kvp_rank=kvp_rank, append_block=append_block, page_size=page_size,
         )  # fmt: skip
         return
     assert all(t.is_contiguous() for t in (table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order))
@@ -197,5 +203,5 @@ def resolve(
         misses.source, misses.target, misses.counts, counted, N * width, width, hot.place_of.shape[1], hot.places,
         hot.begin, misses.source.shape[1], first_row, ring_pages, queries, HEADS=heads, KVP=kvp, RANK=kvp_rank,
         BLOCK_TOKENS=append_block, PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),
-        BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), num_warps=8, **overlapped(table),
+        BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), GUESS=guess, num_warps=8, **overlapped(table),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config, check
 
-KEYS = ("attention.topk", "attention.repeat", "kv.overlap")  # that do not change what the cache holds
+KEYS = ("attention.topk", "attention.repeat", "kv.overlap", "kv.ahead")  # that do not change what the cache holds
 
 
 def variants(config: Config) -> dict[str, Config]:
@@ -26,7 +26,8 @@ def variants(config: Config) -> dict[str, Config]:
         try:
             changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
             whole = cast(Config, OmegaConf.to_object(changed))
-            found[text] = replace(config, attention=whole.attention, kv=replace(config.kv, overlap=whole.kv.overlap))
+            kv = replace(config.kv, overlap=whole.kv.overlap, ahead=whole.kv.ahead)
+            found[text] = replace(config, attention=whole.attention, kv=kv)
             check(found[text])
         except (OmegaConfBaseException, ValueError) as error:
             raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error

@@ -66,6 +66,6 @@ class HitMeter(BlockSparseAttention):
             misses = BlockList.create(heads, hot.places, q.device)
             resolve(
                 table.clone(), hi, held, step.positions, step.starts, step.max_q, hot, misses, counted, step.first, 1,
-                None, **step.placement.grid, page_size=step.placement.page_size,
+                None, False, **step.placement.grid, page_size=step.placement.page_size,
             )  # fmt: skip
         return table

@@ -56,6 +56,7 @@ class Sparse:
     Attributes:
         hot: places of each KV head in each layer, where the cache is in host memory; None: it is on the GPU.
         overlap: what is hot is attended while the rest comes.
+        ahead: blocks of a layer come while the one before it computes.
     """
 
     budget: BlockBudget
@@ -63,6 +64,7 @@ class Sparse:
     choice: str = "global"
     hot: int | None = None
     overlap: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def build_engine(
         over_all = comm if sparse.choice == "global" else None
         given = sparse.budget, sparse.score, placement, max_length, device, over_all
         tiered = sparse.hot is not None
-        policy = TieredAttention(*given, overlap=sparse.overlap) if tiered else BlockSparseAttention(*given)
+        more = {"overlap": sparse.overlap, "ahead": sparse.ahead}
+        policy = TieredAttention(*given, **more) if tiered else BlockSparseAttention(*given)
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
         drafts = 0 if drafter is None else drafter.limit

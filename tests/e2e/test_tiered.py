@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
+from helix.attention import tiered
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.decision import Admission
 from helix.engine import Engine
@@ -52,6 +55,87 @@ def test_what_is_hot_is_attended_first(family: str, kvp: int) -> None:
     """In two parts that are merged; a learned sink is in one of them."""
     few = replace(in_host_memory(kvp), overlap=True)
     assert tokens(family, HelixLayout.create("helix", kvp), few) == wanted(family, SHORT_WINDOW)
+
+
+@pytest.mark.parametrize(
+    "family, kvp, tpa, drafts, overlap",
+    [
+        ("gpt-oss", 1, 1, 0, True),
+        ("qwen2", 2, 2, 0, False),
+        ("qwen3", 2, 1, 3, False),
+        pytest.param("qwen3-moe", 3, 1, 0, False, marks=SLOW),
+    ],
+)
+def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts: int, overlap: bool) -> None:
+    """Over places for one choice alone: what comes for a guess takes them from blocks that are chosen next."""
+    counted: list[torch.Tensor] = []
+
+    def watched(engine: Engine) -> None:
+        assert isinstance(engine.runner.cache, TieredCache)
+        counted.append(engine.runner.cache.counted_ahead)
+
+    budget = replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
+    sparse = Sparse(budget, hot=19 if drafts else FEW[kvp], overlap=overlap, ahead=True)
+    assert tokens(family, HelixLayout.create("helix", kvp, tpa), sparse, watched, drafts=drafts) == wanted(
+        family, budget
+    )
+    assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches ahead"
+
+
+@pytest.mark.parametrize("late", ["copies", "guesses"])
+def test_a_guess_may_take_until_its_layer_waits_for_it(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, or what it lets come: on a GPU, streams run beside each other."""
+    waiting: dict[object, list[Callable[[], None]]] = {"even": [], "odd": []}
+    sides: list[object] = []
+
+    def deferred(op: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **more: Any) -> None:
+            if sides and sides[-1] in waiting:
+                waiting[sides[-1]].append(partial(op, *args, **more))
+            else:
+                op(*args, **more)
+
+        return call
+
+    @contextmanager
+    def beside(side: object) -> Iterator[None]:
+        sides.append(side)
+        yield
+        sides.pop()
+
+    def join(side: object) -> None:
+        ops = waiting.get(side, [])
+        while ops:
+            ops.pop(0)()
+
+    def on_streams(engine: Engine) -> None:
+        policy = engine.runner.policy
+        monkeypatch.setattr(policy, "_ahead", list(waiting))
+        monkeypatch.setattr(policy, "_beside", beside)
+        monkeypatch.setattr(policy, "_join", join)
+
+    for name in ("copy_blocks", "resolve")[: 1 if late == "copies" else 2]:
+        where = f"helix.attention.tiered.{name}"
+        monkeypatch.setattr(where, deferred(getattr(tiered, name)))
+    # Of full pages, the five sequences read 1, 4, 6, 6 and 3 at most.
+    found = tokens("qwen2", HelixLayout.create(), Sparse(SHORT_WINDOW, hot=20, ahead=True), on_streams)
+    assert found == wanted("qwen2", SHORT_WINDOW) and not any(waiting.values())
+
+
+def test_a_right_guess_leaves_nothing_to_fetch() -> None:
+    """A set pattern is guessed to the block: what the first layer fetches, the others have come ahead."""
+    counts: list[list[list[int]]] = []
+
+    def repeating(engine: Engine) -> None:
+        assert isinstance(engine.runner.policy, BlockSparseAttention) and isinstance(engine.runner.cache, TieredCache)
+        engine.runner.policy.repeat = 0.5
+        cache = engine.runner.cache
+        counts.append([[engine.runner.model.spec.layers], cache.counted, cache.counted_ahead])  # type: ignore[list-item]
+
+    sparse = Sparse(SHORT_WINDOW, choice="local", hot=4 * ALL, ahead=True)
+    tokens("qwen2", HelixLayout.create(), sparse, repeating)
+    ((layers,), (_, chosen), (_, ahead)) = counts[0]
+    assert ahead == (layers - 1) * chosen > 0
 
 
 @pytest.mark.parametrize("kvp, tpa", GRIDS)
@@ -200,11 +284,14 @@ def test_where_memory_is_full_the_next_waits() -> None:
 
 
 @pytest.mark.parametrize("kind, world", KINDS)
-@pytest.mark.parametrize("drafts, overlap", [(0, False), (3, False), (3, True)])
-def test_captured_steps(drafts: int, overlap: bool, kind: type[TorchDistCommunicator], world: int) -> None:
+@pytest.mark.parametrize(
+    "drafts, overlap, ahead",
+    [(0, False, False), (3, False, False), (3, True, False), (0, False, True), (3, True, True)],
+)
+def test_captured_steps(drafts: int, overlap: bool, ahead: bool, kind: type[TorchDistCommunicator], world: int) -> None:
     """One graph resolves, fetches and writes back for sequences of 7 to 278 tokens, over memory of the host."""
     budget = replace(BUDGET, local_blocks=2)
-    sparse = Sparse(budget, hot=30, overlap=overlap)
+    sparse = Sparse(budget, hot=30, overlap=overlap, ahead=ahead)
     found = pool(world, "nccl").run(captured_rank, kind, sparse, drafts, torch.float32, timeout_s=120.0)[0]
     assert found == [wanted("qwen2", budget)] * 3
 

@@ -685,6 +685,33 @@ FAULTS = [
         ("tests/e2e/test_tiered.py::test_what_is_hot_is_attended_first",),
     ),
     Fault(
+        "tier: a layer does not wait for its guess", "helix/attention/tiered.py",
+        "            self._join(self._ahead[cache.index % 2])", "            pass",
+        ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
+    ),
+    Fault(
+        "tier: a guess takes places that are being read", "helix/attention/tiered.py",
+        """            self._join(self._ahead[cache.index % 2])
+        resolve(
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
+            step.first, cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+        )  # fmt: skip
+""",
+        """            pass
+        resolve(
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
+            step.first, cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+        )  # fmt: skip
+        self._join(self._ahead[cache.index % 2])
+""",
+        ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
+    ),
+    Fault(
+        "tier: a guess renews the order", "kernels/tier/resolve.py",
+        "    if not GUESS:\n        tl.store(turns + head, 1 - turn)", "    tl.store(turns + head, 1 - turn)",
+        ("tests/kernels/test_tier.py::test_kernel_and_reference_leave_the_same",),
+    ),
+    Fault(
         "tier: steps renew a block too few", "kernels/reference/repeat_blocks.py",
         "renewed = round((1 - repeat) * topk * SHARES)", "renewed = round((1 - repeat) * (topk - 1) * SHARES)",
         ("tests/kernels/test_repeat_blocks.py::test_the_share_is_kept",),

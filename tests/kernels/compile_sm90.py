@@ -284,9 +284,10 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096}, {"num_warps": 8}
-    alone = shard | {"BLOCK": 64, "BLOCK_S": 4096, "late": None}
-    yield "resolve", bf16, _resolve_kernel, alone, {"num_warps": 8}
+    yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096, "GUESS": False}, {"num_warps": 8}
+    for guess in (False, True):
+        alone = shard | {"BLOCK": 64, "BLOCK_S": 4096, "GUESS": guess, "late": None}
+        yield "resolve", bf16, _resolve_kernel, alone, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     yield "copy-blocks", bf16, _copy_blocks_kernel, block | {"LISTS": 4, "BLOCK_L": 4}, {"num_warps": 8}
     yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}

@@ -26,6 +26,7 @@ SHAPES = [  # query heads, KV heads, head dim, page size
     (3, 1, 80, 1),
     (5, 5, 8, 7),
     (7, 1, 256, 64),
+    (4, 0, 64, 16),  # queries alone
 ]
 
 

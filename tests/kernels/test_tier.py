@@ -166,6 +166,15 @@ class Tier:
         asked = table.clone()
         args = [x.to(self.device) for x in (hi, self.held, positions, starts)]
         found = table.to(self.device)
+        one = slice(layer, layer + 1)
+        if self.generator.random() < 0.5:  # a guess: what another layer reads
+            guess = table.clone()
+            for n, h in product(range(N), range(HEADS)):
+                columns = read[n][1 - layer][h]
+                guess[n, h, : len(columns)] = self.tables[n // self.queries, columns]
+            of_layer = self.hot.layer(layer), self.misses, torch.zeros_like(self.counted)
+            self.resolve(guess.to(self.device), *args, self.queries, *of_layer, 0, self.ring, None, True, **self.grid)
+            self.copy(self.host[one], self.places[one], self.misses)
         before = self.counted.clone()
         late = torch.full_like(found, 99) if self.generator.random() < 0.5 else None
         self.resolve(
@@ -180,7 +189,6 @@ class Tier:
             late,
             **self.grid,
         )
-        one = slice(layer, layer + 1)
         if late is not None:
             coming = {int(x) for row, n in zip(self.misses.target, self.misses.counts, strict=True) for x in row[:n]}
             for n, h in product(range(N), range(HEADS)):
@@ -302,6 +310,7 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                     table[n, h, 0] = -1
         tables = [table.to(device, copy=True) for device in devices]
         lates = [torch.full_like(found, 7) if turn % 2 else None for found in tables]
+        guess = generator.random() < 0.3
         for op, found, hot, misses, counted, late in zip(
             (resolve, reference), tables, hots, lists, counts, lates, strict=True
         ):
@@ -309,7 +318,7 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                 if not torch.cuda.is_available():
                     patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
                 args = [x.to(found.device) for x in (hi, held.int(), positions, of_tokens)]
-                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, late, **grid)
+                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, late, guess, **grid)
         pairs = [tables, counts, [x.counts for x in lists]]
         if lates[0] is not None:
             pairs.append(lates)
@@ -334,6 +343,23 @@ def test_the_least_recently_chosen_goes(device: torch.device) -> None:
         assert misses.source[0, : misses.counts[0]].tolist() == wanted
         assert hot.page_of[0, table[0, 0].long()].tolist() == pages
     assert counted.tolist() == [sum(map(len, chosen)) - 7, 7]
+
+
+def test_what_came_for_a_guess_alone_goes_first(device: torch.device) -> None:
+    """Three places: whoever guesses wrong loses what was guessed, and no block that was chosen since."""
+    hot = HotBlocks.create(1, 1, 9, 3, 0, device).layer(0)
+    misses, counted = BlockList.create(1, 3, device), torch.zeros(2, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    # 3 takes 2's place and is not chosen: it goes for 4, and 0 stays. 5 is guessed and chosen: it has come already.
+    steps = [(False, [0, 1, 2]), (True, [1, 3]), (False, [4, 1]), (False, [0]), (True, [5, 0]), (False, [5, 0])]
+    fetched = [[0, 1, 2], [3], [4], [], [5], []]
+    for (guess, pages), wanted in zip(steps, fetched, strict=True):
+        table = torch.tensor([[pages]], dtype=torch.int32, device=device)
+        columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
+        grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
+        resolve(table, columns, columns, zero + 9, zero, 1, hot, misses, counted, 0, 1, None, guess, **grid)
+        assert misses.source[0, : misses.counts[0]].tolist() == wanted
+        assert hot.page_of[0, table[0, 0].long()].tolist() == pages
 
 
 @pytest.mark.parametrize("lists, words, layers, programs", [(1, 16, 1, 1), (3, 20, 2, 4), (5, 9000, 1, 7)])

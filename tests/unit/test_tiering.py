@@ -143,6 +143,7 @@ def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, waits: bool) -> 
         ({"kv": KVConfig(tier="host", host_bytes=-1)}, "kv.host_bytes=-1 must be positive"),
         ({"kv": KVConfig(gpu_bytes=1e9)}, "set kv.tier=host"),
         ({"kv": KVConfig(overlap=True)}, "kv.overlap=true is for kv.tier=host"),
+        ({"kv": KVConfig(ahead=True)}, "kv.ahead=true is for kv.tier=host"),
         ({"kv": KVConfig(tier="disk")}, "kv.tier='disk' is unknown"),
     ],
     ids=str,
