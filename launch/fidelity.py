@@ -20,7 +20,9 @@ is an error: blocks are counted on the device.
              recall     what choices keep of dense attention's weight, which of the best blocks they find, and what
                         ranks that choose for themselves lose
              hits       how many of the chosen blocks a cache of hot blocks would have had, by its share of the text's
-                        blocks and by layer; shares that do not hold one choice are left out
+                        blocks and by layer; shares that do not hold one choice are left out. With kv.ahead: the same
+                        behind guesses, how much more comes then, and which share of the blocks that layers choose
+                        among more the guesses name (the first layer has none)
   model      demo, or the directory of a checkpoint
   length     tokens of a text, prefill and steps, or of a prompt and its answer; several with commas (default 8192)
   steps      of each text, the last of its tokens (default 64, of free 128, of generated 1024)

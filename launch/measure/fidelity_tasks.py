@@ -170,7 +170,7 @@ def _right(logits: Tensor, given: Tensor, hidden: Sequence[Questions]) -> list[b
 
 
 def hits(task: Task) -> list[Row]:
-    """How many chosen blocks a hot cache would have had, on true text, beside what the policy loses."""
+    """Chosen blocks of true text that a hot cache would have had, or a guess named, beside what the policy loses."""
     chosen = [replace(p, hot=HOT) if p.budget is not None and p.budget.topk else p for p in task.policies]
     found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
     dense = found["dense"].logits
@@ -178,10 +178,21 @@ def hits(task: Task) -> list[Row]:
     for outcome in found.values():
         shared = described(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, follows)
         for share, of_layers in outcome.hits.items():
-            by_layer = [hot / max(hot + came, 1) for hot, came in of_layers]
-            total = [sum(counts) for counts in zip(*of_layers, strict=True)]
-            rows.append(shared | {"hot": share, "hits": total[0] / max(sum(total), 1), "hits_by_layer": by_layer})
+            layers = [_hits(*counts) for counts in of_layers]
+            total = _hits(*(sum(counts) for counts in zip(*of_layers, strict=True)))
+            by_layer = {f"{key}_by_layer": [layer[key] for layer in layers] for key in total}
+            rows.append(shared | {"hot": share} | total | by_layer)
     return rows
+
+
+def _hits(hot: int, came: int, hot_ahead: int, came_ahead: int, _: int, guessed: int, named: int, chosen: int) -> Row:
+    """Shares of what `HitMeter.hits` counts; `fetched_ahead` is what comes with guesses, over what comes without."""
+    return {
+        "hits": hot / max(hot + came, 1),
+        "hits_ahead": hot_ahead / max(hot_ahead + came_ahead, 1),
+        "fetched_ahead": (came_ahead + guessed) / max(came, 1),
+        "named": named / max(chosen, 1),
+    }
 
 
 def recall(task: Task) -> list[Row]:

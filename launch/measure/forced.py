@@ -73,7 +73,7 @@ class Outcome:
         logits: [n, steps, V] fp32 on the CPU, behind the last prompt token and each token after it but the last.
         blocks_read: blocks that a query has read of each KV head, on average, over all ranks of a kvp group, as counted
             on the device; None where all keys were read.
-        hits: by share of `policy.hot`, of each layer: blocks that were hot, and blocks that were not, over all ranks.
+        hits: by share of `policy.hot`, of each layer: what `HitMeter.hits` counts, over all ranks.
     """
 
     policy: Policy

@@ -145,6 +145,7 @@ def _time_drafts(
         policy.counted.zero_()
     if isinstance(runner.cache, TieredCache):
         runner.cache.counted.zero_()
+        runner.cache.counted_ahead.zero_()
     comm.barrier()
     seconds = _times(step, steps, comm.device)
     read = blocks_read(runner, comm) if sparse else {}
@@ -176,12 +177,13 @@ def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
 
 
 def blocks_fetched(cache: TieredCache, comm: Communicator, steps: int) -> dict[str, Any]:
-    """What came over each rank's link in a step, and the share of the chosen blocks that were on the GPU already."""
-    hits, misses = cache.counted.tolist()
+    """What came over each rank's link in a step, guesses included, and the share of chosen blocks that were there."""
+    (hits, misses), (_, ahead) = cache.counted.tolist(), cache.counted_ahead.tolist()
     block = cache.places[0, 0].numel() * cache.places.itemsize
     return {
         "hot_share_per_rank": comm.all_gather_object(hits / max(hits + misses, 1)),
-        "link_bytes_per_step_per_rank": comm.all_gather_object(misses * block // steps),
+        "link_bytes_per_step_per_rank": comm.all_gather_object((misses + ahead) * block // steps),
+        "ahead_bytes_per_step_per_rank": comm.all_gather_object(ahead * block // steps),
         "host_bytes_per_rank": comm.all_gather_object(cache.store.bytes),
     }
 

@@ -112,7 +112,7 @@ def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """One choice is the same on one rank and on two, and a window loses."""
     cheaper = replace(FEW, name="int8", stored="int8"), replace(FEW, name="pairs", layers=2)
     known(monkeypatch, FEW, Policy("window", BUDGETS[0], 16), Policy("means", BUDGETS[3], 16, "mean"), *cheaper)
-    found = rows()
+    found = rows(steps=12)  # in fewer, bounds in 8 bits may choose the same blocks
     few, window = found["few"], found["window"]
     assert 0 < few["kl"] < window["kl"] and few["kl"] != found["means"]["kl"]
     assert found["dense"]["blocks_read"] is None and few["blocks_read"] == 6 and window["blocks_read"] == 3
@@ -121,7 +121,7 @@ def test_policies_over_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         len({found[name]["kl"] for name in ("few", "int8", "pairs")}) == 3
         and abs(found["int8"]["kl"] / few["kl"] - 1) < 0.2
     )
-    over_two = rows(policies=["few"], choice="global", kvp=2)["few"]
+    over_two = rows(steps=12, policies=["few"], choice="global", kvp=2)["few"]
     assert over_two["blocks_read"] == 6 and over_two["kl"] == pytest.approx(few["kl"], abs=1e-4)
 
 
@@ -164,6 +164,17 @@ def test_a_window_never_retrieves(monkeypatch: pytest.MonkeyPatch, task: str, pr
     assert (window["hits"], window["lost"], window["won"]) == (1, distant, 0)
     assert window["p"] == mcnemar(distant, 0) and found["few"]["hits"] > 0
     assert sum(count for _, count in window["by_depth"]) == answers
+
+
+def test_hits_and_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has no guess; behind the others' a cache that holds little has more, and more comes."""
+    monkeypatch.setattr(fidelity_tasks, "HOT", (0.8,))
+    known(monkeypatch, FEW)
+    few = rows(task="hits", steps=8)["few"]
+    first, *others = few["named_by_layer"]
+    assert first == 0 < few["named"] < 1 and all(0 < share < 1 for share in others)
+    assert few["hits_by_layer"][0] == few["hits_ahead_by_layer"][0] and few["hits"] < few["hits_ahead"] < 1
+    assert few["fetched_ahead"] > 1 == few["fetched_ahead_by_layer"][0]
 
 
 def test_free_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,10 @@ def test_what_a_query_would_read(page: int) -> None:
 
 
 def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sizes of it, and one that does not hold a choice, beside lists of pages in the order of their choice."""
+    """Two sizes of it, and one that does not hold a choice, beside lists of pages in the order of their choice.
+
+    Guesses, every other one of which is right, put what they bring in the places of the first pages of such a list.
+    """
     gen = torch.Generator().manual_seed(5)
     pages, few, many = 40, 0.25, 0.5
     tables = torch.stack([torch.randperm(pages - 1, generator=gen)[:6] for _ in range(30)]).int().view(30, 1, 1, 6)
@@ -124,22 +127,39 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     meter.width = 7
     held = torch.full((1,), pages, dtype=torch.int32)
     hi = torch.full((1,), 7 * PAGE - 1, dtype=torch.int32)
-    monkeypatch.setattr(meter, "_ranges", lambda step: (held, held, held, hi, held))
-    for chosen in tables:
+    first, last = held * 0 + 1, held - 1
+    monkeypatch.setattr(meter, "_ranges", lambda step, budget: (first, last, held, hi, held))
+    guesses = [tables[i // 2 * 2] for i in range(len(tables))]
+    for chosen, guess in zip(tables, guesses, strict=True):
         monkeypatch.setattr(BlockSparseAttention, "choose", lambda *args, chosen=chosen: chosen)
+        monkeypatch.setattr(BlockSparseAttention, "named", lambda *args, guess=guess: guess)
         step = Step(place, torch.tensor([0]), *here, table, torch.tensor([-1]), cu_q=None, max_q=1)
+        meter.guess(lambda: torch.zeros(1, 1, DIM), cache, step)
         assert torch.equal(meter.choose(torch.zeros(1, 1, DIM), cache, step, 1), chosen)
     wanted = {}
+    listed, guessed = (([row[0, 0, :-1].tolist() for row in rows]) for rows in (tables, guesses))
+    named = sum(len({*a[1:]} & {*b[1:]}) for a, b in zip(listed, guessed, strict=True))
     for share in (few, many):
-        known = [-1] * int(share * pages)  # the least recently chosen first; of one choice, the last one
-        hits = 0
-        for chosen in tables[:, 0, 0, :-1].tolist():
-            hot = [page for page in known if page in chosen]
-            came = [page for page in chosen if page not in known]
-            hits += len(hot)
-            known = [*[page for page in known if page not in chosen][len(came) :], *hot[::-1], *came[::-1]]
-        wanted[share] = [[hits, tables[..., :-1].numel() - hits]]
-    assert meter.hits() == wanted and wanted[few] < wanted[many]
+        counts = []
+        for ahead in (False, True):
+            known = [
+                -1 - i for i in range(int(share * pages))
+            ]  # the least recently chosen first; of one choice, the last
+            hits = there = 0
+            for chosen, guess in zip(listed, guessed, strict=True):
+                if ahead:
+                    came = [page for page in guess if page not in known]
+                    there += len(guess) - len(came)
+                    free = [i for i, page in enumerate(known) if page not in guess]
+                    for i, page in zip(free, came, strict=False):
+                        known[i] = page
+                hot = [page for page in known if page in chosen]
+                came = [page for page in chosen if page not in known]
+                hits += len(hot)
+                known = [*[page for page in known if page not in chosen][len(came) :], *hot[::-1], *came[::-1]]
+            counts += [hits, 180 - hits]
+        wanted[share] = [[*counts, there, 180 - there, named, 150]]
+    assert meter.hits() == wanted and wanted[few] < wanted[many] and wanted[few][0][2] > wanted[few][0][0]
 
 
 def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
