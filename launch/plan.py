@@ -29,6 +29,8 @@ first one by itself with layout=auto. docs/planner.md explains the columns, docs
   sparse      blocks that each KV head chooses: plans block-sparse attention, and says where dense attention is faster
   tier        host: with sparse, keys and values lie in host memory, and what is not on the GPU comes over the link
   hits        with tier: the share of chosen blocks that are on the GPU already (default 0)
+  ahead       with tier: of the blocks that are not on the GPU, the share that guesses name, so that they come while the
+              layer before computes (default: nothing is guessed)
   host_bytes  with tier: host memory of a rank's keys and values (default: as much as they take)
   gpu_bytes   with tier: what they take on its GPU at most (default: the share of what weights leave)
   attention   one of conf/attention/, for the size of blocks and those always read (with sparse: block_sparse)
@@ -73,8 +75,8 @@ from launch.records.recorded_steps import read_cells
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
     "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
-    "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "host_bytes": float,
-    "gpu_bytes": float, "json": str,
+    "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "ahead": float,
+    "host_bytes": float, "gpu_bytes": float, "json": str,
 }  # fmt: skip
 NEEDED = ("model", "gpus", "length")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
@@ -141,19 +143,19 @@ def tier_of(given: dict[str, Any]) -> Tier | None:
     Raises:
         ValueError: it is said without tier=host, or tier=host without sparse; or a number is out of range.
     """
-    said = [key for key in ("hits", "host_bytes", "gpu_bytes") if key in given]
+    said = [key for key in ("hits", "ahead", "host_bytes", "gpu_bytes") if key in given]
     if "tier" not in given:
         if said:
             raise ValueError(f"{said[0]}={given[said[0]]:g} is of tier=host: add it, or leave out {said[0]}")
         return None
     if "sparse" not in given and "attention" not in given:
         raise ValueError("tier=host reads the blocks that a step chooses: add sparse=32, or leave out tier")
-    if not 0 <= (hits := given.get("hits", 0.0)) <= 1:
-        raise ValueError(f"hits={hits:g} must be from 0 to 1: it is a share")
     for key in said:
-        if key != "hits" and not given[key] > 0:
+        if key in ("hits", "ahead") and not 0 <= given[key] <= 1:
+            raise ValueError(f"{key}={given[key]:g} must be from 0 to 1: it is a share")
+        if key in ("host_bytes", "gpu_bytes") and not given[key] > 0:
             raise ValueError(f"{key}={given[key]:g} must be positive")
-    return Tier(hits, given.get("host_bytes", inf), given.get("gpu_bytes"))
+    return Tier(given.get("hits", 0.0), given.get("host_bytes", inf), given.get("gpu_bytes"), given.get("ahead"))
 
 
 def drafted_share(given: dict[str, Any]) -> float | None:
@@ -222,6 +224,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
             room = tier.host_bytes if isfinite(tier.host_bytes) else 1.02 * choice.host_bytes
             on_gpu = tier.gpu_bytes or question.options.memory_fraction * (choice.free_bytes + choice.kv_bytes)
             settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
+            settings += ["kv.ahead=true"] if tier.ahead is not None else []
         if random:
             return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]

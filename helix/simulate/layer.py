@@ -257,21 +257,44 @@ class Layer:
         return found
 
     def _fetching(self, window: int | None) -> list[Phase]:
-        """What comes from host memory: of the chosen blocks, those that are not hot."""
-        sparse, tier = self._chooses(window), self.options.tier
-        if sparse is None or tier is None:
+        """What a layer waits for from host memory: of the chosen blocks, those that are neither hot nor guessed."""
+        tier, layers = self.options.tier, self.spec.windows.count(None)
+        if self._chooses(window) is None or tier is None:
             return []
+        return [self._fetch(1 - (tier.ahead or 0.0) * self.guessed / layers)]
+
+    @property
+    def guessed(self) -> int:
+        """Layers for which blocks come ahead: all that choose, but for the model's first one."""
+        guesses = self.sparse is not None and self.options.tier is not None and self.options.tier.ahead is not None
+        return self.spec.windows[1:].count(None) if guesses else 0
+
+    def ahead(self) -> tuple[list[Phase], Array]:
+        """What guesses compute, in all layers, and how long the link is busy in a step, with what they let come."""
+        s, tier = self.spec, self.options.tier
+        if not self.guessed or tier is None:
+            return [], self.zeros
+        query = self.kernel("guess", s.hidden * s.head_dim * self.q, self.rows)
+        guess = replace(query.plus(self._finding(None)[0]), name="guess")
+        busy = s.windows.count(None) * self._fetching(None)[0].seconds + self.guessed * self._fetch(1.0).seconds
+        return [guess.times(self.guessed)], busy
+
+    def _fetch(self, share: float) -> Phase:
+        """Fetching this share of a layer's chosen blocks that are not hot."""
+        sparse, tier = self.sparse, self.options.tier
+        assert sparse is not None and tier is not None
         rate, fixed = self.hardware.link_bytes_per_s, self.hardware.fetch_s
         if rate is None or fixed is None:
             raise ValueError(
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
                 "its description (python -m launch.calibrate), or leave out tier=host"
             )
-        tokens = (1 - tier.hits) * np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(window))
+        chosen = np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(None))
+        tokens = share * (1 - tier.hits) * chosen
         come = self.rows * self.kv * tokens * 2 * self.spec.head_dim * self.item["kv"]
         level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)
         seconds = fixed.value + come / rate.value
-        return [Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)]
+        return Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)
 
     def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
         """Attention over this rank's shard, and the exchange of partial outputs, as much of it as is exposed.

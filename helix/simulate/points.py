@@ -139,11 +139,14 @@ class Tier:
         hits: share of the chosen blocks that are on the GPU already.
         host_bytes: of one rank's keys and values; infinite: as many as sequences need.
         gpu_bytes: all that they take on its GPU; None: the share of the memory that weights leave.
+        ahead: of the blocks that are not hot, the share that a guess names, so that they come while the layer before
+            computes (`kv.ahead`); None: nothing is guessed.
     """
 
     hits: float
     host_bytes: float = np.inf
     gpu_bytes: float | None = None
+    ahead: float | None = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,8 @@ class Options:
             raise ValueError(f"{p}: blocks must not be negative, local_blocks and block must be at least 1")
         if (t := self.tier) is not None and not (0 <= t.hits <= 1 and min(t.host_bytes, t.gpu_bytes or 1) > 0):
             raise ValueError(f"{t}: hits must be from 0 to 1, and bytes positive")
+        if (t := self.tier) is not None and not 0 <= (t.ahead or 0) <= 1:
+            raise ValueError(f"{t}: ahead must be from 0 to 1")
 
     @property
     def step_tokens(self) -> int:

@@ -109,6 +109,11 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
         _add(total, layer.attention(window), count)
     for experts, count in Counter(layer.spec.moe_layers).items():
         _add(total, layer.ffn(experts), count)
+    guesses, busy = layer.ahead()
+    _add(total, guesses, 1)
+    if guesses:
+        late = np.maximum(0.0, busy - sum(phase.seconds for phase in total.values()))
+        _add(total, [replace(total["fetch"].times(0), name="wait for the link", seconds=late)], 1)
     # The stage with the most layers sets the pace of all.
     seconds = sum(phase.seconds for phase in total.values()) * _stretch(layer.spec, layer.points)
     ends = _ends(layer)

@@ -290,7 +290,7 @@ def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "model=deepseek-v2-lite gpus=4 length=131072 acceptance=0.8",
         "model=gpt-oss-20b gpus=6 length=8192 batch=2 backend=nccl",
         "model=llama-3.1-8b gpus=4 length=131072 batch=8 sparse=16 acceptance=0.8",
-        "model=qwen2.5-7b gpus=2 length=1048576 batch=3 sparse=32 tier=host hits=0.8 gpu_bytes=6e9",
+        "model=qwen2.5-7b gpus=2 length=1048576 batch=3 sparse=32 tier=host hits=0.8 ahead=0.7 gpu_bytes=6e9",
     ],
 )
 def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
@@ -360,6 +360,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("model=demo gpus=8 length=1 hits=0.5", "hits=0.5 is of tier=host: add it"),
         ("model=demo gpus=8 length=1 tier=host", "tier=host reads the blocks that a step chooses: add sparse=32"),
         ("model=demo gpus=8 length=1 sparse=8 tier=host hits=80", "hits=80 must be from 0 to 1"),
+        ("model=demo gpus=8 length=1 sparse=8 tier=host ahead=2", "ahead=2 must be from 0 to 1"),
         ("model=demo gpus=8 length=1 sparse=8 tier=host host_bytes=-1", "host_bytes=-1 must be positive"),
         ("model=demo gpus=8 length=1 sparse=8 tier=disk", "tier=disk must be one of host"),
         ("model=demo gpus=8", "length missing"),

@@ -267,6 +267,26 @@ def test_what_is_not_hot_comes_over_the_link(kvp: int, hits: float) -> None:
         step("qwen2.5-7b", replace(h200, fetch_s=None), "helix", **more, tier=Tier(hits))
 
 
+@pytest.mark.parametrize("hits, ahead", [(0.0, 1.0), (0.0, 0.5), (0.8, 0.5), (1.0, 1.0)])
+def test_what_a_guess_names_comes_while_others_compute(hits: float, ahead: float) -> None:
+    """Layers take as long as what is launched in turn, guesses among it, or as the link is busy; the longer counts."""
+    h200 = load_hardware("h200")
+    assert h200.link_bytes_per_s is not None and h200.fetch_s is not None
+    more = {"length": M, "weights": "bf16", "kv": "bf16", "sparse": Sparse(32)}
+    on_gpu, guessing = (step("qwen2.5-7b", h200, "tp", **more, tier=tier) for tier in (None, Tier(hits, ahead=ahead)))
+    guess = next(phase for phase in guessing.phases if phase.name == "guess")
+    find = sum(phase.seconds[0] for phase in on_gpu.phases if phase.name == "find blocks") / 28
+    assert (
+        guess.seconds[0] > 27 * (find + 3584 * 28 * 128 * 2 / h200.read_bytes_per_s.value) and guess.launches[0] == 54
+    )
+    fixed, come = h200.fetch_s.value, (1 - hits) * 32 * 4 * 65536 / h200.link_bytes_per_s.value
+    own = 28 * (fixed + come) - 27 * ahead * come
+    in_turn, link = on_gpu.ttl_s[0] + guess.seconds[0] + own, own + 27 * (fixed + come)
+    link += sum(phase.seconds[0] for phase in on_gpu.phases if phase.name in ("head", "sampling"))
+    assert guessing.ttl_s[0] == pytest.approx(max(in_turn, link), rel=1e-6)
+    assert (link > in_turn) == (hits == 0), "where nothing is hot, the link decides"
+
+
 @pytest.mark.parametrize("kvp", [1, 2])
 def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int) -> None:
     h200, spec, length = load_hardware("h200"), load_spec("qwen2.5-7b"), 128 * 1024
