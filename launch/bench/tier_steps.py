@@ -3,13 +3,15 @@
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
 cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
 each step keeps a set share of the last one's blocks (`attention.score=replay`): what is kept is hot, and the others
-come over the link. With `overlap` what is hot is attended meanwhile (`kv.overlap`). One rank pins 62 GB, which takes
-about half a minute, and the GPU has to have 76 GB for the second job.
+come over the link. With `overlap` what is hot is attended meanwhile (`kv.overlap`); with `ahead` blocks of a layer come
+while the one before it computes (`kv.ahead`), and each guess is right, since the pattern is known. One rank pins 62 GB,
+which takes about half a minute, and the GPU has to have 76 GB for the second job.
 
 Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 130 s.
 
 `over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
-`predicted_ms`: what the planner says, by `conf/hardware/`. `used_gb` is the GPU's memory in use, by its driver.
+`predicted_ms`: what the planner says, by `conf/hardware/`; it knows no `overlap`. `hot`: the share of the chosen blocks
+that were on the GPU when they were chosen. `used_gb` is the GPU's memory in use, by its driver.
 """
 
 from __future__ import annotations
@@ -35,18 +37,19 @@ from launch.job import spawn
 MODEL = "qwen2.5-7b"
 LINK = 55.5e9  # bytes a second of one link, in large copies
 TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
-Cell = tuple[int, float, bool]  # blocks chosen, the share that stays, kv.overlap
-CELLS: list[Cell] = [(32, 0.0, False), (32, 0.8, False), (8, 0.0, False), (32, 1.0, False)]
-OVERLAPPED: list[Cell] = [(32, 0.0, True), (32, 0.8, True)]
-ON_GPU: list[Cell] = [(32, 1.0, False), (8, 1.0, False)]
+Cell = tuple[int, float, tuple[str, ...]]  # blocks chosen, the share that stays, switches of kv that are on
+PLAIN: list[Cell] = [(32, 0.0, ()), (32, 0.8, ()), (8, 0.0, ()), (32, 1.0, ())]
+OVERLAPPED: list[Cell] = [(32, 0.0, ("overlap",)), (32, 0.8, ("overlap",))]
+AHEAD: list[Cell] = [(32, share, ("ahead",)) for share in (0.0, 0.8, 1.0)]
+ON_GPU: list[Cell] = [(32, 1.0, ()), (8, 1.0, ())]
 HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
 
 
 def overrides(given: Given, layout: HelixLayout, length: int, cells: list[Cell], host: bool) -> list[str]:
     """A job's, in which all cells are timed over one cache."""
     texts = (
-        f"attention.topk={topk} attention.repeat={repeat}" + " kv.overlap=true" * overlap
-        for topk, repeat, overlap in cells
+        " ".join([f"attention.topk={topk} attention.repeat={repeat}", *(f"kv.{switch}=true" for switch in switches)])
+        for topk, repeat, switches in cells
     )
     steps = ",".join(f'"{text}"' for text in texts)
     shared = [
@@ -69,7 +72,7 @@ def measure(given: Given, host: bool) -> Iterator[Row]:
     """A row for each cell, of one job."""
     spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
-    length, cells = M if given.gpu else 16 * K, [*CELLS, *OVERLAPPED] if host else ON_GPU
+    length, cells = M if given.gpu else 16 * K, [*PLAIN, *OVERLAPPED, *AHEAD] if host else ON_GPU
     given_to = overrides(given, layout, length, cells, host)
     about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": spec.layers}
     about |= {"layout": str(layout), "batch": 1, "length": length, "tier": "host" if host else "gpu"}
@@ -78,12 +81,13 @@ def measure(given: Given, host: bool) -> Iterator[Row]:
     except spawn.JobError as error:
         points = [{"failed": str(error)}] * len(cells)
     whole = length * sum(spec.kv_heads * spec.head_dim * 4 for _ in range(spec.layers)) / layout.world_size
-    for (topk, repeat, overlap), point in zip(cells, points, strict=True):
-        row = about | {"topk": topk, "repeat": repeat, "overlap": overlap} | point
+    for (topk, repeat, switches), point in zip(cells, points, strict=True):
+        on = {switch: switch in switches for switch in ("overlap", "ahead")}
+        row = about | {"topk": topk, "repeat": repeat} | on | point
         if "failed" not in point:
-            read = _read(given_to, topk)
+            read, tier = _read(given_to, topk), Tier(repeat, ahead=1.0 if on["ahead"] else None)
             row |= {"sparse": asdict(read), **figures(point, whole)}
-            row["predicted_ms"] = predicted_ms(spec, layout, length, read, Tier(repeat) if host else None)
+            row["predicted_ms"] = predicted_ms(spec, layout, length, read, tier if host else None)
             row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == 1 else None
         yield row
 
@@ -132,7 +136,8 @@ def figures(point: Row, whole: float) -> Row:
 
 def compared(rows: list[Row]) -> Row:
     """Steps with everything hot over those of a cache on the GPU."""
-    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in rows if "ms" in row and not row["overlap"]}
+    plain = [row for row in rows if "ms" in row and not (row["overlap"] or row["ahead"])]
+    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
     hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
 
@@ -144,7 +149,7 @@ BENCHMARK = Benchmark(
         Part(
             cases,
             measure,
-            "tier topk repeat overlap ms target_ms predicted_ms over_dense hot link_mb link_gbs resolve_us "
+            "tier topk repeat overlap ahead ms target_ms predicted_ms over_dense hot link_mb link_gbs resolve_us "
             "copy_blocks_us flash_decode_us used_gb",
         ),
         Part(
