@@ -3,20 +3,23 @@
     main stream   attend 0 | attend 1   | attend 2   |            | join
     side stream            | exchange 0 | exchange 1 | exchange 2 |
 
-Attention stays on the main stream, so its launches may share a workspace; all exchanges of a step are on the side
-stream in the order of their chunks, the same on every rank, which is what collectives ask for. Inside a captured step
-the two streams become two branches of the graph.
+Attention stays on one stream, so its launches may share a workspace; all exchanges of a step are on the side stream in
+the order of their chunks, the same on every rank, which is what collectives ask for. Inside a captured step the two
+streams become two branches of the graph.
+
+Where attention waits for host memory, it is on the side stream too, before its exchange: while one chunk is attended,
+the next one's blocks come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.attention.split_kv import PartialAttention
-
+T = TypeVar("T")
 # A persistent grid is not preempted, whatever a stream's priority: attention leaves so much room for the exchange.
 RESERVED_SMS = 4
 
@@ -34,27 +37,27 @@ class Pipeline:
     def run(
         self,
         chunks: Sequence[slice],
-        attend: Callable[[slice], PartialAttention],
-        exchange: Callable[[PartialAttention], Tensor],
+        begin: Callable[[slice], T],
+        exchange: Callable[[T], Tensor],
     ) -> Tensor:
         """Attention of all chunks, exchanged: what `exchange` returns of each, one after the other.
 
         Args:
             chunks: runs of rows, in order.
-            attend: gives a chunk's partial result, merged, by kernels on the current stream.
-            exchange: makes [rows, ...] of it, by kernels on the current stream too.
+            begin: gives what `exchange` takes of a chunk, by kernels on the current stream.
+            exchange: makes [rows, ...] of it, by kernels on the current stream too, which is the side stream.
         """
         # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
-        partials: list[PartialAttention] = []
+        begun: list[T] = []
         exchanged: list[Tensor] = []
         for rows in chunks:
-            partials.append(attend(rows))
+            begun.append(begin(rows))
             if self._side is None:
-                exchanged.append(exchange(partials[-1]))
+                exchanged.append(exchange(begun[-1]))
                 continue
             self._side.wait_stream(torch.cuda.current_stream(self._side.device))
             with torch.cuda.stream(self._side):
-                exchanged.append(exchange(partials[-1]))
+                exchanged.append(exchange(begun[-1]))
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         return torch.cat(exchanged)

@@ -61,7 +61,7 @@ class BlockList:
     """Blocks to copy, on the device: whoever copies needs no word from the host.
 
     Attributes:
-        source, target: [lists, most] int32: block or place of each.
+        source, target: [lists, most] int32, rows contiguous: block or place of each.
         counts: [lists] int32: how many of a list there are.
     """
 

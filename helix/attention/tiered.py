@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -120,9 +121,23 @@ class TieredAttention(BlockSparseAttention):
         sinks: Tensor | None = None,
         reserved_sms: int = 0,
     ) -> PartialAttention:
+        if step.cu_q is None:
+            return self.begin(q, cache, step, window, scale, sinks, reserved_sms)()
+        assert isinstance(cache, TieredLayer)
+        return self._prefill(q, cache, step, window, scale, sinks)
+
+    def begin(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        step: Step,
+        window: int | None,
+        scale: float,
+        sinks: Tensor | None = None,
+        reserved_sms: int = 0,
+    ) -> Callable[[], PartialAttention]:
+        """Chooses, and lets what is missing come; what it returns attends to it."""
         assert isinstance(cache, TieredLayer) and cache.bounds is not None
-        if step.cu_q is not None:
-            return self._prefill(q, cache, step, window, scale, sinks)
         first, last, pages, hi, lo = self._read(step, window)
         sms = max(1, sm_count(q.device) - reserved_sms)
         if window is None:
@@ -133,24 +148,33 @@ class TieredAttention(BlockSparseAttention):
                 q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
             )
         late = torch.empty_like(table) if self.overlap else None
+        misses = cache.missing(step.first)
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.index % 2])
         resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
+            cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
+        side = self._side if self.overlap or step.chunks > 1 else None
+        with self._beside(side):
+            copy_blocks(cache.host, cache.places, misses)
         keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], scale, sinks)
         if late is None:
-            copy_blocks(cache.host, cache.places, cache.misses)
-            return decode_parts(q[:, None], keys, sms=sms, early=True)
-        # Both parts take one workspace: the first is merged before the second begins.
+            return partial(self._attend, q, keys, sms, side)
+        return partial(self._attend_twice, q, keys, replace(keys, table=late, sinks=None), sms)
+
+    def _attend(self, q: Tensor, keys: PagedKeys, sms: int, side: torch.cuda.Stream | None) -> PartialAttention:
+        """Attends to what came on a side stream, or on this one."""
+        self._join(side)
+        return decode_parts(q[:, None], keys, sms=sms, early=True)
+
+    def _attend_twice(self, q: Tensor, hot: PagedKeys, late: PagedKeys, sms: int) -> PartialAttention:
+        """Attends to what is hot, then to what has come; both take one workspace."""
         out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
-        with self._beside(self._side):
-            copy_blocks(cache.host, cache.places, cache.misses)
-        for i, part in enumerate((keys, replace(keys, table=late, sinks=None))):
+        for i, keys in enumerate((hot, late)):
             if i:
                 self._join(self._side)
-            decode_parts(q[:, None], part, out=out[i, :, None], lse=lse[i, :, None], sms=sms, early=True).merge()
+            decode_parts(q[:, None], keys, out=out[i, :, None], lse=lse[i, :, None], sms=sms, early=True).merge()
         return PartialAttention(*lse_combine(out, lse, return_lse=True))
 
     @contextmanager

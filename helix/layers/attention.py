@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,14 +88,15 @@ class ShardedAttention:
         if chunks == 1 or step.cu_q is not None:
             return self.exchange(policy.attend(q, cache, step, self.window, self.scale, self.sinks))
 
-        def attend_chunk(rows: slice) -> PartialAttention:
+        def begin(rows: slice) -> Callable[[], PartialAttention]:
             part = rows_of(step, rows)
-            partial = policy.attend(q[rows], cache, part, self.window, self.scale, self.sinks, RESERVED_SMS)
-            return PartialAttention(*partial.merge())  # before the next chunk's parts take the workspace
+            return policy.begin(q[rows], cache, part, self.window, self.scale, self.sinks, RESERVED_SMS)
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend_chunk, self.exchange)
+        return self.pipeline.run(
+            [slice(c.start * each, c.stop * each) for c in cuts], begin, lambda attend: self.exchange(attend())
+        )
 
     def exchange(self, partial: PartialAttention) -> Tensor:
         # A kvp group of one has all keys and all heads of its own.

@@ -67,9 +67,10 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, p
     layers, lists = len(source), len(blocks.counts)
     from_words, to_words = (t.view(*t.shape[:2], -1).view(torch.int32) for t in (source, target))
     words = from_words.shape[2]
+    assert blocks.source.stride() == blocks.target.stride() == (blocks.source.stride(0), 1)
     assert from_words.stride()[1:] == to_words.stride()[1:] == (words, 1) and words % 4 == 0
     _copy_blocks_kernel[programs, layers](
-        from_words, to_words, blocks.source, blocks.target, blocks.counts, blocks.source.shape[1],
+        from_words, to_words, blocks.source, blocks.target, blocks.counts, blocks.source.stride(0),
         from_words.stride(0), to_words.stride(0), LISTS=lists, BLOCK_L=triton.next_power_of_2(lists), WORDS=words,
         PIECE=min(PIECE, triton.next_power_of_2(words)), num_warps=8, **overlapped(blocks.source),
     )  # fmt: skip

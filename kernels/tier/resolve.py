@@ -197,11 +197,13 @@ def resolve(
         return
     assert all(t.is_contiguous() for t in (table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order))
     assert late is None or (late.is_contiguous() and late.shape == table.shape)
-    assert misses.source.shape == misses.target.shape == (heads, misses.source.shape[1])
+    assert (
+        misses.source.stride() == misses.target.stride() == (misses.source.stride(0), 1) and len(misses.source) == heads
+    )
     _resolve_kernel[(heads,)](
         table, late, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order, hot.turn, hot.chosen,
         misses.source, misses.target, misses.counts, counted, N * width, width, hot.place_of.shape[1], hot.places,
-        hot.begin, misses.source.shape[1], first_row, ring_pages, queries, HEADS=heads, KVP=kvp, RANK=kvp_rank,
+        hot.begin, misses.source.stride(0), first_row, ring_pages, queries, HEADS=heads, KVP=kvp, RANK=kvp_rank,
         BLOCK_TOKENS=append_block, PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),
         BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), GUESS=guess, num_warps=8, **overlapped(table),
     )  # fmt: skip

@@ -7,11 +7,14 @@ come over the link. With `overlap` what is hot is attended meanwhile (`kv.overla
 while the one before it computes (`kv.ahead`), and each guess is right, since the pattern is known. One rank pins 62 GB,
 which takes about half a minute, and the GPU has to have 76 GB for the second job.
 
-Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 130 s.
+The third job has four sequences of 128K tokens, also in two chunks of HOP-B: one rank has nothing to exchange, but it
+attends to one chunk while the other one's blocks come.
+
+Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 160 s.
 
 `over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
-`predicted_ms`: what the planner says, by `conf/hardware/`; it knows no `overlap`. `hot`: the share of the chosen blocks
-that were on the GPU when they were chosen. `used_gb` is the GPU's memory in use, by its driver.
+`predicted_ms`: what the planner says, by `conf/hardware/`; it knows neither `overlap` nor such chunks. `hot`: the share
+of the chosen blocks that were on the GPU when they were chosen. `used_gb` is the GPU's memory in use, by its driver.
 """
 
 from __future__ import annotations
@@ -37,58 +40,56 @@ from launch.job import spawn
 MODEL = "qwen2.5-7b"
 LINK = 55.5e9  # bytes a second of one link, in large copies
 TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
-Cell = tuple[int, float, tuple[str, ...]]  # blocks chosen, the share that stays, switches of kv that are on
-PLAIN: list[Cell] = [(32, 0.0, ()), (32, 0.8, ()), (8, 0.0, ()), (32, 1.0, ())]
-OVERLAPPED: list[Cell] = [(32, 0.0, ("overlap",)), (32, 0.8, ("overlap",))]
-AHEAD: list[Cell] = [(32, share, ("ahead",)) for share in (0.0, 0.8, 1.0)]
-ON_GPU: list[Cell] = [(32, 1.0, ()), (8, 1.0, ())]
+OVERLAP, AHEAD, CHUNKS = "kv.overlap=true", "kv.ahead=true", "hopb.chunks=2"
+Cell = tuple[int, float, str]  # blocks chosen, the share that stays, what is set beside
+ON_GPU: list[Cell] = [(32, 1.0, ""), (8, 1.0, "")]
+ON_HOST: list[Cell] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
+ON_HOST += [(32, 0.0, OVERLAP), (32, 0.8, OVERLAP), (32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
+SEVERAL: list[Cell] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", OVERLAP, CHUNKS, AHEAD)]
 HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
 
 
-def overrides(given: Given, layout: HelixLayout, length: int, cells: list[Cell], host: bool) -> list[str]:
+def overrides(given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Cell], host: bool) -> list[str]:
     """A job's, in which all cells are timed over one cache."""
-    texts = (
-        " ".join([f"attention.topk={topk} attention.repeat={repeat}", *(f"kv.{switch}=true" for switch in switches)])
-        for topk, repeat, switches in cells
-    )
+    texts = (f"attention.topk={topk} attention.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
     steps = ",".join(f'"{text}"' for text in texts)
     shared = [
         f"model={MODEL if given.gpu else 'demo'}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
         "attention=block_sparse", "attention.score=replay", f"attention.topk={max(cells)[0]}",
-        "attention.from_tokens=0", "decode.prefill_chunk=4096", "bench=decode", f"bench.points=[1x{length}]",
-        f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",
+        "attention.from_tokens=0", "hopb.chunks=none", "decode.prefill_chunk=4096", "bench=decode",
+        f"bench.points=[{batch}x{length}]", f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",
     ]  # fmt: skip
     if not host:
         return [*shared, "kv.memory_fraction=0.95"]
-    bytes_of = (HOST / layout.world_size, SHARE) if given.gpu else (2e9, 1e8)
+    bytes_of = (batch * length / M * HOST / layout.world_size, SHARE) if given.gpu else (2e9, 2e8)
     return [*shared, "kv.tier=host", f"kv.host_bytes={bytes_of[0]:.0f}", f"kv.gpu_bytes={bytes_of[1]:.0f}"]
 
 
-def cases(given: Given) -> list[tuple[bool]]:
-    return [(True,), (False,)]
+def cases(given: Given) -> list[tuple[bool, int]]:
+    return [(True, 1), (False, 1), (True, 4)]
 
 
-def measure(given: Given, host: bool) -> Iterator[Row]:
+def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
     """A row for each cell, of one job."""
     spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
     layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
-    length, cells = M if given.gpu else 16 * K, [*PLAIN, *OVERLAPPED, *AHEAD] if host else ON_GPU
-    given_to = overrides(given, layout, length, cells, host)
+    length = (M if given.gpu else 16 * K) // (8 if batch > 1 else 1)
+    cells = ON_GPU if not host else SEVERAL if batch > 1 else ON_HOST
+    given_to = overrides(given, layout, batch, length, cells, host)
     about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": spec.layers}
-    about |= {"layout": str(layout), "batch": 1, "length": length, "tier": "host" if host else "gpu"}
+    about |= {"layout": str(layout), "batch": batch, "length": length, "tier": "host" if host else "gpu"}
     try:
         points = spawn.measure(layout.world_size, given_to)["points"]
     except spawn.JobError as error:
         points = [{"failed": str(error)}] * len(cells)
-    whole = length * sum(spec.kv_heads * spec.head_dim * 4 for _ in range(spec.layers)) / layout.world_size
-    for (topk, repeat, switches), point in zip(cells, points, strict=True):
-        on = {switch: switch in switches for switch in ("overlap", "ahead")}
-        row = about | {"topk": topk, "repeat": repeat} | on | point
+    whole = batch * length * sum(spec.kv_heads * spec.head_dim * 4 for _ in range(spec.layers)) / layout.world_size
+    for (topk, repeat, more), point in zip(cells, points, strict=True):
+        row = about | {"topk": topk, "repeat": repeat, "overlap": more == OVERLAP, "ahead": more == AHEAD} | point
         if "failed" not in point:
-            read, tier = _read(given_to, topk), Tier(repeat, ahead=1.0 if on["ahead"] else None)
+            read, tier = _read(given_to, topk), Tier(repeat, ahead=1.0 if more == AHEAD else None)
             row |= {"sparse": asdict(read), **figures(point, whole)}
-            row["predicted_ms"] = predicted_ms(spec, layout, length, read, tier if host else None)
-            row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == 1 else None
+            row["predicted_ms"] = predicted_ms(spec, layout, batch, length, read, tier if host else None)
+            row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == batch == 1 else None
         yield row
 
 
@@ -98,13 +99,15 @@ def _read(given_to: list[str], topk: int) -> Sparse:
     return read
 
 
-def predicted_ms(spec: DecoderSpec, layout: HelixLayout, length: int, read: Sparse, tier: Tier | None) -> float | None:
+def predicted_ms(
+    spec: DecoderSpec, layout: HelixLayout, batch: int, length: int, read: Sparse, tier: Tier | None
+) -> float | None:
     """What the planner says of such a step on this GPU; None where it does not know the GPU."""
     if not torch.cuda.is_available():
         return None
     try:
         hardware = hardware_of(torch.cuda.get_device_name(0))
-        points = Points.of(layout.mode, kvp=layout.kvp, tpa=layout.tpa)
+        points = Points.of(layout.mode, batch, kvp=layout.kvp, tpa=layout.tpa)
         step = predict(
             spec, hardware, points, length, Options("bf16", "bf16", "bf16", hopb=False, sparse=read, tier=tier)
         )
@@ -136,7 +139,7 @@ def figures(point: Row, whole: float) -> Row:
 
 def compared(rows: list[Row]) -> Row:
     """Steps with everything hot over those of a cache on the GPU."""
-    plain = [row for row in rows if "ms" in row and not (row["overlap"] or row["ahead"])]
+    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and not (row["overlap"] or row["ahead"])]
     ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
     hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
@@ -149,8 +152,8 @@ BENCHMARK = Benchmark(
         Part(
             cases,
             measure,
-            "tier topk repeat overlap ahead ms target_ms predicted_ms over_dense hot link_mb link_gbs resolve_us "
-            "copy_blocks_us flash_decode_us used_gb",
+            "tier batch topk repeat overlap ahead hopb_chunks ms target_ms predicted_ms over_dense hot link_mb "
+            "link_gbs resolve_us copy_blocks_us flash_decode_us used_gb",
         ),
         Part(
             lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],

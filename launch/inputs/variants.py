@@ -1,4 +1,4 @@
-"""Settings of attention that a benchmark times one after the other, over the same cache (`bench.variants`)."""
+"""Settings of decode steps that a benchmark times one after the other, over the same cache (`bench.variants`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config, check
 
-KEYS = ("attention.topk", "attention.repeat", "kv.overlap", "kv.ahead")  # that do not change what the cache holds
+# That do not change what the cache holds.
+KEYS = ("attention.topk", "attention.repeat", "kv.overlap", "kv.ahead", "hopb.chunks")
 
 
 def variants(config: Config) -> dict[str, Config]:
@@ -27,7 +28,7 @@ def variants(config: Config) -> dict[str, Config]:
             changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
             whole = cast(Config, OmegaConf.to_object(changed))
             kv = replace(config.kv, overlap=whole.kv.overlap, ahead=whole.kv.ahead)
-            found[text] = replace(config, attention=whole.attention, kv=kv)
+            found[text] = replace(config, attention=whole.attention, kv=kv, hopb=whole.hopb)
             check(found[text])
         except (OmegaConfBaseException, ValueError) as error:
             raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error

@@ -80,7 +80,6 @@ def _time_point(
         "batch": batch,
         "length": length,
         "captured": comm.capturable,
-        "hopb_chunks": engine.runner.chunks(batch),
         "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
     }
     own = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
@@ -97,6 +96,7 @@ def _time_point(
         memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
         measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
         measured |= {"variant": text, "gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
+        measured["hopb_chunks"] = engine.runner.chunks(batch)
         measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
         measured["used_bytes_per_gpu"] = comm.all_gather_object(_used(comm.device))
         console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
@@ -106,8 +106,9 @@ def _time_point(
 
 
 def _attend_as(runner: ModelRunner, config: Config) -> None:
-    """Later steps choose their blocks as `config` says, in graphs of their own."""
+    """Later steps choose their blocks and are cut as `config` says, in graphs of their own."""
     runner.close()
+    runner.hopb = config.hopb.chunks
     policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
     if runner.graphs is not None:

@@ -57,6 +57,7 @@ class Sparse:
         hot: places of each KV head in each layer, where the cache is in host memory; None: it is on the GPU.
         overlap: what is hot is attended while the rest comes.
         ahead: blocks of a layer come while the one before it computes.
+        chunks: of a step's batch, as in `ModelRunner`.
     """
 
     budget: BlockBudget
@@ -65,6 +66,7 @@ class Sparse:
     hot: int | None = None
     overlap: bool = False
     ahead: bool = False
+    chunks: str = "none"
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def build_engine(
             tensor.fill_(torch.nan)
     runner = ModelRunner(
         model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
-        drafter=drafter,
+        drafter=drafter, hopb=sparse.chunks if sparse else "none",
     )  # fmt: skip
     return Engine(
         runner, serving=serving, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,

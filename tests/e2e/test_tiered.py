@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -82,18 +83,17 @@ def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts:
     assert len(counted) == kvp * tpa and all(misses > 0 for _, misses in counted), "every rank fetches ahead"
 
 
-@pytest.mark.parametrize("late", ["copies", "guesses"])
-def test_a_guess_may_take_until_its_layer_waits_for_it(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it, or what it lets come: on a GPU, streams run beside each other."""
-    waiting: dict[object, list[Callable[[], None]]] = {"even": [], "odd": []}
-    sides: list[object] = []
+def on_late_streams(monkeypatch: pytest.MonkeyPatch, *ops: str) -> Callable[[Engine], None]:
+    """Lets operations on side streams wait until somebody waits for them: on a GPU, streams run beside each other."""
+    waiting: dict[object, list[Callable[[], None]]] = defaultdict(list)
+    sides: list[object] = [None]
 
     def deferred(op: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **more: Any) -> None:
-            if sides and sides[-1] in waiting:
-                waiting[sides[-1]].append(partial(op, *args, **more))
-            else:
+            if sides[-1] is None:
                 op(*args, **more)
+            else:
+                waiting[sides[-1]].append(partial(op, *args, **more))
 
         return call
 
@@ -104,22 +104,45 @@ def test_a_guess_may_take_until_its_layer_waits_for_it(late: str, monkeypatch: p
         sides.pop()
 
     def join(side: object) -> None:
-        ops = waiting.get(side, [])
-        while ops:
-            ops.pop(0)()
+        while waiting[side]:
+            waiting[side].pop(0)()
 
     def on_streams(engine: Engine) -> None:
-        policy = engine.runner.policy
-        monkeypatch.setattr(policy, "_ahead", list(waiting))
-        monkeypatch.setattr(policy, "_beside", beside)
-        monkeypatch.setattr(policy, "_join", join)
+        for name, value in {"_side": "side", "_ahead": ["even", "odd"], "_beside": beside, "_join": join}.items():
+            monkeypatch.setattr(engine.runner.policy, name, value)
 
-    for name in ("copy_blocks", "resolve")[: 1 if late == "copies" else 2]:
-        where = f"helix.attention.tiered.{name}"
-        monkeypatch.setattr(where, deferred(getattr(tiered, name)))
+    for name in ops:
+        monkeypatch.setattr(tiered, name, deferred(getattr(tiered, name)))
+    return on_streams
+
+
+@pytest.mark.parametrize("late", [("copy_blocks",), ("copy_blocks", "resolve")])
+def test_a_guess_may_take_until_its_layer_waits_for_it(late: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, or what it lets come."""
     # Of full pages, the five sequences read 1, 4, 6, 6 and 3 at most.
-    found = tokens("qwen2", HelixLayout.create(), Sparse(SHORT_WINDOW, hot=20, ahead=True), on_streams)
-    assert found == wanted("qwen2", SHORT_WINDOW) and not any(waiting.values())
+    sparse = Sparse(SHORT_WINDOW, hot=20, ahead=True)
+    found = tokens("qwen2", HelixLayout.create(), sparse, on_late_streams(monkeypatch, *late))
+    assert found == wanted("qwen2", SHORT_WINDOW)
+
+
+@pytest.mark.parametrize("overlap, ahead", [(False, False), (True, True)])
+def test_a_part_of_the_batch_is_attended_while_the_next_one_s_comes(
+    overlap: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has nothing to exchange, and cuts steps for that; whoever is begun need not wait for those before it."""
+    on_streams = on_late_streams(monkeypatch, "copy_blocks")
+    cut: list[int] = []
+
+    def run(chunks: Sequence[slice], begin: Callable[[slice], Any], exchange: Callable[[Any], torch.Tensor]) -> Any:
+        cut.append(len(chunks))
+        return torch.cat([exchange(begun) for begun in [begin(rows) for rows in chunks]])
+
+    def chunked(engine: Engine) -> None:
+        on_streams(engine)
+        monkeypatch.setattr(engine.runner.model.pipeline, "run", run)
+
+    sparse = Sparse(SHORT_WINDOW, hot=50, overlap=overlap, ahead=ahead, chunks="2")
+    assert tokens("qwen2", HelixLayout.create(), sparse, chunked) == wanted("qwen2", SHORT_WINDOW) and {*cut} == {2}
 
 
 def test_a_right_guess_leaves_nothing_to_fetch() -> None:
@@ -218,13 +241,8 @@ def test_each_rank_its_own_share(block: int, kvp: int) -> None:
 
 @pytest.mark.slow
 def test_chunks_change_no_token() -> None:
-    """A part of the batch may take the places of another."""
-
-    def chunked(engine: Engine) -> None:
-        engine.runner.hopb = "2"
-
     layout, local = HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, choice="local")
-    assert tokens("qwen2", layout, replace(local, hot=10), chunked) == tokens("qwen2", layout, local)
+    assert tokens("qwen2", layout, replace(local, hot=35, chunks="2")) == tokens("qwen2", layout, local)
 
 
 @pytest.mark.slow
@@ -294,6 +312,14 @@ def test_captured_steps(drafts: int, overlap: bool, ahead: bool, kind: type[Torc
     sparse = Sparse(budget, hot=30, overlap=overlap, ahead=ahead)
     found = pool(world, "nccl").run(captured_rank, kind, sparse, drafts, torch.float32, timeout_s=120.0)[0]
     assert found == [wanted("qwen2", budget)] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap, ahead", [(False, False), (True, True)])
+def test_captured_chunks(overlap: bool, ahead: bool) -> None:
+    sparse = Sparse(SHORT_WINDOW, hot=50, overlap=overlap, ahead=ahead, chunks="2")
+    task = captured_rank, TorchDistCommunicator, sparse, 0, torch.float32
+    assert pool(1, "nccl").run(*task, timeout_s=120.0)[0] == [wanted("qwen2", SHORT_WINDOW)] * 3
 
 
 @pytest.mark.gpu

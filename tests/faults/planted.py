@@ -693,18 +693,23 @@ FAULTS = [
         "tier: a guess takes places that are being read", "helix/attention/tiered.py",
         """            self._join(self._ahead[cache.index % 2])
         resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
+            cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
 """,
         """            pass
         resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
+            cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
         self._join(self._ahead[cache.index % 2])
 """,
         ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
+    ),
+    Fault(
+        "tier: parts of the batch share a list", "helix/attention/tiered.py",
+        "misses = cache.missing(step.first)", "misses = cache.missing(0)",
+        ("tests/e2e/test_tiered.py::test_a_part_of_the_batch_is_attended_while_the_next_one_s_comes",),
     ),
     Fault(
         "tier: a guess renews the order", "kernels/tier/resolve.py",
@@ -718,7 +723,7 @@ FAULTS = [
     ),
     Fault(
         "tier: hits come over the link", "helix/simulate/layer.py",
-        "tokens = (1 - tier.hits) * np.minimum", "tokens = np.minimum",
+        "tokens = share * (1 - tier.hits) * chosen", "tokens = share * chosen",
         ("tests/unit/test_simulate_cost.py::test_what_is_not_hot_comes_over_the_link",),
     ),
     # ---- sparse drafting

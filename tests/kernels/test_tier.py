@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -54,7 +55,8 @@ class Tier:
         self.hot = HotBlocks.create(LAYERS, HEADS, self.pages, hot, rings, device)
         self.places = torch.full((LAYERS, rings + HEADS * hot, *shape), torch.nan, device=device)
         self.host = torch.full((LAYERS, self.pages * HEADS, *shape), torch.nan, device=device)
-        self.misses = BlockList.create(HEADS, hot, device)
+        whole = BlockList.create(HEADS, hot + 3, device)
+        self.misses = BlockList(whole.source[:, 3:], whole.target[:, 3:], whole.counts)  # of a part of the batch
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
         self.free = list(range(self.pages))
         self.lengths = torch.zeros(ROWS, dtype=torch.int64)
@@ -377,7 +379,8 @@ def test_listed_blocks_are_copied(lists: int, words: int, layers: int, programs:
     wanted = target.clone()
     for i, count in enumerate(blocks.counts.tolist()):
         wanted[:, blocks.target[i, :count].long()] = source[:, blocks.source[i, :count].long()]
-    on_device = BlockList(*(x.to(device) for x in (blocks.source, blocks.target, blocks.counts)))
+    source_list, target_list = (F.pad(x, (1, 2), value=-1).to(device)[:, 1:-2] for x in (blocks.source, blocks.target))
+    on_device = BlockList(source_list, target_list, blocks.counts.to(device))
     found = target.to(device)
     copy_blocks(source.to(device), found, on_device, programs)
     assert torch.equal(found.cpu(), wanted)
