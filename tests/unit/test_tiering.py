@@ -19,6 +19,7 @@ from helix.tiered_cache import TieredCache
 from helix.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import load_spec
+from launch.inputs.variants import variants
 
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
@@ -152,6 +153,15 @@ def test_what_does_not_go_together(change: dict[str, object], said: str) -> None
     given = replace(config(1e9, None), **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
         check(given)
+
+
+def test_variants_switch_what_comes_early() -> None:
+    """Over one cache; all else stays."""
+    given = config(1e9, 1e8)
+    given.bench.variants = ["kv.ahead=true", "kv.overlap=true hopb.chunks=2", ""]
+    found = [(x.kv.ahead, x.kv.overlap, x.hopb.chunks) for x in variants(given).values()]
+    assert found == [(True, False, "auto"), (False, True, "2"), (False, False, "auto")]
+    assert all(x.kv.gpu_bytes == 1e8 and x.attention == given.attention for x in variants(given).values())
 
 
 def test_drafts_that_are_verified_over_all_keys_are_refused() -> None:
