@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from kernels.reference.block_bounds import SCORES
 from kernels.reference.select_blocks import select_blocks as reference
 from kernels.sparse.select_blocks import TILE, select_blocks
+from tests.kernels.interleaving import Streams
+
+MODULE = sys.modules[select_blocks.__module__]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": dict(ranges=[(1, 20, 24), (1, 1, 1), (0, 0, 0)], topk=4),
@@ -83,7 +87,7 @@ def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few pages are enough for a choice of tiles before that of pages."""
-    monkeypatch.setattr(sys.modules[select_blocks.__module__], "LANES", 64)
+    monkeypatch.setattr(MODULE, "LANES", 64)
 
 
 @pytest.mark.parametrize("op", [select_blocks, reference], ids=["kernel", "reference"])
@@ -98,7 +102,7 @@ def test_choices(shape: str, score: str, op: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize("lanes", [256, 512])
 def test_one_look(lanes: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[select_blocks.__module__], "LANES", lanes)
+    monkeypatch.setattr(MODULE, "LANES", lanes)
     for shape in ("many-tiles", "drafts", "tiles-and-edges"):
         c = case(shape, device)
         check(select_blocks(**c, score="bounds"), c, "bounds")
@@ -172,3 +176,25 @@ def test_long(heads: tuple[int, int], queries: int, dtype: torch.dtype, monkeypa
         for h in range(heads[1]):
             mine, theirs = set(found[n, h, :count].tolist()), set(wanted[n, h, :count].tolist())
             assert len(mine) == count and len(mine ^ theirs) <= 2
+
+
+def at_once(lanes: tuple[int, int], generator: random.Random) -> bool:
+    """Whether two launches on streams of their own choose what each chooses alone, the second of them other blocks."""
+    c = case("many-tiles", torch.device("cpu"))
+    both = [c, c | {"q": -c["q"]}]
+    alone = [reference(**one, score="bounds") for one in both]
+    streams, found = Streams(2, MODULE), []
+    for stream, (lane, one) in enumerate(zip(lanes, both, strict=True)):
+        with streams.of(stream):
+            found.append(select_blocks(**one, score="bounds", lane=lane))
+    streams.run(generator)
+    read = slice(8)  # of the first query: one page before those that it chooses, three behind them
+    return all(torch.equal(a[0, :, read], b[0, :, read]) for a, b in zip(found, alone, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on CPUs")
+def test_launches_of_two_lanes_may_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one lane may not: they share what they leave for each other's programs."""
+    monkeypatch.setattr("kernels.dispatch.on_gpu", lambda t: True)
+    assert all(at_once((1, 2), random.Random(seed)) for seed in range(3))
+    assert not all(at_once((1, 1), random.Random(seed)) for seed in range(3))
