@@ -148,7 +148,8 @@ class TieredAttention(BlockSparseAttention):
                 q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
             )
         late = torch.empty_like(table) if self.overlap else None
-        misses = cache.missing(step.first)
+        misses, room = cache.missing(step.first), cache.hot.places // len(cache.misses.counts)
+        assert step.chunks == 1 or room >= self.least_places([window], step.max_q - 1), "parts share lists and places"
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.index % 2])
         resolve(

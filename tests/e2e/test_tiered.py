@@ -141,7 +141,7 @@ def test_a_part_of_the_batch_is_attended_while_the_next_one_s_comes(
         on_streams(engine)
         monkeypatch.setattr(engine.runner.model.pipeline, "run", run)
 
-    sparse = Sparse(SHORT_WINDOW, hot=50, overlap=overlap, ahead=ahead, chunks="2")
+    sparse = Sparse(SHORT_WINDOW, hot=70, overlap=overlap, ahead=ahead, chunks="2")
     assert tokens("qwen2", HelixLayout.create(), sparse, chunked) == wanted("qwen2", SHORT_WINDOW) and {*cut} == {2}
 
 
@@ -242,7 +242,7 @@ def test_each_rank_its_own_share(block: int, kvp: int) -> None:
 @pytest.mark.slow
 def test_chunks_change_no_token() -> None:
     layout, local = HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, choice="local")
-    assert tokens("qwen2", layout, replace(local, hot=35, chunks="2")) == tokens("qwen2", layout, local)
+    assert tokens("qwen2", layout, replace(local, hot=60, chunks="2")) == tokens("qwen2", layout, local)
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_captured_steps(drafts: int, overlap: bool, ahead: bool, kind: type[Torc
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap, ahead", [(False, False), (True, True)])
 def test_captured_chunks(overlap: bool, ahead: bool) -> None:
-    sparse = Sparse(SHORT_WINDOW, hot=50, overlap=overlap, ahead=ahead, chunks="2")
+    sparse = Sparse(SHORT_WINDOW, hot=70, overlap=overlap, ahead=ahead, chunks="2")
     task = captured_rank, TorchDistCommunicator, sparse, 0, torch.float32
     assert pool(1, "nccl").run(*task, timeout_s=120.0)[0] == [wanted("qwen2", SHORT_WINDOW)] * 3
 

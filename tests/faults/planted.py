@@ -708,7 +708,7 @@ FAULTS = [
     ),
     Fault(
         "tier: parts of the batch share a list", "helix/attention/tiered.py",
-        "misses = cache.missing(step.first)", "misses = cache.missing(0)",
+        "cache.missing(step.first), cache", "cache.missing(0), cache",
         ("tests/e2e/test_tiered.py::test_a_part_of_the_batch_is_attended_while_the_next_one_s_comes",),
     ),
     Fault(
