@@ -457,6 +457,10 @@ def check_tier(config: Config) -> None:
             "kv.tier=host with speculation.drafter=sparse would verify over the whole cache in each step: set "
             "speculation=ngram or another drafter, or kv.tier=gpu"
         )
+    if kv.ahead and config.attention.topk == 0:
+        raise ValueError(
+            "kv.ahead=true guesses what attention.topk=0 never chooses: set it to 1 or more, or leave out kv.ahead"
+        )
     if kv.host_bytes is None:
         raise ValueError(
             "kv.tier=host needs kv.host_bytes, the bytes of host memory that each rank pins: a machine's memory may "

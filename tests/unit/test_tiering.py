@@ -146,6 +146,13 @@ def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, waits: bool) -> 
         ({"kv": KVConfig(overlap=True)}, "kv.overlap=true is for kv.tier=host"),
         ({"kv": KVConfig(ahead=True)}, "kv.ahead=true is for kv.tier=host"),
         ({"kv": KVConfig(tier="disk")}, "kv.tier='disk' is unknown"),
+        (
+            {
+                "kv": KVConfig(tier="host", host_bytes=1e9, ahead=True),
+                "attention": AttentionConfig("block_sparse", topk=0),
+            },
+            "kv.ahead=true guesses what attention.topk=0 never chooses: set it",
+        ),
     ],
     ids=str,
 )
