@@ -6,19 +6,12 @@ Without torchrun, `python torchrun_entry.py KEY=VALUE ...` starts the ranks that
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
-# Control-C ends a process at once and without a trace, whatever it does: results are in their file as they come.
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher held it back while Python started
-# A terminal that cannot show a character gets its number; a run does not end for that.
-sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-
-import comm  # noqa: E402
-import kernels  # noqa: E402
-import launch  # noqa: E402
+import comm
+import kernels
+import launch
 
 for package in (comm, kernels, launch):
     # Other distributions own the names `comm` and `kernels`: theirs must not be taken for ours.
@@ -28,7 +21,7 @@ for package in (comm, kernels, launch):
 
 from launch.job import lifeline  # noqa: E402
 
-lifeline.hold()
+lifeline.begin()
 
 from launch.run import main  # noqa: E402
 

@@ -31,7 +31,7 @@ from helix.config import Config, ModelConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
-from helix.models import Decoder, handed, spec_from_config
+from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
@@ -44,9 +44,10 @@ LOOK_S = 0.2  # between two looks at whether the ranks live, while they work
 
 @dataclass(frozen=True)
 class Settings:
-    """What every rank is told; attributes as of `LLM`."""
+    """What every rank is told; attributes as of `LLM`, and the spec of the checkpoint's config."""
 
     path: str
+    spec: DecoderSpec
     layout: HelixLayout
     dtype: str
     max_batch: int
@@ -85,7 +86,7 @@ class LLM:
         layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
         spec = spec_from_config(read_config(Path(path)))
         layout.check_heads(spec.q_heads, spec.kv_heads)
-        settings = Settings(str(path), layout, dtype, max_batch, min(max_length, spec.max_positions), timeout_s)
+        settings = Settings(str(path), spec, layout, dtype, max_batch, min(max_length, spec.max_positions), timeout_s)
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._local: Rank | None = None
@@ -96,7 +97,7 @@ class LLM:
             return
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # while the ranks live
         root = str(Path(__file__).resolve().parent.parent)
-        environment = os.environ | handed()
+        environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         for rank in range(layout.world_size):
             # Programs of their own, not multiprocessing's, which would run the caller's script again in each of them.
@@ -196,7 +197,7 @@ class Rank:
             dist.init_process_group(transport, timeout=timeout, device_id=bound)
         self._comm = KINDS.get(backend, TorchDistCommunicator)(layout.kvp_groups(), device, timeout)
         checkpoint = Checkpoint(Path(settings.path))
-        spec = checkpoint.with_head(spec_from_config(read_config(checkpoint.path)))
+        spec = checkpoint.with_head(settings.spec)
         name = settings.dtype if settings.dtype != "auto" else spec.dtype if device.type == "cuda" else "float32"
         model = Decoder(spec, layout, self._comm, getattr(torch, name), device)
         checkpoint.check(model.weights.slices, spec.unused)

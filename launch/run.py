@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -56,28 +57,41 @@ def main(arguments: Sequence[str]) -> int:
             print(text, end="")
             return 0
         config = compose.composed(arguments)
-        if place is None:
-            return spawn.launch(prepared(config), arguments)
+        world_size = prepared(config) if place is None else place.world_size
     except ValueError as error:
         if place is not None and place.rank:  # all ranks come here: the first says why
             time.sleep(2.0)  # the first to exit takes the others down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
+    module = WORK[config.bench.kind] if config.serve.socket is None else SERVING
+    rank = partial(_rank, config, import_module(module).run)
+    if place is not None:
+        return rank()
+    code = spawn.launch(world_size, rank)
+    if code == spawn.INTERRUPTED:
+        kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
+        print("interrupted" if config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)
+    return code
+
+
+def _rank(config: Config, work: Callable[[Task], Done]) -> int:
+    place = Place.from_environment()
+    assert place is not None, "whoever started this rank has said which one it is"
     try:
         job = Job(place)
     except RuntimeError as error:
         print(f"error on rank {place.rank}: {error}", file=sys.stderr)
         return 1
     try:
-        return _run_rank(job, config)
+        return _joined(job, config, work)
     except ConfigError as error:
         job.end(f"error: {error}")
     except Exception as error:
         job.fail(error)
 
 
-def _run_rank(job: Job, config: Config) -> int:
+def _joined(job: Job, config: Config, work: Callable[[Task], Done]) -> int:
     phases = Phases()
     plan, tokenizer, results, problem = None, None, None, None
     try:
@@ -124,8 +138,6 @@ def _run_rank(job: Job, config: Config) -> int:
         phases.mark("load")
         return model, draft
 
-    module = WORK[config.bench.kind] if config.serve.socket is None else SERVING
-    work: Callable[[Task], Done] = import_module(module).run
     measured, refused = work(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
     phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
     comm.barrier()

@@ -127,7 +127,7 @@ def run(point: Point) -> int:
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
-        code = spawn.launch(ranks(config), [*point.overrides, *files])
+        code = spawn.run([*point.overrides, *files])
     point.status = {0: "ok", REFUSED: "refused", spawn.INTERRUPTED: "interrupted"}.get(code, "failed")
     point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
     record = Path(str(config.record))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from hashlib import sha256
 from typing import Any
 
 from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
@@ -24,30 +20,16 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe.spec),
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
-HANDED = "HELIX_SPECS"  # environment variable
-MOST_HANDED = 100_000  # characters; Linux allows one variable 128 KiB
-READ: dict[str, DecoderSpec] = {}  # specs by their configs, as digests
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Hugging Face config, read once: by this process, or by the one whose `handed` it was started with.
+    """The spec of a Hugging Face config.
 
     Raises:
         ValueError: the architecture is unknown (the message lists those known), or the config is not usable.
     """
     model_type, spec = FAMILIES[_architecture(config)]
-    if HANDED in os.environ and not READ:
-        READ.update(pickle.loads(b64decode(os.environ[HANDED])))
-    key = sha256(repr(config).encode()).hexdigest()
-    if key not in READ:
-        READ[key] = spec(read_as(model_type, config))
-    return READ[key]
-
-
-def handed() -> dict[str, str]:
-    """Variables that spare processes of the same code the 2 s in which transformers is imported to read a config."""
-    text = b64encode(pickle.dumps(READ)).decode()
-    return {HANDED: text} if len(text) <= MOST_HANDED else {}
+    return spec(read_as(model_type, config))
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -68,4 +50,4 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return name
 
 
-__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "handed", "spec_from_config"]
+__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "spec_from_config"]

@@ -1,4 +1,4 @@
-"""A rank does not outlive its launcher. Standard library alone: it holds before the imports that take seconds."""
+"""How a process of a job begins, and ends with its launcher. Standard library alone: it holds before long imports."""
 
 from __future__ import annotations
 
@@ -14,18 +14,37 @@ from pathlib import Path
 LAUNCHER = "HELIX_LAUNCHER"  # variable of ranks, and of a server's launcher: the id of the process that started them
 BEAT_S = 1.0
 STOPPED_S = 10.0  # a process that is stopped for so long holds up the others for good
-SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # those that end a process unless it handles them
+SET_DEATH_SIGNAL, SET_NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
 STARTED = 19  # in a process's `status`: when it started, in ticks since the host did
 
 
-def hold() -> None:
-    """Ties this process, where a launcher of this host started it, to that launcher's life."""
-    if sys.platform != "linux" or not {"TORCHELASTIC_RUN_ID", LAUNCHER} & os.environ.keys():
+def begin() -> None:
+    """What a rank or its launcher does first.
+
+    Control-C ends it at once and without a trace, whatever it does: results are in their file as they come. It ends
+    with the launcher of this host that started it. A rank has its number as its name, in `ps` and `top`.
+    """
+    for number in SIGNALS:  # a copy of its launcher has its handlers
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher held them back
+    # A terminal that cannot show a character gets its number; a run does not end for that. A line is out when it ends.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-    if LAUNCHER in os.environ:
-        if os.getppid() != int(os.environ[LAUNCHER]):
-            sys.exit(1)  # it died before
+    linux = ctypes.CDLL(None)
+    if {"TORCHELASTIC_RUN_ID", LAUNCHER} & os.environ.keys():
+        linux.prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
+        sys.exit(1)  # it died before
+    if "RANK" in os.environ:
+        linux.prctl(SET_NAME, f"helix rank {os.environ['RANK']}".encode())
+
+
+def watch() -> None:
+    """Ends this process, from a thread, where the launcher that started it stays stopped."""
+    if sys.platform == "linux" and LAUNCHER in os.environ:
         threading.Thread(target=_watch, args=(os.getppid(),), name="lifeline", daemon=True).start()
 
 

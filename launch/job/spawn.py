@@ -6,22 +6,26 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from helix.models import handed
 from launch.inputs import parts
-from launch.job.lifeline import LAUNCHER, STOPPED_S, status
+from launch.job import lifeline
+from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as shells have it
 LOOK_S = 0.1  # between two looks at the ranks
@@ -30,41 +34,39 @@ ENTRY = Path(__file__).resolve().parents[2] / "torchrun_entry.py"
 REFUSED = 3  # exit code where requests were refused and the others served
 # Lines of a failed job that say why, the surest first: who killed a rank, what the runtime said, what was raised.
 CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
+# Where NVML does not count the GPUs, CUDA does, and no copy can use it any more.
+UNCOUNTED = "NVML does not count these GPUs, as those of CUDA_VISIBLE_DEVICES=MIG-...: start the ranks with torchrun"
 
 
-def launch(world_size: int, overrides: Sequence[str]) -> int:
-    """Runs `torchrun_entry.py` with `overrides` on `world_size` ranks of this host.
+def launch(world_size: int, work: Callable[[], int]) -> int:
+    """Runs `work` on ranks of this host: copies of this process, which import nothing again.
+
+    Args:
+        work: returns a rank's exit code.
 
     Returns:
         0, or the exit code of the rank that failed first (1 where a signal killed it), or INTERRUPTED.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port of its own
-    environment = os.environ | {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store is there before the ranks are
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-        LAUNCHER: str(os.getpid()),
-        **handed(),
-    }
-    # Ranks share the cores; one thread each where there are more ranks than cores.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
-    ranks: list[subprocess.Popen[bytes]] = []
-    with _signals() as came:
+    lost = "threads and CUDA do not survive in a copy: start this job by `run`, in a process of its own"
+    assert threading.active_count() == 1 and not torch.cuda.is_initialized(), lost
+    # It listens before there are ranks; the store, which has a thread, comes after them.
+    with socket.create_server(("127.0.0.1", 0)) as listener, _signals() as came:
+        port = listener.getsockname()[1]
+        ranks: list[Rank] = []
         try:
-            _start(ranks, environment, overrides)
+            _start(ranks, world_size, listener, work)
+            store = dist.TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            lifeline.watch()
             failed = _wait(ranks, came)
         except OSError as error:
             print(f"error: rank {len(ranks)} cannot be started: {error.strerror}", file=sys.stderr)
             return 1
         finally:
             _kill(ranks)
+    del store  # which answers until here
     if came:
-        kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
-        writes = any(override.startswith("decode.output=") for override in overrides)
-        print(f"interrupted: {kept}" if writes else "interrupted", file=sys.stderr)
         return INTERRUPTED
     for rank, code in failed.items():
         if code == -signal.SIGSTOP:
@@ -75,18 +77,76 @@ def launch(world_size: int, overrides: Sequence[str]) -> int:
     return max(min(failed.values(), default=0), 1) if failed else 0
 
 
-def _start(ranks: list[subprocess.Popen[bytes]], environment: dict[str, str], overrides: Sequence[str]) -> None:
-    """Appends the ranks of a job; they begin with control-C held back, until they can end without a trace."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+class Rank:
+    """A copy of this process, as `subprocess.Popen` is a process; in the copy, nothing behind its start is run.
+
+    Args:
+        begin: returns the exit code.
+    """
+
+    def __init__(self, begin: Callable[[], int]) -> None:
+        sys.stdout.flush()  # or both would write what is held back
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                returned = begin()
+                sys.stdout.flush()
+                code = returned
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(code)  # what the launcher has yet to clean up is the launcher's
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal that killed it; None while it runs."""
+        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG)) != (0, 0):
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _start(ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int]) -> None:
+    """Appends the ranks of a job; they begin with signals held back, until they have no handlers of this process."""
+    environment = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store is there before the ranks are
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        LAUNCHER: str(os.getpid()),
+    }
+    # Ranks share the cores; one thread each where there are more ranks than cores.
+    share = max(1, (os.cpu_count() or 1) // world_size)
+    threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share
+    gpus = torch.cuda.device_count()
+
+    def begin(rank: int) -> int:
+        listener.close()  # or it would answer for a launcher that is gone
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        lifeline.begin()
+        lifeline.watch()
+        torch.set_num_threads(threads)
+        if gpus and torch.cuda._is_in_bad_fork():
+            if rank == 0:
+                print(f"error: {UNCOUNTED}", file=sys.stderr)
+            return 1
+        return work()
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        for rank in range(int(environment["WORLD_SIZE"])):
-            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen([sys.executable, "-u", str(ENTRY), *overrides], env=own))
+        for rank in range(world_size):
+            ranks.append(Rank(partial(begin, rank)))
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], came: Sequence[int]) -> dict[int, int]:
+def _wait(ranks: Sequence[Rank], came: Sequence[int]) -> dict[int, int]:
     """Waits until all ranks have ended well, one has failed or a signal came; exit codes of those that failed first."""
     stopped = [0] * len(ranks)  # looks in a row
     while not came:
@@ -106,14 +166,14 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], came: Sequence[int]) -> dict
     return {}
 
 
-def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(ranks: Sequence[Rank]) -> None:
     for process in ranks:
         process.kill()
     deadline = time.monotonic() + GONE_S
     for rank, process in enumerate(ranks):
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S / 10)
+        if process.poll() is None:
             print(f"rank {rank} (process {process.pid}) was killed and is not gone", file=sys.stderr)
 
 
@@ -121,13 +181,21 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 def _signals() -> Iterator[list[int]]:
     """Signals that would end this process, noted instead for as long as the context lasts."""
     came: list[int] = []
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    numbers = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
     try:
         yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run(overrides: Sequence[str]) -> int:
+    """Runs a job from a process that may have threads, or have used CUDA: what `launch` returns in one of its own."""
+    with _signals() as came, _job(overrides) as job:
+        while job.poll() is None and not came:
+            time.sleep(LOOK_S)
+    return INTERRUPTED if came else job.returncode
 
 
 class JobError(RuntimeError):
@@ -146,9 +214,7 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
         record = Path(directory) / "record.json"
         backend = ["comm.backend=emulated"] if emulated else []
         with heard() as lines:
-            code = launch(
-                parts.emulating_processes() if emulated else ranks, [*backend, *overrides, f"record={record}"]
-            )
+            code = run([*backend, *overrides, f"record={record}"])
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if code:
@@ -166,20 +232,28 @@ def rows(overrides: Sequence[str], **variables: str) -> Iterator[dict[str, Any]]
     Raises:
         JobError: it failed.
     """
-    command = [sys.executable, "-u", str(ENTRY), *overrides]
-    environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
-    with heard() as lines, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as job:
+    with heard() as lines, _job(overrides, subprocess.PIPE, **variables) as job:
         assert job.stdout is not None
-        try:
-            for line in job.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-                else:
-                    print(line, end="", flush=True)
-        finally:
-            job.terminate()  # where nobody wants the rest: its launcher ends the ranks
+        for line in job.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+            else:
+                print(line, end="", flush=True)
+        job.wait()
     if job.returncode:
         raise JobError(cause(lines) or f"exit code {job.returncode}")
+
+
+@contextmanager
+def _job(overrides: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, which ends with the context, and its ranks with it."""
+    command = [sys.executable, "-u", str(ENTRY), *overrides]
+    environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
+    with subprocess.Popen(command, stdout=stdout, text=True, env=environment) as job:
+        try:
+            yield job
+        finally:
+            job.terminate()
 
 
 @contextmanager
@@ -198,7 +272,7 @@ def heard() -> Iterator[list[str]]:
                 lines.append(line.strip())
         os.close(terminal)  # nobody else writes to it: the pipe ends after stderr is the terminal again
 
-    thread = Thread(target=listen, daemon=True)
+    thread = threading.Thread(target=listen, daemon=True)
     thread.start()
     try:
         yield lines

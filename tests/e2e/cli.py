@@ -79,18 +79,22 @@ class Job:
                     continue
         return found
 
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the ranks that run: each bears its number as its name."""
+        found = {}
+        for pid in self.members():
+            with suppress(OSError):
+                name, _, rank = Path(f"/proc/{pid}/comm").read_text().rpartition(" ")
+                found |= {int(rank): pid} if name == "helix rank" else {}
+        return found
+
     def rank(self, rank: int, timeout_s: float = 60.0) -> int:
         """Process id of a rank, once it runs."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            for pid in self.members():
-                try:
-                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if f"RANK={rank}".encode() in environment:
-                    return pid
-            time.sleep(0.1)
+            if (pid := self.ranks().get(rank)) is not None:
+                return pid
+            time.sleep(0.05)
         raise AssertionError(f"no rank {rank} within {timeout_s} s:\n{self.log.read_text()}")
 
     def wait_for(self, path: Path, text: str, timeout_s: float = 60.0) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 
 INT, TERM, KILL, STOP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP
 GONE_S = 30.0
-PHASES = ("import", "meeting", "loading", "prefill", "decode")
+PHASES = ("start", "meeting", "loading", "prefill", "decode")
 
 
 def start(tmp_path: Path, command: list[str]) -> Job:

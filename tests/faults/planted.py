@@ -638,6 +638,14 @@ FAULTS = [
         "silence[r] * BEAT_S > SILENCE_S", "silence[r] * BEAT_S > 9 * SILENCE_S",
         ("tests/unit/test_membership.py",), 20.0,
     ),
+    Fault(
+        "a rank cleans up for its launcher", "launch/job/spawn.py",
+        "os._exit(code)  # what", "sys.exit(code)  # what", ("tests/unit/test_spawn.py",),
+    ),
+    Fault(
+        "a rank answers for a launcher that is gone", "launch/job/spawn.py",
+        "        listener.close()", "        pass", ("tests/unit/test_spawn.py",),
+    ),
     # ---- block-sparse decode
     Fault(
         "a tie too few", "kernels/sparse/select_blocks.py",

@@ -16,6 +16,8 @@ from launch.bench.runner import Benchmark, Given, Part, record, run
 from launch.bench.steps import time_job
 from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from launch.inputs import parts
+from launch.inputs.auto_layout import ranks as ranks_of
+from launch.inputs.compose import composed
 from launch.inputs.shapes import spec_of
 from launch.job import spawn
 from launch.records.step_tables import largest_batch
@@ -69,22 +71,22 @@ def test_the_largest_batch_is_a_measured_one_within_the_budget() -> None:
 def test_ranks_beyond_the_gpus_are_emulated(
     gpus: int, ranks: int, processes: int, emulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[int, list[str]]] = []
+    started: list[list[str]] = []
     monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(spawn, "launch", lambda count, overrides: started.append((count, overrides)) or 1)
+    monkeypatch.setattr(spawn, "run", lambda overrides: started.append(overrides) or 1)
     with pytest.raises(spawn.JobError, match=r"^exit code 1$"):
-        spawn.measure(ranks, ["bench=comm"])
-    [(count, overrides)] = started
-    assert count == processes
-    assert overrides[:-1] == ["comm.backend=emulated"] * emulated + ["bench=comm"]
+        spawn.measure(ranks, wanted := ["bench=comm", f"layout.kvp={ranks}"])
+    [overrides] = started
+    assert overrides[:-1] == ["comm.backend=emulated"] * emulated + wanted
     assert overrides[-1].startswith("record=")
+    assert ranks_of(composed(overrides)) == processes
 
 
 def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     work, layout = WORKLOADS[0], layouts(spec_of(WORKLOADS[0].model), 2, baselines=False)[0]
-    monkeypatch.setattr(spawn, "launch", lambda count, overrides: os.write(2, b"error: no room\n") and 1)
+    monkeypatch.setattr(spawn, "run", lambda overrides: os.write(2, b"error: no room\n") and 1)
     assert [row["failed"] for row in time_job([work, work], layout, [])] == ["no room"] * 2
-    monkeypatch.setattr(spawn, "launch", lambda count, overrides: spawn.INTERRUPTED)
+    monkeypatch.setattr(spawn, "run", lambda overrides: spawn.INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):  # or the next job would start
         time_job([work], layout, [])
 

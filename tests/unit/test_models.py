@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from transformers import (
 
 from comm.loopback import LoopbackWorld
 from helix.layout import HelixLayout
-from helix.models import FAMILIES, HANDED, Decoder, DecoderSpec, handed, spec_from_config
+from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
 from launch.inputs.parts import make_spec
-from launch.job import spawn
 from tests.unit.test_config import composed
 
 
@@ -222,25 +220,3 @@ def test_contexts_beyond_the_first_chunk_of_dual_chunk_attention_are_not_the_mod
     assert s.max_positions == 262144 and "dual_chunk_attention_config.chunk_size" in s.context
     with pytest.raises(ValueError, match=r"dual_chunk_attention_config\.chunk_size=-1"):
         spec(Qwen2Config(), "Qwen2ForCausalLM", dual_chunk_attention_config=chunked | {"chunk_size": -1})
-
-
-def test_ranks_read_no_config_that_their_launcher_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**Qwen3Config(num_hidden_layers=5).to_dict(), "architectures": ["Qwen3ForCausalLM"]}
-    read = spec_from_config(config)
-    entry, received = tmp_path / "entry.py", tmp_path / "received"
-    entry.write_text(f"import os\nopen({str(received)!r}, 'w').write(os.environ[{HANDED!r}])\n")
-    monkeypatch.setattr(spawn, "ENTRY", entry)
-    assert spawn.launch(1, []) == 0
-    monkeypatch.setenv(HANDED, received.read_text())
-    monkeypatch.setattr("helix.models.READ", {})
-    monkeypatch.setattr("helix.models.read_as", lambda *_: pytest.fail("read again"))
-    assert spec_from_config(config) == read
-    with pytest.raises(pytest.fail.Exception, match="read again"):
-        spec_from_config({**config, "num_hidden_layers": 6})
-
-
-def test_what_is_too_long_for_a_variable_is_read_by_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**Qwen3Config().to_dict(), "architectures": ["Qwen3ForCausalLM"], "eos_token_id": [*range(50_000)]}
-    monkeypatch.setattr("helix.models.READ", {})
-    spec_from_config(config)
-    assert handed() == {}

@@ -1,4 +1,4 @@
-"""Jobs that somebody measures: what is made of their last words."""
+"""Ranks as copies of their launcher, and jobs that somebody measures: what is made of their last words."""
 
 from __future__ import annotations
 
@@ -14,6 +14,79 @@ from launch.job import spawn
 from launch.job.lifeline import age_s
 from launch.job.report import Phases
 from launch.job.spawn import JobError, cause, heard
+from tests.e2e.cli import ROOT
+
+# A launcher that has checked a run, as every launcher has, and starts ranks again and again.
+LAUNCHER = """
+import atexit, os, signal, sys, time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from launch.inputs.compose import composed
+from launch.inputs.preflight import prepared
+from launch.job import spawn
+
+
+def threads(moment):
+    print(moment, len(os.listdir("/proc/self/task")), flush=True)
+
+
+def state():
+    sockets = sum(fd.is_socket() for fd in Path("/proc/self/fd").iterdir())
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_DFL]
+    masked, name = signal.pthread_sigmask(signal.SIG_BLOCK, ()), Path("/proc/self/comm").read_text().strip()
+    print(name, sockets, handled, masked, torch.get_num_threads(), os.environ["LOCAL_WORLD_SIZE"])
+    return 0
+
+
+def fail():
+    if os.environ["RANK"] == "1":
+        raise KeyError("a cause")
+    time.sleep(60)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@contextmanager
+def directory():
+    yield
+    print("cleaned")
+
+
+prepared(composed(["model=demo", "layout.kvp=2", "decode.prompts=assets/prompts.jsonl"]))
+os.environ.pop("OMP_NUM_THREADS")
+os.cpu_count = lambda: 6
+os.register_at_fork(after_in_parent=lambda: threads("copied"))
+atexit.register(print, "left")
+print("once", end=" ")
+with directory():
+    for work in (state, lambda: 7, fail, die):
+        print("returned", spawn.launch(2 if work in (state, fail) else 1, work), flush=True)
+torch.cuda.device_count, torch.cuda._is_in_bad_fork = lambda: 1, lambda: True
+print("refused", spawn.launch(2, state))
+"""
+
+
+def test_ranks_are_copies_that_leave_the_rest_to_their_launcher() -> None:
+    """They have neither its signal handlers nor its sockets, and no thread is lost: it has none when they start."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LAUNCHER], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    said = ended.stdout.splitlines()
+    assert ended.returncode == 0, ended.stderr
+    assert said[0] == "once copied 1" and said.count("copied 1") == 1 + 1 + 2 + 1 + 2, said
+    mine = [line for line in said if line.startswith("helix rank ")]
+    assert sorted(mine) == [f"helix rank {r} 0 [] set() 3 2" for r in range(2)]
+    rest = [line for line in said[1:] if line not in mine and line != "copied 1"]
+    assert rest == ["returned 0", "returned 7", "returned 1", "returned 1", "cleaned", "refused 1", "left"]
+    assert ended.stderr.count("KeyError: 'a cause'") == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
+    assert "rank 0 was killed by signal 11 (SIGSEGV)" in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: NVML does not count these GPUs"), ended.stderr
 
 
 def test_what_jobs_say_is_heard_and_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_figures_are_of_each_timed_point_and_of_this_sweep(
     timed = {"batch": 1, "length": 64, "gamma": 0, "ttl_p50_us": 5.0, "kv_bytes_per_rank": [3, 4]}
     record = {"points": [timed, {"batch": 9, "length": 64, "gamma": 0, "failed": "no room"}]}
     (tmp_path / "0.json").write_text(json.dumps(record))  # where the job fails, an earlier sweep's
-    monkeypatch.setattr(spawn, "launch", lambda ranks, overrides: code)
+    monkeypatch.setattr(spawn, "run", lambda overrides: code)
     assert run(point) == code and point.status == status
     rows = point.rows()
     assert [row["ttl_p50_us"] for row in rows] == ttls
