@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     rank = partial(_rank, config, import_module(module).run)
     if place is not None:
         return rank()
-    code = spawn.launch(world_size, rank)
+    code = spawn.launch(world_size, rank, arguments)
     if code == spawn.INTERRUPTED:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
         print("interrupted" if config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)

@@ -34,15 +34,14 @@ ENTRY = Path(__file__).resolve().parents[2] / "torchrun_entry.py"
 REFUSED = 3  # exit code where requests were refused and the others served
 # Lines of a failed job that say why, the surest first: who killed a rank, what the runtime said, what was raised.
 CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
-# Where NVML does not count the GPUs, CUDA does, and no copy can use it any more.
-UNCOUNTED = "NVML does not count these GPUs, as those of CUDA_VISIBLE_DEVICES=MIG-...: start the ranks with torchrun"
 
 
-def launch(world_size: int, work: Callable[[], int]) -> int:
+def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -> int:
     """Runs `work` on ranks of this host: copies of this process, which import nothing again.
 
     Args:
         work: returns a rank's exit code.
+        arguments: with which `torchrun_entry.py` does that work, where no copy can.
 
     Returns:
         0, or the exit code of the rank that failed first (1 where a signal killed it), or INTERRUPTED.
@@ -54,7 +53,7 @@ def launch(world_size: int, work: Callable[[], int]) -> int:
         port = listener.getsockname()[1]
         ranks: list[Rank] = []
         try:
-            _start(ranks, world_size, listener, work)
+            _start(ranks, world_size, listener, work, arguments)
             store = dist.TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
@@ -110,7 +109,9 @@ class Rank:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _start(ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int]) -> None:
+def _start(
+    ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], arguments: Sequence[str]
+) -> None:
     """Appends the ranks of a job; they begin with signals held back, until they have no handlers of this process."""
     environment = {
         "WORLD_SIZE": str(world_size),
@@ -124,18 +125,17 @@ def _start(ranks: list[Rank], world_size: int, listener: socket.socket, work: Ca
     # Ranks share the cores; one thread each where there are more ranks than cores.
     share = max(1, (os.cpu_count() or 1) // world_size)
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share
-    gpus = torch.cuda.device_count()
+    command = [sys.executable, "-u", str(ENTRY), *arguments]
 
     def begin(rank: int) -> int:
         listener.close()  # or it would answer for a launcher that is gone
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        if torch.cuda._is_in_bad_fork():  # NVML did not count the GPUs; CUDA did, and is of no use in a copy
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            os.execv(sys.executable, command)
         lifeline.begin()
         lifeline.watch()
         torch.set_num_threads(threads)
-        if gpus and torch.cuda._is_in_bad_fork():
-            if rank == 0:
-                print(f"error: {UNCOUNTED}", file=sys.stderr)
-            return 1
         return work()
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -398,7 +398,7 @@ def test_the_ranks_of_make_run_are_those_of_its_arguments(
     given: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr("launch.job.spawn.launch", lambda count, work: started.append(count) or 1)
+    monkeypatch.setattr("launch.job.spawn.launch", lambda count, *_: started.append(count) or 1)
     monkeypatch.setattr(sys, "argv", ["launch.demo", *given])
     with pytest.raises(SystemExit):
         demo.main()
