@@ -25,9 +25,10 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
         state.active[:rows] = True
         state.lengths[:rows] = tokens
         state.limits[:rows] = tokens + runner.drafts + 1
-        tables = state.block_tables[:rows]  # different pages: one page would stay in the GPU's cache
-        pages = torch.arange(tables.numel(), dtype=torch.int32, device=runner.device) % runner.cache.pages
-        tables.copy_(pages.view_as(tables))
+        tables = state.block_tables[:rows]  # different pages: what is read twice stays in the GPU's cache
+        most = runner.cache.pages
+        first = torch.arange(rows, dtype=torch.int32, device=runner.device) * (most // rows)
+        tables.copy_((first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=runner.device)) % most)
     if runner.drafter is not None:
         runner.drafter.catch_up(state)
 

@@ -34,6 +34,8 @@ from helix.text import OutputStream
 from helix.timings import Timings
 
 T = TypeVar("T")
+LARGE_CHUNK = 1024  # tokens: a longer one takes the same kernels
+DEEP = 32 << 10  # tokens before a chunk that then takes kernels for many keys
 BEATS = 4  # times that the others hear from an idle rank 0 before they give up
 
 
@@ -152,13 +154,12 @@ class Engine:
             for of in (variants, later)
         )
         if runner.device.type == "cuda":
-            chunk = max(min(self.prefill_chunk, tokens - 1, runner.max_length - 1), 1)
             steps = (
                 (rows, drafts, stochastic, filtered, sparse, chunks, shaped)
                 for rows, (drafts, stochastic, filtered, sparse, shaped) in product(sizes, [*kinds, *more])
                 for chunks in tried_chunks(runner, rows)
             )
-            rehearse(runner, sorted({min(2, chunk), chunk}), steps)
+            rehearse(runner, self._chunks(tokens), steps)
             mark("compile")
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
@@ -181,6 +182,20 @@ class Engine:
                     runner.decode(rows, *kind)
         torch.cuda.synchronize()
         mark("capture")
+
+    def _chunks(self, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Chunks that take kernels of their own: by tokens, by prompts in one, and by how deep in a context they are.
+
+        Args:
+            tokens: of KV that there are pages for.
+        """
+        room = min(tokens, self.runner.max_length) - 1
+        most = max(min(self.prefill_chunk, room), 1)
+        sizes = [1 << i for i in range(LARGE_CHUNK.bit_length()) if 1 << i < most]
+        yield from ((1, size, 0) for size in (*sizes, most))
+        yield from ((1, size, DEEP) for size in sizes if size + DEEP <= room)
+        slots = self.runner.max_batch
+        yield from ((n, 1, 0) for n in sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1}))
 
     def close(self) -> None:
         """Gives captured steps and memory of the host up; to be called before the communicator is closed."""

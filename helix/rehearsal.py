@@ -16,24 +16,29 @@ from kernels.ahead import compiled_ahead
 
 @torch.inference_mode()
 def rehearse(
-    runner: ModelRunner, prompts: Iterable[int], steps: Iterable[tuple[int, int, bool, bool, bool, int, bool]]
+    runner: ModelRunner,
+    chunks: Iterable[tuple[int, int, int]],
+    steps: Iterable[tuple[int, int, bool, bool, bool, int, bool]],
 ) -> None:
-    """Goes through prompts and decode steps; a collective, to be called while nothing is served.
+    """Goes through chunks of prompts and decode steps; a collective, to be called while nothing is served.
 
     What pages and slots hold is lost.
 
     Args:
-        prompts: their lengths, none longer than a chunk.
+        chunks: prompts in one, tokens of each, and tokens before these.
         steps: arguments of `ModelRunner.step`.
     """
     with compiled_ahead():
-        for count in prompts:
-            pages = np.arange(runner.placement.stripes.pages_for(count), dtype=np.int32)
+        for prompts, count, known in chunks:
+            end, slots = known + count, range(prompts)
+            pages = np.arange(runner.placement.stripes.pages_for(end), dtype=np.int32)
             tokens = np.zeros(count, dtype=np.int32)
-            admission = Admission("rehearsal", 0, count, tokens, 0, pages, count, count, SamplingParams())
-            segment = Segment(0, 0, count, last=True, tokens=tokens)
-            runner.execute(Decision(0, (), (), (admission,), (segment,), 0, 1, stochastic=False, filtered=False))
-            runner.execute(Decision.nothing((0,)))
+            text = np.zeros(end, dtype=np.int32)
+            admit = [Admission("rehearsal", i, end, text, 0, pages, end, end, SamplingParams(), known) for i in slots]
+            parts = [Segment(i, known, end, last=True, tokens=tokens) for i in slots]
+            rows = min(1 << (prompts - 1).bit_length(), runner.max_batch)
+            runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, rows, stochastic=False, filtered=False))
+            runner.execute(Decision.nothing(tuple(slots)))
         for step in steps:
             fill(runner, step[0], 1)
             runner.step(*step)

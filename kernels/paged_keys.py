@@ -50,7 +50,7 @@ class KeyScores:
             With rows=each, plane t is of query t alone.
         table: [B, max_pages] int32, rows contiguous: the page of scores for each page of a sequence's keys.
         rows: which queries count: all (that read any key), ends (the first and the last of these), each; any: the best
-            of all, over heads too.
+            of all, over heads too; where rows need several tiles, each leaves its best in a plane.
     """
 
     planes: torch.Tensor

@@ -124,7 +124,7 @@ def _flash_decode_kernel(
             pages, page_stride, slot_stride, head_stride, head, scale_log2,
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, counts=counts,
             share=scale_log2 / M, t=t, kept=to, kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page,
-            T=T, COLLECT=COLLECT,
+            T=T, COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
         )  # fmt: skip
         # What a row that reads nothing made of tiles without masks.
         reads = row_lo < row_hi
@@ -151,10 +151,10 @@ def score_planes(T: int, group: int, D: int, dtype: torch.dtype, rows: str) -> i
     """Planes of scores that T queries of each KV head's `group` fill: one a tile of rows, or one a query.
 
     Raises:
-        ValueError: what is wanted is no sum over tiles of rows (each, any), and one tile does not hold all.
+        ValueError: each query's scores are wanted, and one tile of rows does not hold all.
     """
     tiles = triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
-    if rows in ("each", "any") and tiles > 1:
+    if rows == "each" and tiles > 1:
         raise ValueError(f"{T} queries x {group} heads a KV head are too many rows for one tile")
     return T if rows == "each" else tiles
 

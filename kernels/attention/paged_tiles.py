@@ -72,7 +72,7 @@ def attend_tiles(
     page_stride, slot_stride, head_stride, head, scale_log2,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HOLES: tl.constexpr = False,
     mean=None, counts=None, share=0.0, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
-    T: tl.constexpr = 1, COLLECT: tl.constexpr = None,
+    T: tl.constexpr = 1, COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
@@ -119,6 +119,8 @@ def attend_tiles(
                 _score_each(scores, counts, share, t, to, kept_plane, live, T)
             elif COLLECT == "any":
                 found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
+                if SEVERAL:  # tiles of rows, of which none may count in this one
+                    found = tl.where(found == float("-inf"), 0.0, found)
             elif mean is None:
                 if COLLECT == "all":  # rows that do not count are zero
                     found = tl.sum(scores, 0) * share

@@ -48,8 +48,11 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
     by_key = torch.einsum("phd,nhd->pnh", found, of_keys)
     if scores.rows == "any":
         rows = q[:live].float().view(live, heads, -1, q.shape[-1])
-        best = torch.einsum("thgd,nhd->nhtg", rows, of_keys).amax((2, 3))
-        by_key = best[None] * keys.scale * math.log2(math.e) / (len(q) * rows.shape[2])
+        each = torch.einsum("thgd,nhd->nhtg", rows, of_keys).flatten(2)
+        whole = len(q) * rows.shape[2]
+        tile = 1 << (-(-whole // len(scores.planes)) - 1).bit_length()  # rows that the kernel takes at once
+        best = torch.stack([part.amax(2) for part in each.split(tile, 2)])
+        by_key = best * keys.scale * math.log2(math.e) / whole
     scores.planes[:, scores.table[b, page].long(), :, slot] = 0
     for plane, mine in zip(scores.planes, by_key, strict=False):  # each [pages, Hkv, page_size] and [n, Hkv]
         plane[scores.table[b, page].long(), :, slot] = mine.to(plane.dtype)

@@ -9,6 +9,7 @@ import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
 from comm.loopback import LoopbackWorld
+from helix.autotune import fill
 from helix.kv_cache import BlockBudget
 from helix.layout import HelixLayout
 from helix.rehearsal import rehearse
@@ -59,7 +60,7 @@ def test_nothing_is_launched_and_nothing_remains(
         patch.setattr(dispatch, "on_gpu", lambda t: True)
         patch.setattr(InterpretedFunction, "run", run)
         patch.setattr("kernels.ahead.JITFunction", InterpretedFunction)
-        rehearse(e.runner, (2, 24), steps)
+        rehearse(e.runner, [(1, 2, 0), (1, 24, 0), (1, 1, 100), (3, 1, 0)], steps)
         assert InterpretedFunction.run is run
         rehearsed = set(met)
         with compiled_ahead():  # or what is not computed would be tokens
@@ -70,3 +71,15 @@ def test_nothing_is_launched_and_nothing_remains(
         requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
         tokens = {o.id: o.output_ids for o in e.generate(requests)}
         assert [tokens[i] for i in range(len(wanted))] == [c.tokens for c in wanted]
+
+
+def test_sequences_that_are_timed_share_no_page() -> None:
+    """Or what one reads, the next would find in the GPU's cache: 8 x 32K took 6.0 ms in place of 7.1."""
+    e = build_engine(
+        checkpoint("qwen2"), HelixLayout.create(), LoopbackWorld(1).communicator(0, [0]), 16, max_length=192
+    )
+    for rows in (1, 3, 4):
+        fill(e.runner, rows, 60)
+        columns = e.runner.cache.pages // rows
+        held = e.runner.state.block_tables[:rows, :columns].flatten().tolist()
+        assert len(held) >= 3 * rows and len(set(held)) == len(held), rows

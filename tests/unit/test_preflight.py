@@ -213,7 +213,7 @@ def test_whatever_a_tokenizer_file_raises_is_one_line(kind: type[BaseException],
 
 
 def test_nothing_is_started_for_a_wrong_run(model: Path, prompts: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(spawn, "launch", lambda count, work: pytest.fail("ranks were started"))
+    monkeypatch.setattr(spawn, "launch", lambda *_: pytest.fail("ranks were started"))
     given = [f"model.path={model}", f"decode.prompts={prompts}"]
     for text, words in (
         ("layout.kvp=1000000000", "1000000000 ranks, and this host runs"),
@@ -227,7 +227,7 @@ def test_nothing_is_started_for_a_wrong_run(model: Path, prompts: Path, monkeypa
         said = capsys.readouterr()
         assert said.err.startswith("error: ") and words in said.err and said.err.count("\n") == 1 and not said.out
     started: list[int] = []
-    monkeypatch.setattr(spawn, "launch", lambda count, work: started.append(count) or 0)
+    monkeypatch.setattr(spawn, "launch", lambda count, *_: started.append(count) or 0)
     assert main([*given, "layout.kvp=2"]) == 0 and started == [2]
 
 
