@@ -15,7 +15,15 @@ from launch.bench.speculate import PARTS, REST
 from launch.inputs.arguments import helped
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
-from launch.records import acceptance_tables, fidelity_tables, kernel_tables, sparse_bill, sparse_tables, step_tables
+from launch.records import (
+    acceptance_tables,
+    fidelity_tables,
+    kernel_tables,
+    serving_tables,
+    sparse_bill,
+    sparse_tables,
+    step_tables,
+)
 from launch.records.planner_check import check_table, regrets, summary
 from launch.records.recorded_steps import read_cells
 from launch.records.rows import results, workload
@@ -35,7 +43,15 @@ RESULTS = [
         "acceptance",
     )
 ]
-PAGES = ["README.md", "docs/planner.md", "docs/sparse.md", "docs/tiering.md", *RESULTS]
+PAGES = [
+    "README.md",
+    "docs/planner.md",
+    "docs/sparse.md",
+    "docs/tiering.md",
+    "docs/serving-engine.md",
+    "docs/speculation.md",
+    *RESULTS,
+]
 
 
 def hopb(name: str = "hopb") -> list[str]:
@@ -180,6 +196,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "hopb": hopb,
     "hopb.emulated-8": partial(hopb, "hopb.emulated-8"),
     **sparse_tables.PAGE,
+    **serving_tables.PAGE,
     "sparse-bill": partial(bill, sparse_bill.bill_table),
     "sparse-crossover": partial(bill, sparse_bill.crossover_table),
     "planner": partial(planner, "step", "baselines"),

@@ -143,7 +143,7 @@ def test_phases_follow_each_other() -> None:
     phases = Phases()
     phases.mark("a")
     phases.mark("b")
-    assert list(phases.seconds) == ["a_s", "b_s"] and all(s >= 0 for s in phases.seconds.values())
+    assert [*phases.seconds][-2:] == ["a_s", "b_s"] and all(s >= 0 for s in phases.seconds.values())
 
 
 def test_needles_have_their_length_depth_and_answer() -> None:

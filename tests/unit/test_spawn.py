@@ -35,7 +35,7 @@ def threads(moment):
 
 def state():
     sockets = sum(fd.is_socket() for fd in Path("/proc/self/fd").iterdir())
-    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_DFL]
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if callable(signal.getsignal(n))]
     masked, name = signal.pthread_sigmask(signal.SIG_BLOCK, ()), Path("/proc/self/comm").read_text().strip()
     print(name, sockets, handled, masked, torch.get_num_threads(), os.environ["LOCAL_WORLD_SIZE"])
     return 0
