@@ -143,7 +143,7 @@ def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec, ra
     except ValueError as error:
         raise ValueError(
             f"speculation.policy={speculation.policy} with speculation.gamma={speculation.gamma}: {error}; set a lower "
-            "gamma, or speculation.policy=all"
+            "gamma, or speculation.policy=any"
         ) from error
 
 

@@ -18,7 +18,11 @@ def _ranged(name: str) -> Callable[[Row], str]:
 
 
 def _number(name: str, digits: int = 4) -> Callable[[Row], str]:
-    return lambda r: f"{r[name]:.{digits}f}"
+    return lambda r: f"{r[name]:.{digits}f}" if name in r else "-"
+
+
+def _shares(name: str) -> Callable[[Row], str]:
+    return lambda r: " ".join(f"{share:.2f}" for share in r[name]) if name in r else "-"
 
 
 def _spread(r: Row) -> str:
@@ -106,11 +110,11 @@ COLUMNS: dict[str, Columns] = {
     | {
         "hot cache": lambda r: f"{r['hot']:.0%}",
         "hits": _number("hits", 3),
-        "in each layer": lambda r: " ".join(f"{share:.2f}" for share in r["hits_by_layer"]),
+        "in each layer": _shares("hits_by_layer"),
         "hits with kv.ahead": _number("hits_ahead", 3),
         "what comes then, x": _number("fetched_ahead", 2),
         "named ahead": _number("named", 3),
-        "named in each layer": lambda r: " ".join(f"{share:.2f}" for share in r["named_by_layer"]),
+        "named in each layer": _shares("named_by_layer"),
         "agrees (95%)": _ranged("agrees"),
         "KL (by text)": _spread,
     },
