@@ -183,9 +183,15 @@ def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
         seen = client.serve([*running, *short])
         if client.leads:
             first = [seen[int(a.request.id)].first_s for a in short]
+            since = seen[int(short[0].request.id)].sent
+            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_between(since, math.inf)]
+            timings = client.engine.timings
             yield {
                 "trace": "short prompt", "batch": beside, "length": 128 * K // small,
                 "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
+                "first_ms": [round(1e3 * s, 1) for s in first],
+                "gap_p50_ms": _ms(gaps, 50), "gap_p99_ms": _ms(gaps, 99), "decisions": timings.decisions,
+                "prefill_s": timings.prefill_s, "prefill_tokens": timings.prefill_tokens,
             }  # fmt: skip
     for length in (128 * K // small, M // small):
         if length + 256 > client.engine.runner.max_length:
