@@ -222,6 +222,10 @@ FAULTS = [
         ("tests/kernels/test_flash_decode.py::test_kernel[window]",),
     ),
     Fault(
+        "a tile of which no row counts", "kernels/attention/paged_tiles.py", "if SEVERAL:", "if False:",
+        ("tests/kernels/test_key_scores.py::test_scores",),
+    ),
+    Fault(
         "an edge without its mask", "kernels/attention/paged_tiles.py",
         "(tile >= full_stop)", "(tile > full_stop)", DECODE,
     ),
