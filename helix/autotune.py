@@ -9,7 +9,8 @@ import statistics
 
 import torch
 
-from helix.graphs import StepGraphs, seconds_of_each
+from helix.clock import seconds_of_each
+from helix.graphs import StepGraphs
 from helix.model_runner import ModelRunner
 
 CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,25 +44,3 @@ class StepGraphs:
         for graph, _ in self._captured.values():
             graph.reset()
         self._captured.clear()
-
-
-def seconds_of_each(
-    call: Callable[[], Any], times: int, device: torch.device, between: Callable[[], Any] = lambda: None
-) -> list[float]:
-    """Seconds of each of `times` calls on the device, with no wait for the host; `between` runs after each, untimed."""
-    if device.type != "cuda":
-        seconds = []
-        for _ in range(times):
-            begin = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - begin)
-            between()
-        return seconds
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
-    for begins, ends in events:
-        begins.record()
-        call()
-        ends.record()
-        between()
-    torch.cuda.synchronize(device)
-    return [begins.elapsed_time(ends) / 1e3 for begins, ends in events]

@@ -16,6 +16,7 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
+from helix.clock import Moment
 from helix.decision import Admission, Decision, Segment
 from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
@@ -105,13 +106,18 @@ class ModelRunner:
         return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
 
     def execute(self, decision: Decision) -> list[StepTokens]:
-        """Launches what a decision says; on rank 0, returns the tokens of the prefill, if any, and of each step."""
+        """Launches what a decision says; on rank 0, returns the tokens of the prefill, if any, and of each step.
+
+        The host waits for nothing that was launched before.
+        """
         drawn: list[StepTokens] = []
+        begin = Moment(self.device)
 
         def keep(tokens: Tensor, slots: Sequence[int] | None = None) -> None:
             if self.comm.rank == 0:
                 summaries = self.shaper.summaries if decision.shaped and self.shaper is not None else None
-                drawn.append(StepTokens(tokens, slots, self.check, summaries))
+                before = drawn[-1].end if drawn else begin
+                drawn.append(StepTokens(tokens, slots, self.check, before, summaries))
 
         for slot in decision.retire:
             at, state = slice(slot, slot + 1), self.state
@@ -334,10 +340,12 @@ class StepTokens:
         tokens: [n, m], in each row those that a sequence takes, then PAST.
         slots: of the rows; None for 0, 1, ..
         check: called with wait=False once the step has ended; raises where its tokens are none.
+        before: when the step could begin.
         summaries: of all slots, as of `Shaper`; None where nobody wants log-probabilities.
 
     Attributes:
-        came: when the tokens were there, by `time.perf_counter`; for those of a GPU, when they were read.
+        end: when the step's tokens are on the host.
+        came: when they were read, by `time.perf_counter`.
     """
 
     def __init__(
@@ -345,27 +353,31 @@ class StepTokens:
         tokens: Tensor,
         slots: Sequence[int] | None,
         check: Callable[[bool], None],
+        before: Moment,
         summaries: Tensor | None = None,
     ) -> None:
         self._tokens = to_host(tokens)
         self._summaries = None if summaries is None else to_host(summaries)
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
-        self._event = torch.cuda.Event() if tokens.is_cuda else None
-        if self._event:
-            self._event.record()
-        self.came = time.perf_counter()
+        self._before = before
+        self.end = Moment(tokens.device)
+        self.came = 0.0
 
     @property
     def there(self) -> bool:
         """Whether `read` would not wait."""
-        return self._event is None or self._event.query()
+        return self.end.reached
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took; to be called after `read`."""
+        return self.end.since(self._before)
 
     def read(self) -> list[tuple[int, int]]:
         """(slot, token) of each token."""
-        if self._event:
-            self._event.synchronize()
-            self.came = time.perf_counter()
+        self.end.wait()
+        self.came = time.perf_counter()
         self._check(False)
         taken = self._tokens != PAST
         slots = [self._slots[row] for row in taken.nonzero()[:, 0].tolist()]

@@ -164,7 +164,7 @@ class SamplingState:
     def set(self, row: int, params: SamplingParams) -> None:
         """Gives a row the parameters of a request; in place, so that a captured graph sees them."""
         for name in (f.name for f in fields(self)):
-            getattr(self, name)[row] = getattr(params, name)
+            getattr(self, name)[row].fill_(getattr(params, name))
 
     def rows(self, index: Tensor | slice) -> SamplingState:
         """The rows of a slice, as views, or a copy of the rows `index` [n] int64, in that order."""

@@ -173,7 +173,7 @@ class Serving:
             tokens: dict[int, list[int]] = {}
             for slot, token in step.read():
                 tokens.setdefault(slot, []).append(token)
-            seconds, self._came = step.came - max(run.begin, self._came), step.came
+            seconds, self._came = step.seconds, step.came
             if in_chunk:
                 yield from self._after_chunk(run, seconds)
             else:

@@ -63,14 +63,14 @@ class Shaper:
             drawn: the last so many of them were drawn.
         """
         state = self._shaping
-        state.shaped[slot] = params.changes_logits
+        state.shaped[slot].fill_(params.changes_logits)
         if not params.changes_logits:
             return  # nothing else of the slot is read
-        state.repetition[slot] = params.repetition_penalty
-        state.frequency[slot] = params.frequency_penalty
-        state.presence[slot] = params.presence_penalty
+        state.repetition[slot].fill_(params.repetition_penalty)
+        state.frequency[slot].fill_(params.frequency_penalty)
+        state.presence[slot].fill_(params.presence_penalty)
         prompt, answer = np.split(np.asarray(tokens), [len(tokens) - drawn])
-        state.ends_from[slot] = len(prompt) + params.min_tokens
+        state.ends_from[slot].fill_(len(prompt) + params.min_tokens)
         columns = len(self.columns)
         seen = np.bincount(self._mine(answer), minlength=columns).astype(np.int32) * ONCE
         seen[self._mine(prompt)] |= IN_PROMPT
@@ -79,7 +79,7 @@ class Shaper:
         bias = np.zeros(self.vocab, np.float32)
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
         state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
-        state.allowed[slot] = -1
+        state.allowed[slot].fill_(-1)
 
     def allow(self, masks: Mapping[int, np.ndarray]) -> None:
         """Says which tokens slots may draw, until it says otherwise: slot -> a bit a token, lowest first, int32 [W]."""

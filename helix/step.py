@@ -210,9 +210,10 @@ class DecodeState:
             text: its first tokens, int32 [n], where they are to be in `history`.
         """
         self.write(row, 0, pages)
-        self.starts[row] = self._starts[row] = start
-        self.limits[row] = limit
-        self.active[row] = False
+        self._starts[row] = start
+        self.starts[row].fill_(start)  # `fill_`, since the host waits for the device where a number is assigned
+        self.limits[row].fill_(limit)
+        self.active[row].fill_(False)
         if self.history.shape[1]:
             self.history[row, : len(text)] = to_device(torch.from_numpy(text), self.history.device)
 
@@ -231,7 +232,7 @@ class DecodeState:
             self.history[rows, lengths] = tokens.int()
 
     def retire(self, row: int) -> None:
-        self.active[row] = False
+        self.active[row].fill_(False)
 
     def within_limits(self, drafts: Tensor) -> Tensor:
         """Drafts [rows, n], with -1 in place of those beyond a row's `draft_limits` or its end."""

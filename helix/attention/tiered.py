@@ -20,6 +20,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.kv_cache import BlockBudget, LayerCache, Placement
 from helix.step import ChunkPart, Step
 from helix.tiered_cache import TieredLayer, pages_of
+from helix.transfers import to_device
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine
@@ -205,7 +206,7 @@ class TieredAttention(BlockSparseAttention):
         for part, table in zip(step.chunk.parts, step.block_tables, strict=True):
             at = part.queries
             for keys in self._before(part, table, cache, lo[at], window, scale):
-                cu_q = torch.tensor([0, at.stop - at.start], dtype=torch.int32).to(q.device)
+                cu_q = to_device(torch.tensor([0, at.stop - at.start], dtype=torch.int32), q.device)
                 found = flash_prefill(q[at], keys, cu_q, at.stop - at.start, keys.table.shape[1] * keys.page_size)
                 both = (torch.stack(pair) for pair in zip((out[at], lse[at]), found, strict=True))
                 lse_combine(*both, out=out[at], out_lse=lse[at], return_lse=True)

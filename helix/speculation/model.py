@@ -104,7 +104,7 @@ class ModelDrafter(Drafter):
     def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
         self.model.hidden(self.cache, self.sequences.prefill_step(segments), self.policy)
         for row, begin, tokens in segments:
-            self.sequences.lengths[row] = begin + len(tokens)
+            self.sequences.lengths[row].fill_(begin + len(tokens))
 
     def catch_up(self, state: DecodeState) -> None:
         active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))

@@ -22,7 +22,8 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from helix.autotune import CHUNKS, choose_chunks, step_seconds
-from helix.graphs import StepGraphs, seconds_of_each
+from helix.clock import seconds_of_each
+from helix.graphs import StepGraphs
 from helix.layout import share
 from helix.model_runner import ModelRunner
 from helix.models import Decoder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from helix.autotune import fill
+from helix.clock import seconds_of_each
 from helix.engine import Engine
-from helix.graphs import seconds_of_each
 from helix.request import Request
 from launch.job.task import Done, Task
 from launch.measure.points import at_each, engine_at

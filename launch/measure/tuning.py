@@ -20,11 +20,12 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.autotune import choose_chunks
 from helix.build import build_engine, make_drafter
+from helix.clock import Moment, seconds_of_each
 from helix.config import Config, bench_points
 from helix.decision import Admission, Decision, Segment
 from helix.engine import Engine
 from helix.errors import ConfigError, RankError
-from helix.graphs import StepGraphs, seconds_of_each
+from helix.graphs import StepGraphs
 from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Request
@@ -292,7 +293,7 @@ class PromptSample(_Sample):
                 drawn.append(self._step(gamma, rows))
 
             def keep(drawn: list[Tensor] = drawn, read: list[StepTokens] = read) -> None:
-                read.append(StepTokens(drawn[-1], None, runner.check))
+                read.append(StepTokens(drawn[-1], None, runner.check, Moment(runner.device)))
 
             seconds += self.slowest(seconds_of_each(step, min(run, left), runner.device, keep))
             for tokens in read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -125,7 +126,8 @@ def tokens(
             checkpoint(family), layout, comm, block, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False
         )
         tamper(engine)
-        return generate(engine, sampling)
+        with closing(engine):
+            return generate(engine, sampling)
 
     return run_ranks(layout.world_size, body, timeout_s=120.0, device=device)[0]
 

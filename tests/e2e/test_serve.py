@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -26,6 +27,7 @@ from helix.layout import HelixLayout
 from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Delta, Request
+from helix.sampling import SamplingParams
 from helix.speculation import DraftBudget, NgramDrafter
 from launch.measure.serving import Arrival, Client, Seen
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -222,6 +224,47 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
     serve(e, [Request(0, (1, 2, 3), 13)])
     # The first run brings the prompt's token as well.
     assert seen == ["run", "run", *["step"] * 4, "run", *["step"] * 3, "run", *["step"] * 6]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        NgramDrafter(2, 2),
+        SelfDrafts(2, DraftBudget(sparsity=0.2)),
+        Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local"),
+        Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local", hot=70),
+    ],
+    ids=["plain", "ngram", "sparse drafts", "block-sparse", "host memory"],
+)
+def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
+    """Steps and chunks, admissions and retirements: the device never drains for one. The first time compiles."""
+    first, second = turns(oracle("qwen2", MOE_LENGTHS, MOE_TOKENS))
+    shaped = SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.1, logit_bias={3: -1.0}, logprobs=2)
+    drawn = [replace(r, id=f"drawn {r.id}", sampling=shaped) for r in first]
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
+        options = dict(sparse=given) if isinstance(given, Sparse) else dict(drafter=given)
+        e = build_engine(
+            checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), 4, page_size=4, **options, **CLOSE
+        )
+        execute = e.runner.execute
+
+        def watched(decision: Decision) -> list[StepTokens]:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return execute(decision)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        with closing(e):
+            before = serve(e, first, drawn, second)
+            e.runner.execute = watched  # type: ignore[method-assign]
+            return before, serve(e, first, drawn, second)
+
+    before, watched = run_ranks(1, body, timeout_s=120.0, device="cuda")[0]
+    assert watched.tokens == before.tokens
 
 
 def idle(rank: int, world_size: int, path: Path) -> list[int]:

@@ -37,7 +37,7 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"config", "detokenize", "errors", "files", "graphs", "layout", "transfers", "prefill_time"},
+        {"clock", "config", "detokenize", "errors", "files", "graphs", "layout", "transfers", "prefill_time"},
         {"host_store", "pages", "sampling", "score_pages", "tokenizer"},
         {"kv_cache"},
         {"prefix", "request", "shaping", "step"},

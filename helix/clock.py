@@ -1,0 +1,51 @@
+"""Time as the device sees it: between points of its stream, however late the host looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+
+class Moment:
+    """A point of the current stream, reached once the device has come so far; on a CPU, the time of its making."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+        self._at = perf_counter()
+
+    @property
+    def reached(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, other: Moment) -> float:
+        """Seconds since another moment of the same stream; both are reached."""
+        if self._event is None or other._event is None:
+            return self._at - other._at
+        return float(other._event.elapsed_time(self._event)) / 1e3
+
+
+def seconds_of_each(
+    call: Callable[[], Any], times: int, device: torch.device, between: Callable[[], Any] = lambda: None
+) -> list[float]:
+    """Seconds of each of `times` calls on the device, with no wait for the host; `between` runs after each, untimed."""
+    pairs: list[tuple[Moment, Moment]] = []
+    for _ in range(times):
+        begin = Moment(device)
+        call()
+        pairs.append((begin, Moment(device)))
+        between()
+    for _, end in pairs:
+        end.wait()
+    return [end.since(begin) for begin, end in pairs]
+
+
+__all__ = ["Moment", "seconds_of_each"]
