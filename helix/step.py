@@ -227,7 +227,7 @@ class DecodeState:
         """Starts decoding in `rows` [n] int64, from their first tokens, after `lengths` tokens of prompt."""
         self.tokens[rows] = tokens
         self.lengths[rows] = lengths
-        self.active[rows] = True
+        self.active.index_fill_(0, rows, True)
         if self.history.shape[1]:
             self.history[rows, lengths] = tokens.int()
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import os
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from helix.tokenizer import load_tokenizer
+from launch.inputs.library import import_transformers
 from launch.serving.errors import ApiError
 from launch.serving.schemas import Message, Tool
 
@@ -30,12 +27,6 @@ SHORT = 64  # characters; shorter segments are not worth keeping
 TAKEN = ("conversation", "messages", "tools", "chat_template", "tokenize", "return_dict", "add_generation_prompt")
 # Around special tokens, where tokenizers differ in what they strip and prefix.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
-
-_find_spec = importlib.util.find_spec
-
-
-def _without_torch(name: str, package: str | None = None) -> ModuleSpec | None:
-    return None if name == "torch" and name not in sys.modules else _find_spec(name, package)
 
 
 class Tokens:
@@ -50,10 +41,9 @@ class Tokens:
     """
 
     def __init__(self, path: str | None) -> None:
-        # transformers imports torch where it finds it: 335 MB and seconds that nobody needs who has not done so before.
-        quiet = mock.patch.dict(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
-        with mock.patch("importlib.util.find_spec", _without_torch), quiet:
-            self.tokenizer = load_tokenizer(path)
+        if "torch" not in sys.modules:  # 335 MB that nobody needs here
+            import_transformers()
+        self.tokenizer = load_tokenizer(path)
         self._threads = ThreadPoolExecutor(THREADS, "tokens")
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
         self._held = 0  # bytes of these

@@ -246,9 +246,7 @@ def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
 
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
         options = dict(sparse=given) if isinstance(given, Sparse) else dict(drafter=given)
-        e = build_engine(
-            checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), 4, page_size=4, **options, **CLOSE
-        )
+        e = build_engine(checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), 16, **options, **CLOSE)
         execute = e.runner.execute
 
         def watched(decision: Decision) -> list[StepTokens]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch.job import spawn
 from launch.job.lifeline import age_s
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 
 from launch.inputs.compose import composed
+from launch.inputs.library import import_transformers
 from launch.inputs.preflight import prepared
 from launch.job import spawn
 
@@ -57,6 +59,9 @@ def directory():
     print("cleaned")
 
 
+torch.cuda.device_count()
+threads("plain")
+import_transformers()
 prepared(composed(["model=demo", "layout.kvp=2", "decode.prompts=assets/prompts.jsonl"]))
 os.environ.pop("OMP_NUM_THREADS")
 os.cpu_count = lambda: 6
@@ -73,19 +78,24 @@ print("anew", spawn.launch(2, state, ["import os, sys; print(os.environ['RANK'],
 
 
 def test_ranks_are_copies_that_leave_the_rest_to_their_launcher() -> None:
-    """They have neither its signal handlers nor its sockets, and no thread is lost: it has none when they start."""
+    """They have neither its signal handlers nor its sockets, and no thread is lost: it has none when they start.
+
+    Beside GPUs, counting them begins one: it belongs to the driver's library, which a copy does not use.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", LAUNCHER], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
         capture_output=True, text=True, timeout=90,
     )  # fmt: skip
     said = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stderr
-    assert said[0] == "once copied 1" and said.count("copied 1") == 1 + 1 + 2 + 1 + 2, said
+    assert said[0] == "plain 1" or torch.cuda.is_available(), said
+    copied = said[0].replace("plain", "copied")
+    assert said[1] == f"once {copied}" and said.count(copied) == 1 + 1 + 2 + 1 + 2, said
     mine = [line for line in said if line.startswith("helix rank ")]
     anew = [line for line in said if line.endswith("['k=v']")]
     assert sorted(anew) == ["0 ['k=v']", "1 ['k=v']"], "CUDA is of no use in a copy: a rank begins anew"
     assert sorted(mine) == [f"helix rank {r} 0 [] set() 3 2" for r in range(2)]
-    rest = [line for line in said[1:] if line not in [*mine, *anew, "copied 1"]]
+    rest = [line for line in said[2:] if line not in [*mine, *anew, copied]]
     assert rest == ["returned 0", "returned 7", "returned 1", "returned 1", "cleaned", "anew 0", "left"]
     assert ended.stderr.count("KeyError: 'a cause'") == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
     assert "rank 0 was killed by signal 11 (SIGSEGV)" in ended.stderr
