@@ -195,7 +195,8 @@ class Engine:
         yield from ((1, size, 0) for size in (*sizes, most))
         yield from ((1, size, DEEP) for size in sizes if size + DEEP <= room)
         slots = self.runner.max_batch
-        yield from ((n, 1, 0) for n in sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1}))
+        several = sorted({min(1 << i, slots) for i in range(1, slots.bit_length() + 1)} - {1})
+        yield from product(several, [1], [0, DEEP] if room >= 1 + DEEP else [0])
 
     def close(self) -> None:
         """Gives captured steps and memory of the host up; to be called before the communicator is closed."""

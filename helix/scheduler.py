@@ -28,6 +28,7 @@ from helix.request import Request
 
 LEAST_CHUNK = 32  # tokens: shorter chunks cost as much, whatever time there is
 LOOK_AHEAD = 32  # so many of those that wait are looked at for one decision
+UNTIMED_STEPS = 2  # in a run, where nobody knows how long they take: who comes meanwhile waits for all of them
 RETRY_S = 1.0  # after so long, others may have computed what one that does not fit begins with
 
 
@@ -469,7 +470,7 @@ class Scheduler:
         prompts = any(s.prefilled < len(s.tokens) for s in self.running.values())
         if plan.seconds is None:
             self._owed = 0.0
-            return 1 if prompts else most
+            return 1 if prompts else min(most, UNTIMED_STEPS)
         most = min(most, int(self._run_s / plan.seconds))
         if prompts:
             most = min(most, math.ceil(self._owed / plan.seconds))

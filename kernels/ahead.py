@@ -53,6 +53,10 @@ class _Once(AsyncCompileMode):
 class _Zeros(TorchDispatchMode):
     """New tensors that nothing is written to are zero."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch's compiler: seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
         return result.zero_() if func.overloadpacket in EMPTY else result

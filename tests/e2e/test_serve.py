@@ -203,7 +203,7 @@ def test_streams_of_a_benchmark_end_with_the_prompt_that_they_run_beside() -> No
 def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rank 0 is never further ahead than that."""
     e = alone(serving=ServeConfig(run_ms=1e6))  # however slow this machine is just now
-    e.run_steps = 3
+    e.run_steps, e.step_seconds = 3, {(1, 0): 1e-3}
     seen: list[str] = []
     execute = e.runner.execute
 

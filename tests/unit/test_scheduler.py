@@ -238,7 +238,7 @@ def test_a_run_lasts_as_long_as_it_may() -> None:
 def test_a_run_goes_at_its_pace() -> None:
     """Steps of three tokens: so many as the first to end needs, unless the pace says fewer."""
     asked: list[int] = []
-    paces = [StepPlan(4, 3.0), StepPlan(4, 3.0, 2, (4, 1)), StepPlan(0)]
+    paces = [StepPlan(n, tokens, *more, seconds=1e-4) for n, tokens, *more in ((4, 3.0), (4, 3.0, 2, (4, 1)), (0, 1.0))]
 
     def pace(rows: int, without: object) -> StepPlan:
         asked.append(rows)
@@ -252,6 +252,15 @@ def test_a_run_goes_at_its_pace() -> None:
     steps = [(d.decode_steps, d.drafts, d.draft_limits) for d in decisions]
     # Of the other one, 5 tokens are left once all that is under way has come as expected.
     assert steps == [(6, 4, ()), (2, 4, (4, 1)), (5, 0, ())] and asked == [2, 2, 2]
+
+
+def test_steps_that_nobody_has_timed_come_in_short_runs() -> None:
+    """Of 17 ms each, 32 let a prompt wait for half a second."""
+    serving = Serving(100, run_steps=32)
+    serving.scheduler._pace = lambda rows, without: StepPlan()
+    serving.submit(words(5), 40)
+    decisions = [serving.scheduler.decide(0.0) for _ in range(2)]
+    assert [d.decode_steps for d in decisions if d is not None] == [2, 2]
 
 
 def test_what_is_under_way_counts_with_the_most_that_it_may_have_drawn() -> None:
