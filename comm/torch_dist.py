@@ -104,6 +104,8 @@ class TorchDistCommunicator(Communicator):
         return out
 
     def broadcast_object(self, obj: T | None) -> T:
+        if self.world_size == 1:
+            return obj  # type: ignore[return-value]  # rank 0 has one
         box: list[Any] = [obj]
         try:
             dist.broadcast_object_list(box, src=0, group=self._control)

@@ -51,6 +51,12 @@ class Inbox:
             return self._changed.wait_for(lambda: bool(self._items) or self._closed, seconds)
 
     @property
+    def pending(self) -> bool:
+        """Whether something has come since the last time."""
+        with self._changed:
+            return bool(self._items)
+
+    @property
     def ended(self) -> bool:
         """Whether it is closed and empty."""
         with self._changed:

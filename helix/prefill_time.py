@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 
 class PrefillTime:
     """Seconds of a chunk by its work, as chunks of a similar size have shown.
 
-    Work of one size takes about the same time wherever it stands in a prompt. A small chunk takes longer for its work
-    than a large one, as it reads all weights as well. So each power of two has a rate of its own, and a size that has
-    not been seen is judged by the next one below: never faster than it will be.
+    Work of one size takes about the same time wherever it stands in a prompt. However small a chunk is, it reads all
+    weights and is launched kernel by kernel: so times are kept by powers of two of the work, and between two that were
+    seen the time lies on a line.
 
     Args:
         doubling: depth in a context, in tokens, at which a token takes twice as long as the first one.
@@ -21,7 +23,7 @@ class PrefillTime:
 
     def __init__(self, doubling: float) -> None:
         self._doubling = doubling
-        self._rates: dict[int, float] = {}  # seconds for a unit of work, by bits of the work
+        self._seen: dict[int, tuple[float, float]] = {}  # (work, seconds) by bits of the work
 
     def cost(self, depth: int) -> float:
         """Work of one token behind `depth` others."""
@@ -38,21 +40,33 @@ class PrefillTime:
 
     def observe(self, work: float, seconds: float) -> None:
         """A chunk has run."""
-        size, rate = int(work).bit_length(), seconds / work
-        self._rates[size] = (self._rates.get(size, rate) + rate) / 2
+        size = int(work).bit_length()
+        before = self._seen.get(size, (work, seconds))
+        self._seen[size] = (before[0] + work) / 2, (before[1] + seconds) / 2
 
     def seconds(self, work: float) -> float:
-        """Seconds that a chunk takes; 0 where none has run."""
-        size = int(work).bit_length()
-        below = max((n for n in self._rates if n <= size), default=min(self._rates, default=None))
-        return 0.0 if below is None else self._rates[below] * work
+        """Seconds that a chunk takes, at least those of the smallest one that has run; 0 where none has."""
+        if not self._seen:
+            return 0.0
+        sizes, times = self._line()
+        return float(np.interp(work, sizes, times)) * max(work / sizes[-1], 1.0)
 
     def within(self, seconds: float) -> float:
-        """The most work that a chunk of so many seconds does; 0 where none has run."""
-        above = math.inf
-        for size in sorted(self._rates, reverse=True):
-            work, least = seconds / self._rates[size], float(1 << size >> 1)
-            if work >= least:
-                return min(work, above - 1.0)  # from there on it takes longer than this
-            above = least
-        return work if self._rates else 0.0
+        """The most work that a chunk of so many seconds does; 0 where none has run.
+
+        Where the smallest one that has run takes longer, less work than it has, in proportion.
+        """
+        if not self._seen:
+            return 0.0
+        sizes, times = self._line()
+        if seconds < times[0]:
+            return sizes[0] * seconds / times[0]
+        if seconds >= times[-1]:
+            return sizes[-1] * seconds / times[-1]
+        after = int(np.searchsorted(times, seconds, side="right"))
+        return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))
+
+    def _line(self) -> tuple[list[float], list[float]]:
+        """Work and seconds of chunks that have run, both ascending: who does more has taken no less."""
+        sizes, times = zip(*sorted(self._seen.values()), strict=True)
+        return list(sizes), np.minimum.accumulate(times[::-1])[::-1].tolist()

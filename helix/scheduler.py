@@ -239,6 +239,11 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def prefills(self) -> bool:
+        """Whether a prompt that runs is not computed to its end."""
+        return any(s.prefilled < len(s.tokens) for s in self.running.values())
+
     # ---- decisions
 
     def decide(self, now: float) -> Decision | None:
@@ -467,7 +472,7 @@ class Scheduler:
     def _steps(self, plan: StepPlan, left: int) -> int:
         """Decode steps under one decision, at least one: until the first sequence must end, which frees its slot."""
         most = min(self._run_steps, math.ceil(left / plan.tokens), plan.steps or self._run_steps)
-        prompts = any(s.prefilled < len(s.tokens) for s in self.running.values())
+        prompts = self.prefills
         if plan.seconds is None:
             self._owed = 0.0
             return 1 if prompts else min(most, UNTIMED_STEPS)

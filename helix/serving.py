@@ -101,13 +101,15 @@ class Serving:
         self._runs: deque[Run] = deque()
         self._limits: tuple[int, ...] = ()
         self._came = 0.0  # when the last tokens were there
+        self._chunk_launch_s = 0.0  # on a GPU: kernel by kernel, where a decode step is one launch
         self._to_prefill = 0  # prompt tokens of all that were admitted
         self._most_held = 0
 
     def outputs(self, inbox: Inbox) -> Iterator[Delta]:
         """What becomes of all that comes in, until the inbox is closed and everything has ended."""
+        known: list[Delta] = []  # handed out once the next decision is launched
         while True:
-            yield from self._take(inbox)
+            known += self._take(inbox)
             self._forget(self._scheduler.running)
             begin = perf_counter()
             decision = self._scheduler.decide(begin)
@@ -116,10 +118,13 @@ class Serving:
                 self._timings.decide_s += perf_counter() - begin
                 self._timings.decisions += 1
                 self._begin(decision)
-                while len(self._runs) > 1 or self._is_early():
+            yield from known
+            known = []
+            if decision is not None:
+                while len(self._runs) > 1 or self._is_early(inbox):
                     yield from self._read()
             elif self._runs:
-                yield from self._read()
+                known = [*self._read()]
             elif inbox.ended:
                 assert not self._open, f"{len(self._open)} requests were left behind"
                 return
@@ -147,10 +152,12 @@ class Serving:
         self._limits = decision.draft_limits or self._limits
         rows, begin = dict(self._scheduler.running), perf_counter()
         self._runs.append(Run(decision, rows, deque(self._launch(decision)), self._limits, begin))
+        if decision.prefill and self._runner.device.type == "cuda":
+            self._chunk_launch_s += (perf_counter() - begin - self._chunk_launch_s) / 2
 
-    def _is_early(self) -> bool:
+    def _is_early(self, inbox: Inbox) -> bool:
         """Whether the run that is under way goes on for so long that the next decision can wait; may wait itself."""
-        if not self._runs:
+        if not self._runs or inbox.pending:
             return False
         run = self._runs[0]
         now, plan = perf_counter(), run.decision
@@ -159,10 +166,11 @@ class Serving:
         left_s = (self._times.seconds(work) or 0.0) if work else 0.0
         left_s += steps * (self._policy.seconds(plan.rows, plan.drafts) or 0.0)
         left_s -= now - max(run.begin, self._came)
+        ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.prefills else 0.0)
         if len(run.steps) > 1:
-            return left_s > AHEAD_S
-        if run.steps and left_s > AHEAD_S and not run.steps[0].there:
-            time.sleep(left_s - AHEAD_S)
+            return left_s > ahead_s
+        if run.steps and left_s > ahead_s and not run.steps[0].there:
+            time.sleep(left_s - ahead_s)
         return not run.steps  # of one without any, nothing is to be read
 
     def _read(self) -> Iterator[Delta]:

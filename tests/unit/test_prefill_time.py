@@ -33,19 +33,38 @@ def test_what_fits_is_predicted_to_fit(seen: dict[float, float], seconds: float)
     times = PrefillTime(1000)
     for work, took in seen.items():
         times.observe(work, took)
-    assert times.seconds(times.within(seconds)) <= seconds * 1.000001
+    assert times.seconds(times.within(seconds)) <= max(seconds, times.seconds(0)) * 1.000001
 
 
-def test_a_prediction_is_what_was_seen_of_that_size() -> None:
-    """A small chunk takes longer for its work; what was not seen is judged by the next smaller one."""
+@given(SEEN, st.lists(st.floats(0, 1e7), min_size=2, max_size=2))
+def test_more_work_takes_no_less(seen: dict[float, float], works: list[float]) -> None:
+    times = PrefillTime(1000)
+    for work, took in seen.items():
+        times.observe(work, took)
+    less, more = sorted(works)
+    assert times.seconds(0) <= times.seconds(less) <= times.seconds(more) * 1.000001
+
+
+def test_a_prediction_lies_between_what_was_seen() -> None:
+    """A small chunk takes longer for its work, and none less than the smallest."""
     times = PrefillTime(1000)
     assert times.seconds(100) == times.within(0.05) == 0
     times.observe(64, 0.010)
     times.observe(1024, 0.040)
-    assert times.seconds(64) == pytest.approx(0.010) and times.seconds(1024) == pytest.approx(0.040)
-    assert times.seconds(512) == pytest.approx(0.080), "at most"
+    assert times.seconds(64) == times.seconds(1) == pytest.approx(0.010) and times.seconds(1024) == pytest.approx(0.040)
+    assert times.seconds(544) == pytest.approx(0.025) and times.within(0.025) == pytest.approx(544)
     assert times.seconds(4096) == pytest.approx(0.160)
     assert times.within(0.05) == pytest.approx(1280) and times.within(0.005) == pytest.approx(32)
+
+
+def test_one_token_deep_in_a_context_does_not_make_chunks_small() -> None:
+    """It takes as long as its launch: in proportion, 50 ms would be 6 tokens, and 1K would take a second."""
+    times = PrefillTime(32_768)
+    times.observe(5, 0.040)
+    times.observe(16_384, 0.600)
+    assert 250 < times.within(0.050) < 350
+    times.observe(1024, 0.0505)
+    assert 950 < times.within(0.050) < 1024
 
 
 def test_it_follows_what_chunks_take_now() -> None:
