@@ -57,16 +57,71 @@ def served() -> list[str]:
         "new prompts": lambda r: str(r.get("arrivals", r.get("waiting", "-"))),
         "decision p50": _of("decide_p50_us", "us", 0),
         "mean gap": _of("gap_ms", "ms", 2),
+        "over a step": _of("over_step", "", 3),
+        "gap p99": _of("gap_p99_ms", "ms", 0),
         "first token p50": _of("first_p50_ms", "ms", 0),
         "p99": _of("first_p99_ms", "ms", 0),
-        "prompt": _of("prefill_s", "s", 2),
+        "long prompt": lambda r: f"{r['prefill_s']:.2f} s" if "over_alone" in r else "-",
     }
-    return lines(columns, results("serve", "trace", "batch", "length", "arrivals"))
+    found = results("serve", "trace", "batch", "length", "arrivals")
+    return lines(columns, [r for r in found if "length" in r])
 
 
-def self_drafts() -> list[str]:
-    """Iterations of models that draft for themselves, and what they gain where a share of the drafts holds."""
+def crowds() -> list[str]:
+    """Many requests that come and go."""
+    columns: Columns = {
+        "trace": lambda r: r["trace"],
+        "requests": lambda r: f"{r['requests']:,}",
+        "aborted": _of("aborted", "", 0),
+        "requests/s": lambda r: f"{r.get('requests_per_s', r['requests'] / r.get('seconds', 1.0)):.1f}",
+        "tokens/s": _of("tokens_per_s", "", 0),
+        "first token p50": _of("first_p50_ms", "ms", 0),
+        "gap p99": _of("gap_p99_ms", "ms", 0),
+        "longest gap": _of("gap_max_ms", "ms", 0),
+        "pages, slots left": lambda r: f"{r['pages_left']}, {r['slots_left']}" if "pages_left" in r else "-",
+    }
+    return lines(columns, [r for r in results("serve", "trace", "requests") if "requests" in r])
 
+
+def served_over_http() -> list[str]:
+    """What clients of a server see."""
+    columns: Columns = {
+        "trace": lambda r: r["trace"],
+        "streams": _shape,
+        "new prompts": lambda r: str(r["arrivals"]),
+        "mean `tpot`": _of("mean_tpot_ms", "ms", 2),
+        "over a step": _of("over_step", "", 2),
+        **{f"`itl` p{p}": _of(f"p{p}_itl_ms", "ms") for p in (50, 99)},
+        **{f"`ttft` p{p}": _of(f"p{p}_ttft_ms", "ms", 0) for p in (50, 99)},
+        "tokens/s": _of("output_throughput", "", 0),
+    }
+    return lines(columns, results("serve-http", "trace", "batch", "length", "arrivals"))
+
+
+def starts() -> list[str]:
+    """Where the time of a start goes."""
+    columns: Columns = {"model": lambda r: r["model"], "kernels": lambda r: r["kernels"]}
+    names = "launcher_s", "connect_s", "compile_s", "first_request_s", "capture_s", "ready_s"
+    columns |= {name.removesuffix("_s").replace("_", " "): _of(name, "s") for name in names}
+    return lines(columns, results("start", "model", "kernels"))
+
+
+def kills() -> list[str]:
+    """What a server does when a process of it is killed."""
+    columns: Columns = {
+        "killed": lambda r: r["killed"],
+        "while the server": lambda r: {"idle": "is idle", "prefill": "reads a prompt", "drain": "ends"}.get(
+            r["state"], "decodes"
+        ),
+        "times": lambda r: str(r["kills"]),
+        "refused new requests after": _of("most_refused_s", "s", 2),
+        "new ranks started after": _of("most_back_s", "s", 2),
+        "no rank left after": _of("most_gone_s", "s", 2),
+    }
+    return lines(columns, results("serve-kills", "killed", "state"))
+
+
+def _drafts(name: str) -> list[str]:
     def gain(rate: str) -> Callable[[Row], str]:
         return lambda r: f"{r['gain_at_rates'][rate]:.2f}"
 
@@ -82,13 +137,28 @@ def self_drafts() -> list[str]:
         **{name: phase(name) for name in ("draft", "verify", "choose", "accept")},
         **{f"gain at {rate}": gain(rate) for rate in ("0.8", "0.9", "0.96")},
     }
-    found = results("self-drafts", "model", "batch", "length", "sparsity", "gamma")
+    found = results(name, "model", "batch", "length", "sparsity", "gamma")
     return lines(columns, [r for r in found if "failed" not in r])
+
+
+def self_drafts() -> list[str]:
+    """Iterations of models that draft for themselves, and what they gain where a share of the drafts holds."""
+    return _drafts("self-drafts")
+
+
+def self_drafts_of_8() -> list[str]:
+    """The same of eight ranks that fewer GPUs emulate."""
+    return _drafts("self-drafts.emulated-8")
 
 
 PAGE: dict[str, Callable[[], list[str]]] = {
     "tier-steps": tiers,
     "tier-fetch": fetches,
     "serve": served,
+    "serve-crowds": crowds,
+    "serve-http": served_over_http,
+    "serve-kills": kills,
+    "start": starts,
     "self-drafts": self_drafts,
+    "self-drafts-of-8": self_drafts_of_8,
 }

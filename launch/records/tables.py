@@ -48,6 +48,7 @@ PAGES = [
     "docs/planner.md",
     "docs/sparse.md",
     "docs/tiering.md",
+    "docs/serving.md",
     "docs/serving-engine.md",
     "docs/speculation.md",
     *RESULTS,

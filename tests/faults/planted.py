@@ -581,7 +581,7 @@ FAULTS = [
     ),
     Fault(
         "the next run waits for the one before", "helix/serving.py",
-        "while len(self._runs) > 1 or self._is_early():", "while self._runs:",
+        "while len(self._runs) > 1 or self._is_early(inbox):", "while self._runs:",
         (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),
     ),
     Fault(

@@ -255,7 +255,7 @@ def test_a_run_goes_at_its_pace() -> None:
 
 
 def test_steps_that_nobody_has_timed_come_in_short_runs() -> None:
-    """Of 17 ms each, 32 let a prompt wait for half a second."""
+    """32 steps of 17 ms let a prompt wait for half a second."""
     serving = Serving(100, run_steps=32)
     serving.scheduler._pace = lambda rows, without: StepPlan()
     serving.submit(words(5), 40)
