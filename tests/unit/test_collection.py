@@ -21,7 +21,7 @@ def test_every_fault_is_noticed_without_the_slow_tests(collected: dict[str, bool
     files = {name.partition("::")[0] for name in collected}
     for test in {test for fault in FAULTS for test in fault.tests if test.partition("::")[0] in files}:
         found = [slow for name, slow in collected.items() if name == test or name.startswith((f"{test}[", f"{test}::"))]
-        assert False in found, f"{test} of tests/faults/planted.py is slow, or there is none"
+        assert False in found, f"{test} of tests/faults/planted is slow, or there is none"
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -1,0 +1,96 @@
+"""Mistakes in the choice of blocks, and in a cache in host memory."""
+
+from __future__ import annotations
+
+from tests.faults.planted.fault import Fault
+
+FAULTS = [
+    # ---- block-sparse decode
+    Fault(
+        "a tie too few", "kernels/sparse/select_blocks.py",
+        "equal & (equals <= free)", "equal & (equals < free)",
+        ("tests/kernels/test_select_blocks.py::test_of_equals_the_earlier",),
+    ),
+    Fault(
+        "a score that is no number is the lowest", "kernels/sparse/select_blocks.py",
+        "bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST)", "bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)",
+        ("tests/kernels/test_select_blocks.py::test_no_number_is_the_highest_score",),
+    ),
+    Fault(
+        "a tile of candidates too few", "kernels/sparse/select_blocks.py",
+        "_largest(keys, tiles, SEATS, low)", "_largest(keys, tiles, SEATS // 2, low)",
+        ("tests/kernels/test_select_blocks.py::test_choices[many-tiles-bounds-kernel]",),
+    ),
+    Fault(
+        "the search for the k-th largest ends a key early", "kernels/sparse/select_blocks.py",
+        "(reached > k) & (mark < high)", "(reached > k + 1) & (mark < high)",
+        ("tests/kernels/test_select_blocks.py::test_any_scores",),
+    ),
+    Fault(
+        "dense a token too long", "kernels/sparse/block_ranges.py",
+        "short = position + 1 < from_tokens", "short = position < from_tokens",
+        ("tests/kernels/test_block_ranges.py",),
+    ),
+    Fault(
+        "of equal blocks the later", "kernels/reference/keep_best.py", "(1 << 31) - block", "(1 << 31) + block",
+        ("tests/kernels/test_keep_best.py",),
+    ),
+    Fault(
+        "bounds of no generated page", "helix/model_runner.py",
+        "self.state.lengths[:rows].clone()", "self.state.lengths[:rows]",
+        ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
+    ),
+    # ---- a cache in host memory
+    Fault(
+        "tier: what comes is read before it is there", "kernels/tier/resolve.py",
+        "place = tl.where(comes, -1, place)", "place = tl.where(comes, place, place)",
+        ("tests/kernels/test_tier.py::test_kernel_and_reference_leave_the_same",),
+    ),
+    Fault(
+        "tier: a learned sink in both parts", "helix/attention/tiered.py",
+        "replace(keys, table=late, sinks=None)", "replace(keys, table=late)",
+        ("tests/e2e/test_tiered.py::test_what_is_hot_is_attended_first",),
+    ),
+    Fault(
+        "tier: a layer does not wait for its guess", "helix/attention/tiered.py",
+        "            self._join(self._ahead[cache.index % 2])", "            pass",
+        ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
+    ),
+    Fault(
+        "tier: a guess takes places that are being read", "helix/attention/tiered.py",
+        """            self._join(self._ahead[cache.index % 2])
+        resolve(
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
+            cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+        )  # fmt: skip
+""",
+        """            pass
+        resolve(
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
+            cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+        )  # fmt: skip
+        self._join(self._ahead[cache.index % 2])
+""",
+        ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
+    ),
+    Fault(
+        "tier: parts of the batch share a list", "helix/attention/tiered.py",
+        "cache.missing(step.first), cache", "cache.missing(0), cache",
+        ("tests/e2e/test_tiered.py::test_a_part_of_the_batch_is_attended_while_the_next_one_s_comes",),
+    ),
+    Fault(
+        "tier: a guess renews the order", "kernels/tier/resolve.py",
+        "    if not GUESS:\n        tl.store(turns + head, 1 - turn)", "    tl.store(turns + head, 1 - turn)",
+        ("tests/kernels/test_tier.py::test_kernel_and_reference_leave_the_same",),
+    ),
+    Fault(
+        "tier: steps renew a block too few", "kernels/reference/repeat_blocks.py",
+        "renewed = round((1 - repeat) * topk * SHARES)", "renewed = round((1 - repeat) * (topk - 1) * SHARES)",
+        ("tests/kernels/test_repeat_blocks.py::test_the_share_is_kept",),
+    ),
+    Fault(
+        "tier: hits come over the link", "helix/simulate/layer.py",
+        "tokens = share * (1 - tier.hits) * chosen", "tokens = share * chosen",
+        ("tests/unit/test_simulate_cost.py::test_what_is_not_hot_comes_over_the_link",),
+    ),
+]  # fmt: skip

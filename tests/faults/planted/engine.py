@@ -1,0 +1,140 @@
+"""Mistakes in what rank 0 decides, in how ranks follow it, and in the text that comes of it."""
+
+from __future__ import annotations
+
+from tests.faults.planted.fault import Fault
+
+SCHEDULER = ("tests/unit/test_scheduler.py",)
+TEXT = ("tests/unit/test_text.py",)
+ENGINE = "tests/e2e/test_engine.py::"
+WISHES = "tests/e2e/test_wishes.py::"
+SERVE = "tests/e2e/test_serve.py::"
+
+FAULTS = [
+    # ---- the control plane
+    Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER),
+    Fault(
+        "all sequences start on rank 0", "helix/scheduler.py",
+        "start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp", "start = 0", SCHEDULER,
+    ),
+    Fault(
+        "tokens under way are not counted", "helix/scheduler.py",
+        "min(s.known + s.most + more, ", "min(s.known + more, ", SCHEDULER,
+    ),
+    Fault(
+        "ranks are not told what others have computed", "helix/scheduler.py",
+        "writes, self._changed = self._changed, []", "writes, self._changed = list[_Change](), []", SCHEDULER,
+    ),
+    Fault(
+        "it comes back before its last tokens are read", "helix/scheduler.py",
+        "if s.most or (pool.room", "if (pool.room", SCHEDULER,
+    ),
+    Fault("no lease", "helix/scheduler.py", "if not o.leased and", "if", SCHEDULER),
+    Fault(
+        "the dearest is preempted", "helix/scheduler.py",
+        "min([*others, s], key=loss)", "max([*others, s], key=loss)", SCHEDULER,
+    ),
+    Fault("no patience", "helix/scheduler.py", "if now - s.refused >= self._patience_s:", "if False:", SCHEDULER),
+    Fault(
+        "chunks as long as they may be", "helix/scheduler.py",
+        "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
+    ),
+    Fault("chunk after chunk", "helix/scheduler.py", "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER),
+    Fault(
+        "the oldest prompt has what is left", "helix/scheduler.py",
+        "half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)", "half = 0", SCHEDULER,
+    ),
+    Fault(
+        "all compute the same", "helix/scheduler.py",
+        "if stripe is not None and stripe in computed:", "if False:", SCHEDULER,
+    ),
+    Fault(
+        "a run goes on to the last end", "helix/scheduler.py",
+        "self._steps(plan, min(left))", "self._steps(plan, max(left))",
+        SCHEDULER,
+    ),
+    Fault(
+        "no room for drafts", "helix/scheduler.py",
+        "s.request.max_new_tokens) + self._drafts", "s.request.max_new_tokens)", SCHEDULER,
+    ),
+    Fault(
+        "as many rows as sequences", "helix/scheduler.py",
+        "min(1 << max(self.running).bit_length(), self._max_batch)", "min(len(self.running), self._max_batch)",
+        SCHEDULER,
+    ),
+    Fault(
+        "a grammar is not waited for", "helix/scheduler.py", "s.request.grammar is not None and s.most", "False",
+        (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
+    ),
+    Fault(
+        "behind a prompt with a grammar, steps follow", "helix/scheduler.py",
+        "            steps = 0  # the first token is not known yet\n", "            pass\n",
+        (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
+    ),
+    Fault(
+        "no look at the end of a run", "helix/engine.py",
+        "                self.runner.check(wait=False)\n            self.runner.check()\n", "",
+        (ENGINE + "test_a_rank_that_gave_up_in_the_last_step_says_so",),
+    ),
+    Fault(
+        "tokens are taken without a look", "helix/model_runner.py", "        self._check(False)\n", "",
+        (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
+    ),
+    Fault(
+        "tokens behind the end", "helix/serving.py",
+        "                    continue  # computed behind its end, thrown away\n",
+        "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+    ),
+    Fault(
+        "a chunk carries the tokens before its own", "helix/scheduler.py", "s.tokens[s.prefilled : end])",
+        "s.tokens[: end - s.prefilled])", SCHEDULER,
+    ),
+    Fault(
+        "who looks back sees no prompt", "helix/scheduler.py", "if self._drafts or request.sampling.changes_logits",
+        "if request.sampling.changes_logits", SCHEDULER,
+    ),
+    Fault(
+        "a rehearsal launches", "kernels/ahead.py", 'options | {"warmup": True}', "options",
+        ("tests/kernels/test_compile.py::test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing",),
+    ),
+    Fault(
+        "a heartbeat is left out", "helix/serving.py", "self._launch(Decision.nothing())", "pass",
+        (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
+    ),
+    Fault(
+        "what the draft model has not read is shared", "helix/scheduler.py",
+        "s.text() if self._keep_drawn else s.tokens", "s.text()", SCHEDULER,
+    ),
+    Fault(
+        "the next run waits for the one before", "helix/serving.py",
+        "while len(self._runs) > 1 or self._is_early(inbox):", "while self._runs:",
+        (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),
+    ),
+    Fault(
+        "a copy is left out", "helix/model_runner.py", "if len(admission.copy_from):", "if False:",
+        (SERVE + "test_an_output_says_how_far_a_prompt_is",),
+    ),
+    Fault(
+        "a table does not grow", "helix/model_runner.py", "for table in decision.tables:", "for table in ():",
+        (SERVE + "test_tokens_are_those_of_each_request_alone[qwen3-None]",),
+    ),
+    Fault(
+        "EOS is a token like others", "helix/text.py",
+        "if token in self._ends or stopped:", "if stopped:",
+        (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
+    ),
+    Fault(
+        "preemptions are told at the end", "helix/serving.py",
+        "self._timings.preemptions = self._scheduler.preemptions", "pass",
+        ("tests/serving/test_families.py::test_tokens_are_those_of_decoding[qwen3]",),
+    ),
+    # ---- texts
+    Fault(
+        "a stop text across two tokens", "helix/detokenize.py",
+        "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)", TEXT,
+    ),
+    Fault(
+        "the last stop text counts", "helix/detokenize.py", "self._held[: min(places)]", "self._held[: max(places)]",
+        TEXT,
+    ),
+]  # fmt: skip

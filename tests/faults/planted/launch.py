@@ -1,0 +1,124 @@
+"""Mistakes in prompts, jobs and the HTTP server."""
+
+from __future__ import annotations
+
+from tests.faults.planted.fault import Fault
+
+PROMPTS = ("tests/unit/test_prompts.py",)
+CALLS = "tests/serving/test_calls.py::test_any_walk_is_calls_that_the_parser_reads"
+FRONT = "tests/serving/test_front.py::"
+MALFORMED = "tests/serving/test_malformed.py::"
+
+FAULTS = [
+    # ---- prompts, results
+    Fault(
+        "results of other token ids are kept", "launch/inputs/prompts.py",
+        "[prompt.text, prompt.ids, options, model]", "[prompt.text, options, model]", PROMPTS,
+    ),
+    Fault(
+        "results of another stop text are kept", "launch/inputs/prompts.py",
+        "getattr(config.decode, key) for key in DEFAULTED} | dict(prompt.options)",
+        "getattr(config.decode, key) for key in DEFAULTED}", PROMPTS,
+    ),
+    Fault(
+        "refusals count as results", "launch/inputs/prompts.py",
+        'if reason in ("stop", "length"):', "if reason is not None:", PROMPTS,
+    ),
+    # ---- jobs
+    Fault(
+        "ranks that failed are not heard", "launch/job/membership.py",
+        '                if store.check(["failed"]):\n', "                if False:\n",
+        ("tests/unit/test_membership.py",), 20.0,
+    ),
+    Fault(
+        "silence is not noticed", "launch/job/membership.py",
+        "silence[r] * BEAT_S > SILENCE_S", "silence[r] * BEAT_S > 9 * SILENCE_S",
+        ("tests/unit/test_membership.py",), 20.0,
+    ),
+    Fault(
+        "a rank cleans up for its launcher", "launch/job/spawn.py",
+        "os._exit(code)  # what", "sys.exit(code)  # what", ("tests/unit/test_spawn.py",),
+    ),
+    Fault(
+        "a rank answers for a launcher that is gone", "launch/job/spawn.py",
+        "        listener.close()", "        pass", ("tests/unit/test_spawn.py",),
+    ),
+    Fault(
+        "a resumed answer begins its grammar anew", "launch/job/grammar.py",
+        "        for token in drawn:\n", "        for token in ():\n",
+        ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
+    ),
+    # ---- serving
+    Fault(
+        "ranks that are started again begin at the prompt", "launch/serving/core.py",
+        "np.concatenate([before.ids, np", "np.concatenate([before.ids[:0], np",
+        (FRONT + "test_a_job_that_dies_is_a_pause",),
+    ),
+    Fault(
+        "what streams to nobody goes on",
+        "launch/serving/streams.py", "            self._close()\n", "            pass\n",
+        (FRONT + "test_a_client_that_leaves_ends_its_request",),
+    ),
+    Fault(
+        "owners of keys share prefixes", "launch/serving/routes.py",
+        "json.dumps([request.state.owner, body", "json.dumps([None, body", (FRONT + "test_keys_and_their_owners",),
+    ),
+    Fault(
+        "a stop id is a token like others",
+        "launch/serving/choice.py", "if token in self._stop_ids or last:", "if last:",
+        (FRONT + "test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told",),
+    ),
+    Fault(
+        "segments are never compared with the whole", "launch/serving/tokens.py",
+        "return all(np.array_equal(a", "return True or all(np.array_equal(a",
+        ("tests/serving/test_chat.py::test_a_tokenizer_whose_segments_differ_takes_the_whole",),
+    ),
+    Fault(
+        "an answer waits for its client's acknowledgement", "launch/serving/http.py",
+        "socket.TCP_NODELAY, 1)", "socket.TCP_NODELAY, 0)",
+        (MALFORMED + "test_an_answer_does_not_wait_for_the_clients_acknowledgement",),
+    ),
+    Fault(
+        "any number of tokens is a number", "launch/serving/schemas.py",
+        "    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)", "    max_tokens: int | None = Field(None, ge=1)",
+        (MALFORMED + "test_malformed_bodies_are_refused_and_reach_no_rank",),
+    ),
+    Fault(
+        "a call is followed by others where one is wanted", "launch/serving/grammars.py",
+        "if many and calls.between is not None", "if calls.between is not None", (CALLS,),
+    ),
+    Fault(
+        "a thought may hold the answer's end", "launch/serving/grammars.py",
+        "{close, *eos}", "{close}", (CALLS,),
+    ),
+    Fault(
+        "marks of calls are spelled out", "launch/serving/grammars.py",
+        "for found in self._pattern.finditer(text):", "for found in ():",
+        ("tests/serving/test_calls.py::test_recorded_calls_are_among_what_may_come",),
+    ),
+    Fault(
+        "a named tool leaves the others callable", "launch/serving/schemas.py",
+        "if tool.function.name == choice.function.name]", "if choice.function.name]",
+        ("tests/serving/test_chat.py::test_a_call_that_has_to_come",),
+    ),
+    Fault(
+        "what follows the only call is told", "launch/serving/dialects.py",
+        "return self.calls > 0 and not self._many", "return False",
+        ("tests/serving/test_chat.py::test_calls_that_may_not_be_parallel_end_with_the_first",),
+    ),
+    Fault(
+        "spaces in JSON have no bound", "launch/serving/grammars.py",
+        '{"whitespace_pattern": r"( |\\n[ \\t]{0,64})?"}', '{"whitespace_flexible": True}',
+        ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
+    ),
+    Fault(
+        "a new job's preemptions are lost", "launch/serving/core.py",
+        "now - before if now >= before else now)", "max(0, now - before))",
+        (FRONT + "test_every_documented_metric_moves",),
+    ),
+    Fault(
+        "a hang is nobody's business", "launch/serving/supervisor.py",
+        "self._core.flights and silent > self._serve.hang_s", "self._core.flights and silent > 1e9",
+        (FRONT + "test_a_job_without_progress_is_started_again",),
+    ),
+]  # fmt: skip

@@ -1,0 +1,226 @@
+"""Mistakes in attention, rotation, experts, layers, sampling and the reading of checkpoints."""
+
+from __future__ import annotations
+
+from tests.faults.planted.fault import Fault
+
+SAMPLING = tuple(f"tests/unit/test_sampling.py::{kind}" for kind in ("TestTokens", "TestKeptSet"))
+ROTARY = ("tests/unit/test_rotary.py",)
+LOADING = ("tests/unit/test_loading.py",)
+EXPERT_LAYERS = tuple(
+    f"tests/unit/test_expert_layers.py::{name}"
+    for name in (
+        "test_one_sum_is_what_the_paper_does_in_three_steps",
+        "test_shared_experts_are_among_the_routed_where_all_ranks_hold_these",
+    )
+)
+KV_APPEND = ("tests/kernels/test_kv_append.py",)
+ROUTE = ("tests/kernels/test_router.py",)
+LSE_COMBINE = ("tests/kernels/test_lse_combine.py",)
+DECODE = ("tests/kernels/test_flash_decode.py::test_kernel",)
+HOPB = ("tests/dist/test_hopb.py::test_chunked_steps_are_those_of_one_exchange",)
+TURNS = "tests/e2e/test_turns.py::test_halves_change_nothing[qwen2-helix kvp=2 tpa=1 -> tpf=2 ep=1]"
+PARITY = "tests/e2e/test_parity.py::"
+
+FAULTS = [
+    # ---- attention
+    Fault(
+        "LSE in base 2", "kernels/attention/split_kv.py",
+        "tl.store(lse, log2 * 0.6931471805599453, mask=live)", "tl.store(lse, log2, mask=live)", DECODE,
+    ),
+    Fault(
+        "sum without its rescale", "kernels/attention/paged_tiles.py",
+        "total = total * rescale + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", DECODE,
+    ),
+    Fault(
+        "output without its rescale", "kernels/attention/paged_tiles.py", "acc * rescale[:, None]", "acc", DECODE,
+    ),
+    Fault(
+        "a key of the future", "kernels/attention/paged_tiles.py",
+        "(key[None, :] < row_hi[:, None])", "(key[None, :] <= row_hi[:, None])", DECODE,
+    ),
+    Fault(
+        "window one key too narrow", "kernels/attention/paged_tiles.py",
+        "(key[None, :] >= row_lo[:, None])", "(key[None, :] > row_lo[:, None])",
+        ("tests/kernels/test_flash_decode.py::test_kernel[window]",),
+    ),
+    Fault(
+        "a tile of which no row counts", "kernels/attention/paged_tiles.py", "if SEVERAL:", "if False:",
+        ("tests/kernels/test_key_scores.py::test_scores",),
+    ),
+    Fault(
+        "an edge without its mask", "kernels/attention/paged_tiles.py",
+        "(tile >= full_stop)", "(tile > full_stop)", DECODE,
+    ),
+    Fault(
+        "a query without keys finds some", "kernels/attention/flash_decode.py",
+        "tl.where(reads[:, None], acc, 0.0)", "acc", ("tests/kernels/test_key_scores.py::test_scores",),
+    ),
+    Fault(
+        "sink in base 2", "kernels/attention/paged_tiles.py",
+        "sink = sink.to(tl.float32) * 1.4426950408889634", "sink = sink.to(tl.float32)",
+        ("tests/kernels/test_flash_decode.py::test_kernel[sinks]",),
+    ),
+    Fault(
+        "a sink in every split", "kernels/attention/flash_prefill.py",
+        "if split == 0:  # a sink", "if split >= 0:  # a sink",
+        ("tests/kernels/test_flash_prefill.py::test_split_keys[sinks]",),
+    ),
+    Fault(
+        "splits that overlap", "kernels/attention/split_prefill.py",
+        "tl.minimum(begin + run, last)", "tl.minimum(begin + run + 1, last)",
+        ("tests/kernels/test_flash_prefill.py::test_split_keys[late-chunks]",),
+    ),
+    Fault(
+        "every rank projects the first tokens of a half", "helix/layers/attention.py",
+        "begin = self.comm.kvp_rank * each", "begin = 0", (TURNS,),
+    ),
+    Fault(
+        "the second half has the segments of the whole", "helix/step.py",
+        "self.cu_q.clamp(begin, end) - begin", "self.cu_q.clamp(0, end - begin)", (TURNS,),
+    ),
+    Fault(
+        "an empty shard is NaN", "kernels/attention/split_kv.py",
+        "acc /= tl.where(empty, 1.0, total)[:, None]", "acc /= total[:, None]",
+        ("tests/kernels/test_flash_decode.py::test_kernel[empty-shards]",),
+    ),
+    Fault(
+        "nothing anywhere is NaN", "kernels/attention/lse_combine.py",
+        '    peak = tl.where(peak == float("-inf"), 0.0, peak)\n', "", LSE_COMBINE,
+    ),
+    Fault(
+        "what an empty source left counts", "kernels/attention/lse_combine.py",
+        'width = tl.where(source_lse == float("-inf"), 0, D)', "width = tl.where(source_lse == 0, D, D)", LSE_COMBINE,
+    ),
+    Fault(
+        "combined in base 2", "kernels/reference/lse_combine.py",
+        "weights = (lse - peak).exp()", "weights = (lse - peak).exp2()", LSE_COMBINE,
+    ),
+    Fault(
+        "sinks on every rank", "helix/layers/attention.py",
+        "if spec.sinks and layout.kvp_rank(comm.rank) == 0:", "if spec.sinks:",
+        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-ep1-block64]",),
+    ),
+    Fault(
+        "a chunk with its neighbour's bounds", "helix/attention/base.py",
+        "tuple(of_tokens[rows] for", "tuple(of_tokens[: len(of_tokens[rows])] for", HOPB,
+    ),
+    Fault(
+        "chunks of tokens instead of sequences", "helix/layers/attention.py",
+        "[slice(c.start * each, c.stop * each) for c in cuts]", "[slice(c.start, c.stop) for c in cuts]",
+        ("tests/dist/test_hopb.py::test_sequences_stay_whole_with_their_drafts",),
+    ),
+    Fault("chunks in the other order", "comm/hopb.py", "torch.cat(exchanged)", "torch.cat(exchanged[::-1])", HOPB),
+    Fault(
+        "halves of a key turned the wrong way", "kernels/attention/kv_append.py",
+        "other = second * c + first * s", "other = second * c - first * s", KV_APPEND,
+    ),
+    Fault(
+        "interleaved rotation", "kernels/reference/kv_append.py",
+        "a, b = x.float().chunk(2, dim=-1)", "a, b = x.float()[..., 0::2], x.float()[..., 1::2]", KV_APPEND,
+    ),
+    # ---- RoPE
+    Fault(
+        "YaRN's ramp turned round", "helix/layers/rotary.py",
+        'plain / s["factor"] * ramp + plain * (1 - ramp)', 'plain / s["factor"] * (1 - ramp) + plain * ramp', ROTARY,
+    ),
+    Fault(
+        "YaRN's temperature in base 2", "helix/layers/rotary.py",
+        "0.1 * weight * math.log(stretch) + 1.0", "0.1 * weight * math.log2(stretch) + 1.0", ROTARY,
+    ),
+    Fault("Llama 3's band without ends", "helix/layers/rotary.py", "keep = keep.clamp(0, 1)", "keep = keep", ROTARY),
+    Fault(
+        "linear scaling left out", "helix/layers/rotary.py",
+        'return plain / s["factor"], 1.0', "return plain, 1.0", ROTARY,
+    ),
+    # ---- experts
+    Fault("weights not normalised", "kernels/reference/router.py", "if normalise:", "if False:", ROUTE),
+    Fault(
+        "routed scale left out", "kernels/moe/router.py", "weight * scale, 1.0)", "weight, 1.0)", ROUTE,
+    ),
+    Fault(
+        "a group is as good as its best expert", "kernels/reference/router.py",
+        "grouped.topk(group_score).values.sum(-1)", "grouped.max(-1).values", ROUTE,
+    ),
+    Fault(
+        "the choice's bias weighs", "kernels/reference/router.py",
+        "weights = scores.gather(1, ids)", "weights = choice.gather(1, ids)", ROUTE,
+    ),
+    Fault(
+        "shared experts counted twice", "helix/layers/moe.py",
+        "if spec.shared_width and not self.shared_count:", "if spec.shared_width:", EXPERT_LAYERS,
+    ),
+    Fault(
+        "experts' bias on every rank", "helix/layers/moe.py",
+        "if columns.start == 0:", "if columns.start >= 0:", EXPERT_LAYERS,
+    ),
+    Fault(
+        "gate and up exchanged", "helix/layers/moe.py", "for odd in (0, 1))", "for odd in (1, 0))", EXPERT_LAYERS,
+    ),
+    Fault(
+        "gpt-oss's gate without its one", "kernels/reference/experts.py", "* (up + 1))", "* up)",
+        ("tests/kernels/test_experts.py::test_moe_is_transformers",),
+    ),
+    # ---- layers
+    Fault(
+        "output bias on every rank", "helix/layers/linear.py", "if bias and comm.rank == 0:", "if bias:",
+        (PARITY + "test_experts_on_every_grid[gpt-oss-kvp2-tpa1-ep1-block64]",),
+    ),
+    Fault(
+        "a tied head is read", "helix/models/decoder.py",
+        'None if spec.tied else "lm_head"', '"lm_head" if spec.tied else None',
+        (PARITY + "test_every_layout_and_block[qwen2-kvp2-tpa1-block1]",),
+    ),
+    Fault(
+        "DeepSeek's temperature once", "helix/models/deepseek.py",
+        "scale *= spec.rope.mscale(temperature) ** 2", "scale *= spec.rope.mscale(temperature)",
+        ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
+    ),
+    Fault(
+        "latent rotation not interleaved", "helix/layers/mla.py",
+        "[range(begin, end, 2), range(begin + 1, end, 2)] if spec.interleaved", "[range(begin, end)] if True",
+        ("tests/e2e/test_mla.py::test_every_group_and_choice[deepseek-v3-yarn-kvp2-ep1-values-gathered]",),
+    ),
+    # ---- sampling
+    Fault(
+        "noise of every position alike", "helix/sampling.py",
+        "gumbel(seed[:, None, None], positions[..., None], ", "gumbel(seed[:, None, None], positions[..., None] * 0, ",
+        SAMPLING,
+    ),
+    Fault(
+        "all rows with the first one's seed", "helix/sampling.py",
+        "gumbel(seed[:, None, None], positions", "gumbel(seed[:1, None, None], positions", SAMPLING,
+    ),
+    Fault(
+        "noise by local columns", "helix/sampling.py",
+        "torch.arange(vocab_offset, vocab_offset + p.logits.shape[2], ", "torch.arange(0, p.logits.shape[2], ",
+        SAMPLING,
+    ),
+    Fault(
+        "top-p of what top-k has dropped too", "helix/sampling.py",
+        "(state.top_p.double() * left.double()).ceil().long().clamp(min=1)",
+        "(state.top_p.double() * mass.sum(-1).double()).ceil().long().clamp(min=1)",
+        SAMPLING,
+    ),
+    Fault(
+        "top-k of one more", "helix/sampling.py",
+        "(sums[0] < (need - before[0])[:, None])", "(sums[0] <= (need - before[0])[:, None])", SAMPLING,
+    ),
+    Fault(
+        "min-p drops the best", "kernels/reference/accept.py",
+        "keep = scaled >= self.min_p", "keep = scaled > self.min_p", SAMPLING,
+    ),
+    Fault(
+        "drafts kept whatever drew them", "kernels/tokens/accept.py", "        bound *= q\n", "        bound *= 1.0\n",
+        ("tests/kernels/test_accept.py::test_kernels_do_what_the_reference_does",),
+    ),
+    # ---- checkpoints
+    Fault(
+        "nibbles in the other order", "helix/loading.py",
+        "torch.stack((blocks & 15, blocks >> 4), -1)", "torch.stack((blocks >> 4, blocks & 15), -1)", LOADING,
+    ),
+    Fault(
+        "columns from the beginning of their block", "helix/loading.py",
+        "begin = columns.start - covering.start * MXFP4_BLOCK", "begin = 0", LOADING,
+    ),
+]  # fmt: skip

@@ -1,0 +1,61 @@
+"""Mistakes in what steps are predicted to take."""
+
+from __future__ import annotations
+
+from tests.faults.planted.fault import Fault
+
+COST = ("tests/unit/test_simulate_cost.py",)
+BILL = ("tests/unit/test_sparse_bill.py",)
+
+FAULTS = [
+    Fault(
+        "an all-reduce goes once round", "helix/simulate/cost.py",
+        '(2 if op == "all_reduce" else 1)', "1", COST,
+    ),
+    Fault(
+        "experts of one token less", "helix/simulate/cost.py",
+        "(1 - top_k / experts) ** tokens)", "(1 - top_k / experts) ** (tokens - 1))", COST,
+    ),
+    Fault(
+        "a pipeline without its ends", "helix/simulate/cost.py",
+        "np.maximum(chunks * compute + exchange, compute + chunks * exchange)",
+        "np.maximum(chunks * compute, chunks * exchange)", COST,
+    ),
+    Fault(
+        "a part of a KV head", "helix/simulate/cost.py",
+        "batch * 2 * np.ceil(kv_heads / tpa)", "batch * 2 * (kv_heads / tpa)", COST,
+    ),
+    Fault(
+        "KV is not divided", "helix/simulate/layer.py",
+        "min(window or self.length, self.length) / self.points.kvp", "min(window or self.length, self.length)", COST,
+    ),
+    Fault(
+        "a rank's share of chosen blocks, not rounded up", "helix/simulate/points.py",
+        "-(-self.topk // kvp) -", "self.topk // kvp -", COST,
+    ),
+    Fault(
+        "drafts read one choice of blocks", "helix/simulate/layer.py",
+        "if self._chooses(window) is None else self.rows", "if self._chooses(window) is None else self.sequences", COST,
+    ),
+    Fault(
+        "what attention takes anyway counts as finding", "helix/simulate/constants.py",
+        "row[\"bytes\"] / rate - fixed for row", "row[\"bytes\"] / rate for row",
+        ("tests/unit/test_calibrate.py::test_constants_of_planted_rows",),
+    ),
+    Fault(
+        "bounds are gone through at the whole bandwidth", "helix/simulate/layer.py",
+        "self.zeros, 0, hw.bounds_share)", "self.zeros, 0)", COST,
+    ),
+    Fault(
+        "what is held out is fitted on", "launch/records/sparse_bill.py",
+        "bill = fit(*kept)", "bill = fit(dense, chosen)", BILL,
+    ),
+    Fault(
+        "a block-sparse row may read everything", "launch/records/recorded_steps.py",
+        "if read > held - 1 and", "if read > held + 1 and", BILL,
+    ),
+    Fault(
+        "the token behind the drafts", "helix/simulate/cost.py",
+        "for i in range(gamma + 1))", "for i in range(gamma))", COST,
+    ),
+]  # fmt: skip

@@ -1,0 +1,102 @@
+"""Mistakes in drafts: how many there are, and which keys they read."""
+
+from __future__ import annotations
+
+from tests.faults.planted.fault import Fault
+
+ADAPTIVE = ("tests/unit/test_adaptive.py",)
+LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_with_their_sequence",)
+
+FAULTS = [
+    # ---- drafts
+    Fault(
+        "a slot's next sequence inherits its limit", "helix/serving.py", "self._policy.forget(slot)", "pass", LIMITS,
+    ),
+    Fault("limits of drafts are not set", "helix/model_runner.py", "if decision.draft_limits:", "if False:", LIMITS),
+    Fault(
+        "limits of drafts are not sent", "helix/speculation/adaptive.py",
+        "drafts == 0 or unlimited", "drafts >= 0 or unlimited", ADAPTIVE,
+    ),
+    Fault(
+        "drafts of a sequence that takes none are verified", "helix/speculation/adaptive.py",
+        "        if slot in self._without:\n            return 0\n", "", ADAPTIVE,
+    ),
+    Fault(
+        "a sequence is never forgotten", "helix/speculation/adaptive.py",
+        "self._rows_keep.pop(slot, None)", "pass", ADAPTIVE,
+    ),
+    Fault(
+        "drafts behind a rejected one count as tried", "helix/speculation/adaptive.py",
+        "range(min(outcome.kept + 1, outcome.tried))", "range(outcome.tried)", ADAPTIVE,
+    ),
+    Fault(
+        "the draft model begins a token late", "helix/speculation/model.py",
+        "before = (lengths - 1).clamp(min=0)", "before = lengths.clamp(min=0)",
+        ("tests/e2e/test_draft_model.py::test_all_that_is_right_is_kept[qwen3-4-False]",),
+    ),
+    # ---- sparse drafting
+    Fault(
+        "an equal key too many", "kernels/sparse/select_tokens.py",
+        "skipped = equals - left", "skipped = equals - left - 1",
+        ("tests/kernels/test_select_tokens.py::test_of_equals_the_latest",),
+    ),
+    Fault(
+        "counts of the call before", "kernels/sparse/select_tokens.py",
+        "tl.store(row_counts + _LOW + v, v * 0)", "tl.store(row_counts + _SECOND + d, d * 0)",
+        ("tests/kernels/test_select_tokens.py::test_a_call_leaves_nothing_to_the_next",),
+    ),
+    Fault(
+        "a NaN that pushes out a sink", "kernels/reference/select_tokens.py",
+        "NO_NUMBER = 0xFFFE", "NO_NUMBER = 0xFFFF",
+        ("tests/kernels/test_select_tokens.py::test_no_number_is_the_highest_score_but_pushes_out_no_sink",),
+    ),
+    Fault(
+        "a counter that overflows", "kernels/sparse/select_tokens.py", "MOST_TILES = 7", "MOST_TILES = 14",
+        ("tests/kernels/test_select_tokens.py::test_one_counter_holds_all_keys",),
+    ),
+    Fault(
+        "drafts may choose a key that was refused", "helix/speculation/sparse.py",
+        "self._choose(state, slice(0, rows), before, state", "self._choose(state, slice(0, rows), before + 1, state",
+        ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
+    ),
+    Fault(
+        "a new sequence drafts with its predecessor's keys", "helix/speculation/sparse.py",
+        "for slot, begin, tokens in segments:", "for slot, begin, tokens in segments[1:]:",
+        ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
+    ),
+    Fault(
+        "after steps without drafts, old keys", "helix/speculation/sparse.py",
+        "self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)", "return",
+        ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
+    ),
+    Fault(
+        "the bonus row is the last of the tile", "kernels/attention/flash_decode.py",
+        "(t == 0) | (t == reading - 1)", "(t == 0) | (t == T - 1)",
+        ("tests/kernels/test_key_scores.py",),
+    ),
+    Fault(
+        "a draft too many is read", "helix/attention/chosen.py",
+        "behind = hi - self.known[rows] + self.counts[rows]", "behind = hi - self.known[rows] + self.counts[rows] + 1",
+        ("tests/e2e/test_sparse_drafts.py::test_drafts_that_read_every_key_all_hold",),
+    ),
+    Fault(
+        "a guess that nobody looks at", "kernels/sparse/select_tokens.py",
+        "if (above < k) & (k <=", "if (above >= 0) & (k <=",
+        ("tests/kernels/test_select_tokens.py::test_what_the_call_before_found_is_a_guess",),
+    ),
+    Fault(
+        "a right guess whose counts are lost", "kernels/sparse/select_tokens.py",
+        "tl.load(row_counts + _GUESSED + v))", "v * 0)",
+        ("tests/kernels/test_select_tokens.py::test_what_the_call_before_found_is_a_guess",),
+    ),
+    Fault(
+        "keys of the parts before count twice", "kernels/sparse/select_tokens.py",
+        "other=0) - beyond\n", "other=0)\n",
+        ("tests/kernels/test_select_tokens.py::test_choices",),
+    ),
+    Fault(
+        "every rank takes the keys that are equal", "kernels/sparse/select_tokens.py",
+        "left - tl.load(equals_before + row * 256 + low)", "left",
+        ("tests/kernels/test_select_tokens.py::test_ranks_choose_together",),
+    ),
+]  # fmt: skip
