@@ -9,13 +9,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from helix.kv_cache import LayerCache
 from helix.step import Step
 from kernels.attention.split_kv import PartialAttention
+from kernels.overlap import sm_count
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What is the same for all queries of a layer.
+
+    Attributes:
+        window: its sliding window in tokens, or None.
+        scale: factor on q.k.
+        sinks: [Hq_local] fp32, the score of one more key of value 0 that every query of a head reads, or None; its
+            weight is part of the LSE. Given to one rank of a kvp group alone.
+        reserved_sms: room on the GPU to leave to kernels that run beside its own.
+    """
+
+    window: int | None
+    scale: float
+    sinks: Tensor | None = None
+    reserved_sms: int = 0
+
+    def sms(self, device: torch.device) -> int:
+        """Multiprocessors for its kernels, at least one."""
+        return max(1, sm_count(device) - self.reserved_sms)
 
 
 class AttentionPolicy(ABC):
@@ -36,27 +60,13 @@ class AttentionPolicy(ABC):
         """
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         """Attention of a step's queries over this rank's shard, the step's own keys already appended.
 
         Args:
             q: [N, Hq_local, D], rotated.
             cache: the layer's part of the cache; of latents, q is absorbed, [N, Hq_local, R + P].
             step: the tokens' positions, bounds and block tables.
-            window: the layer's sliding window in tokens, or None.
-            scale: factor on q.k.
-            sinks: [Hq_local] fp32, the score of one more key of value 0 that every query of a head reads, or None;
-                its weight is part of the LSE. Given to one rank of a kvp group alone.
-            reserved_sms: room on the GPU to leave to kernels that run beside this one.
 
         Returns:
             What `merge`, to be called before the next step's or layer's attention, makes a partial output [N, Hq_local,
@@ -64,22 +74,13 @@ class AttentionPolicy(ABC):
             (with sinks: the sink's score). An exchange may merge on its own.
         """
 
-    def begin(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> Callable[[], PartialAttention]:
+    def begin(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> Callable[[], PartialAttention]:
         """`attend` for a part of a decode step's batch, in two halves: the second may run beside the next part's first.
 
         Returns:
             Gives what `attend` would, on the stream that is current then. It is called for one part after the other.
         """
-        merged = PartialAttention(*self.attend(q, cache, step, window, scale, sinks, reserved_sms).merge())
+        merged = PartialAttention(*self.attend(q, cache, step, layer).merge())
         return lambda: merged
 
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:

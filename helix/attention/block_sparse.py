@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.attention.base import AttentionPolicy
+from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.kv_cache import BlockBudget, LayerCache, Placement
 from helix.step import Step
@@ -86,22 +86,13 @@ class BlockSparseAttention(AttentionPolicy):
 
         return step.once(budget, make)
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        if step.cu_q is not None or window is not None:
-            return self.dense.attend(q, cache, step, window, scale, sinks, reserved_sms)
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if step.cu_q is not None or layer.window is not None:
+            return self.dense.attend(q, cache, step, layer)
         *_, hi, lo = self._ranges(step)
-        sms = max(1, sm_count(q.device) - reserved_sms)
+        sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
-        keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], scale, sinks)
+        keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
         return decode_parts(q[:, None], keys, sms=sms, early=True)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:

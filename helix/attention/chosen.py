@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from helix.attention.base import AttentionPolicy
+from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.kv_cache import LayerCache
 from helix.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
-from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 
 
@@ -58,22 +57,15 @@ class ChosenAttention(AttentionPolicy):
 
         return step.once(ChosenAttention, make)
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        if window is not None:
-            return self.dense.attend(q, cache, step, window, scale, sinks, reserved_sms)
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if layer.window is not None:
+            return self.dense.attend(q, cache, step, layer)
         n, heads = len(step.block_tables), cache.keys.shape[2]
         assert len(q) == n, "a draft step has one query a sequence"
         lo, hi = (bound[:, None] for bound in self._reads(step))
         table = self.tables[self._places[cache.index], step.first : step.first + n].expand(-1, heads, -1)
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
-        sms = max(1, sm_count(q.device) - reserved_sms)
-        return decode_parts(q[:, None], PagedKeys(keys, values, table, lo, hi, scale, sinks), sms=sms, early=True)
+        sms = layer.sms(q.device)
+        return decode_parts(
+            q[:, None], PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks), sms=sms, early=True
+        )

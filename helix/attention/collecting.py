@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.kv_cache import LayerCache
 from helix.score_pages import ScorePages
 from helix.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
-from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 
 
@@ -24,21 +24,12 @@ class CollectingAttention(DenseAttention):
     def __init__(self, scores: ScorePages) -> None:
         self.scores = scores
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        if step.cu_q is not None or window is not None:
-            return super().attend(q, cache, step, window, scale, sinks, reserved_sms)
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if step.cu_q is not None or layer.window is not None:
+            return super().attend(q, cache, step, layer)
         n = len(step.block_tables)
         lo, hi = (bound.view(n, -1) for bound in step.bounds(None))
-        keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, scale, sinks)
+        keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, layer.scale, layer.sinks)
         scores = self.scores.layer(cache.index, slice(step.first, step.first + n))
-        sms = max(1, sm_count(q.device) - reserved_sms)
+        sms = layer.sms(q.device)
         return decode_parts(q.unflatten(0, (n, -1)), keys, sms=sms, early=True, scores=scores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from helix.attention.base import AttentionPolicy
+from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.kv_cache import LayerCache
 from helix.step import Step
 from kernels.attention.flash_decode import decode_parts
@@ -12,7 +12,6 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.split_kv import PartialAttention
 from kernels.mla.decode import decode_parts as mla_decode_parts
 from kernels.mla.prefill import mla_prefill
-from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 
 
@@ -21,26 +20,17 @@ class DenseAttention(AttentionPolicy):
         for window in windows:
             step.bounds(window)
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        lo, hi = step.bounds(window)
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        lo, hi = step.bounds(layer.window)
         latents = cache.keys.dim() == 3
         if step.cu_q is not None:
-            keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, scale, sinks)
+            keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, layer.scale, layer.sinks)
             prefill = mla_prefill if latents else flash_prefill
-            most = step.max_k if window is None else min(step.max_k, window + step.max_q)
+            most = step.max_k if layer.window is None else min(step.max_k, layer.window + step.max_q)
             return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q, most))
         of_sequences = (len(step.block_tables), -1)
         bounds = lo.view(of_sequences), hi.view(of_sequences)
-        keys = PagedKeys(cache.keys, cache.values, step.block_tables, *bounds, scale, sinks)
+        keys = PagedKeys(cache.keys, cache.values, step.block_tables, *bounds, layer.scale, layer.sinks)
         decode = mla_decode_parts if latents else decode_parts
-        sms = max(1, sm_count(q.device) - reserved_sms)
+        sms = layer.sms(q.device)
         return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.kv_cache import BlockBudget, LayerCache, Placement
 from helix.step import ChunkPart, Step
@@ -25,7 +26,6 @@ from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine
 from kernels.attention.split_kv import PartialAttention
-from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.select_blocks import select_blocks
 from kernels.tier.copy_blocks import copy_blocks
@@ -112,45 +112,28 @@ class TieredAttention(BlockSparseAttention):
             )  # fmt: skip
             copy_blocks(cache.host, cache.places, cache.ahead)
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if step.cu_q is None:
-            return self.begin(q, cache, step, window, scale, sinks, reserved_sms)()
+            return self.begin(q, cache, step, layer)()
         assert isinstance(cache, TieredLayer)
-        return self._prefill(q, cache, step, window, scale, sinks)
+        return self._prefill(q, cache, step, layer)
 
-    def begin(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> Callable[[], PartialAttention]:
+    def begin(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> Callable[[], PartialAttention]:
         """Chooses, and lets what is missing come; what it returns attends to it."""
         assert isinstance(cache, TieredLayer) and cache.bounds is not None
-        first, last, pages, hi, lo = self._read(step, window)
-        sms = max(1, sm_count(q.device) - reserved_sms)
-        if window is None:
+        first, last, pages, hi, lo = self._read(step, layer.window)
+        sms = layer.sms(q.device)
+        if layer.window is None:
             table = self.choose(q, cache, step, sms)
         else:
-            width, ranges = self._width(window), (first, last, pages)
+            width, ranges = self._width(layer.window), (first, last, pages)
             table = select_blocks(
                 q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
             )
         late = torch.empty_like(table) if self.overlap else None
         misses, room = cache.missing(step.first), cache.hot.places // len(cache.misses.counts)
-        assert step.chunks == 1 or room >= self.least_places([window], step.max_q - 1), "parts share lists and places"
+        least = self.least_places([layer.window], step.max_q - 1)
+        assert step.chunks == 1 or room >= least, "parts share lists and places"
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.index % 2])
         resolve(
@@ -160,7 +143,7 @@ class TieredAttention(BlockSparseAttention):
         side = self._side if self.overlap or step.chunks > 1 else None
         with self._beside(side):
             copy_blocks(cache.host, cache.places, misses)
-        keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], scale, sinks)
+        keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
         if late is None:
             return partial(self._attend, q, keys, sms, side)
         return partial(self._attend_twice, q, keys, replace(keys, table=late, sinks=None), sms)
@@ -192,20 +175,17 @@ class TieredAttention(BlockSparseAttention):
         if side is not None:
             torch.cuda.current_stream(side.device).wait_stream(side)
 
-    def _prefill(
-        self, q: Tensor, cache: TieredLayer, step: Step, window: int | None, scale: float, sinks: Tensor | None
-    ) -> PartialAttention:
+    def _prefill(self, q: Tensor, cache: TieredLayer, step: Step, layer: LayerAttention) -> PartialAttention:
         assert step.cu_q is not None and step.chunk is not None
-        lo, hi = step.bounds(window)
+        lo, hi = step.bounds(layer.window)
         for part in step.chunk.parts:
             cache.begin(part)
-        own = PagedKeys(
-            cache.keys, cache.values, step.chunk.tables, torch.maximum(lo, step.chunk.edges), hi, scale, sinks
-        )
+        newest = torch.maximum(lo, step.chunk.edges)
+        own = PagedKeys(cache.keys, cache.values, step.chunk.tables, newest, hi, layer.scale, layer.sinks)
         out, lse = flash_prefill(q, own, step.cu_q, step.max_q, step.max_q)
         for part, table in zip(step.chunk.parts, step.block_tables, strict=True):
             at = part.queries
-            for keys in self._before(part, table, cache, lo[at], window, scale):
+            for keys in self._before(part, table, cache, lo[at], layer):
                 cu_q = to_device(torch.tensor([0, at.stop - at.start], dtype=torch.int32), q.device)
                 found = flash_prefill(q[at], keys, cu_q, at.stop - at.start, keys.table.shape[1] * keys.page_size)
                 both = (torch.stack(pair) for pair in zip((out[at], lse[at]), found, strict=True))
@@ -214,13 +194,14 @@ class TieredAttention(BlockSparseAttention):
         return PartialAttention(out, lse)
 
     def _before(
-        self, part: ChunkPart, table: Tensor, cache: TieredLayer, lo: Tensor, window: int | None, scale: float
+        self, part: ChunkPart, table: Tensor, cache: TieredLayer, lo: Tensor, layer: LayerAttention
     ) -> Iterator[PagedKeys]:
         """Full pages before a part of a chunk that its queries may read, as they come from the host."""
         page_size, heads = cache.keys.shape[1:3]
         keys, values = pages_of(cache.pieces[0], heads)
         most = len(keys) // 2  # of a piece: one comes while another is read
-        begin, stop = 0 if window is None else max(0, part.begin - window) // page_size, part.begin // page_size
+        first = 0 if layer.window is None else max(0, part.begin - layer.window)
+        begin, stop = first // page_size, part.begin // page_size
 
         def here(piece: int) -> Tensor:
             count = min(most, stop - begin - piece * most)
@@ -243,4 +224,4 @@ class TieredAttention(BlockSparseAttention):
             pages = here(piece)
             tokens = len(pages) * page_size
             from_here = (lo - (begin + piece * most) * page_size).clamp(0, tokens)
-            yield PagedKeys(keys, values, pages[None], from_here, torch.full_like(from_here, tokens), scale)
+            yield PagedKeys(keys, values, pages[None], from_here, torch.full_like(from_here, tokens), layer.scale)

@@ -12,7 +12,7 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.hopb import RESERVED_SMS, Pipeline
 from comm.pending import PendingProjection
-from helix.attention.base import AttentionPolicy, rows_of
+from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
 from helix.kv_cache import KVCache, LayerCache
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.weights import Weights
@@ -86,11 +86,12 @@ class ShardedAttention:
         sequences = len(step.block_tables)
         chunks = min(step.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
-            return self.exchange(policy.attend(q, cache, step, self.window, self.scale, self.sinks))
+            return self.exchange(policy.attend(q, cache, step, LayerAttention(self.window, self.scale, self.sinks)))
+
+        layer = LayerAttention(self.window, self.scale, self.sinks, RESERVED_SMS)
 
         def begin(rows: slice) -> Callable[[], PartialAttention]:
-            part = rows_of(step, rows)
-            return policy.begin(q[rows], cache, part, self.window, self.scale, self.sinks, RESERVED_SMS)
+            return policy.begin(q[rows], cache, rows_of(step, rows), layer)
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helix.attention.base import AttentionPolicy
+from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.chosen import ChosenAttention
 from helix.kv_cache import LayerCache, Placement
 from helix.layout import HelixLayout
@@ -145,19 +145,10 @@ class MeteredAttention(AttentionPolicy):
         self.chosen.prepare(step, windows)
         self.draft += 1
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        found = self.chosen.attend(q, cache, step, window, scale, sinks, reserved_sms)
-        if window is None:
-            self._measure(q, cache, step, scale)
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        found = self.chosen.attend(q, cache, step, layer)
+        if layer.window is None:
+            self._measure(q, cache, step, layer.scale)
         return found
 
     def _measure(self, q: Tensor, cache: LayerCache, step: Step, scale: float) -> None:

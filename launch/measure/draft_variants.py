@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from helix.attention.base import LayerAttention
 from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.kv_cache import KeyBudget, LayerCache
@@ -64,21 +65,12 @@ class OracleAttention(ChosenAttention):
         super().__init__(layers, max_batch, heads, width, chosen.tables.device)
         self.tail = tail
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        if window is None:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if layer.window is None:
             rows, place = slice(step.first, step.first + len(q)), self._places[cache.index]
             table = self.tables[place : place + 1, rows]
-            choose_by_queries(q, cache, step, scale, self.known[rows], self.counts[rows], table, self.tail)
-        return super().attend(q, cache, step, window, scale, sinks, reserved_sms)
+            choose_by_queries(q, cache, step, layer.scale, self.known[rows], self.counts[rows], table, self.tail)
+        return super().attend(q, cache, step, layer)
 
 
 def oracle(drafter: SparseDrafter) -> SparseDrafter:
@@ -95,24 +87,15 @@ class WeighingAttention(CollectingAttention):
         super().__init__(scores)
         self.comm = comm
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        found = super().attend(q, cache, step, window, scale, sinks, reserved_sms)
-        if step.cu_q is not None or window is not None:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        found = super().attend(q, cache, step, layer)
+        if step.cu_q is not None or layer.window is not None:
             return found
         n, page = len(step.block_tables), cache.keys.shape[1]
         _, hi = (bound.view(n, -1) for bound in step.bounds(None))  # [n, T]
         keys = cache.keys[step.block_tables.long()].flatten(1, 2).float()  # [n, S, Hkv, D]
-        of_heads = q.float().unflatten(0, (n, -1)).unflatten(2, (keys.shape[2], -1)) * scale  # [n, T, Hkv, group, D]
-        x = torch.einsum("nthgd,nshd->nhtgs", of_heads, keys)
+        of_heads = q.float().unflatten(0, (n, -1)).unflatten(2, (keys.shape[2], -1))  # [n, T, Hkv, group, D]
+        x = torch.einsum("nthgd,nshd->nhtgs", of_heads * layer.scale, keys)
         read = torch.arange(keys.shape[1], device=q.device) < hi[:, None, :, None, None]
         x = x.masked_fill(~read, -torch.inf)
         # Over all ranks: those of a kvp group, there being no others.

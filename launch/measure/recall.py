@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.kv_cache import LayerCache
 from helix.step import Step
@@ -90,26 +91,17 @@ class RecallMeter(DenseAttention):
         super().prepare(step, windows)
         self._layer = 0
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         length = int(step.positions[0]) + 1
         pages = step.block_tables[:, : -(-length // cache.keys.shape[1])].long()
         keys = cache.keys[pages].flatten(1, 2)[:, :length]  # [n, S, Hkv, D]
         heads = q.float().unflatten(1, (keys.shape[2], -1))  # [n, Hkv, group, D]
-        weights = torch.einsum("nhgd,nshd->nhgs", heads * scale, keys.float()).softmax(-1).mean(2)
+        weights = torch.einsum("nhgd,nshd->nhgs", heads * layer.scale, keys.float()).softmax(-1).mean(2)
         for page in self.pages:
             self._measure(heads, keys, weights, page)
         self._layer += 1
         self.measured += 1
-        return super().attend(q, cache, step, window, scale, sinks, reserved_sms)
+        return super().attend(q, cache, step, layer)
 
     def _measure(self, q: Tensor, keys: Tensor, weights: Tensor, page: int) -> None:
         length = keys.shape[1]

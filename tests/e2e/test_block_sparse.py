@@ -15,6 +15,7 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.engine import Engine
 from helix.kv_cache import BlockBudget, LayerCache
@@ -46,18 +47,9 @@ class MaskedDense(DenseAttention):
         self.score = score
         self.from_tokens = budget.from_tokens
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        step: Step,
-        window: int | None,
-        scale: float,
-        sinks: Tensor | None = None,
-        reserved_sms: int = 0,
-    ) -> PartialAttention:
-        if step.cu_q is not None or window is not None:
-            return super().attend(q, cache, step, window, scale, sinks, reserved_sms)
+    def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if step.cu_q is not None or layer.window is not None:
+            return super().attend(q, cache, step, layer)
         N, q_heads = q.shape[:2]
         group = q_heads // cache.keys.shape[2]
         out, lse = torch.zeros_like(q), torch.full((N, q_heads), -torch.inf)
@@ -71,9 +63,9 @@ class MaskedDense(DenseAttention):
             for h in range(keys.shape[1]):
                 of_group = slice(h * group, (h + 1) * group)
                 read = self.read(q[n, of_group], keys[:, h], length, committed)
-                scores = q[n, of_group] @ keys[read, h].T * scale
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[of_group, None]], 1)
+                scores = q[n, of_group] @ keys[read, h].T * layer.scale
+                if layer.sinks is not None:
+                    scores = torch.cat([scores, layer.sinks[of_group, None]], 1)
                 lse[n, of_group] = scores.logsumexp(-1)
                 out[n, of_group] = scores.softmax(-1)[:, : len(read)] @ values[read, h]
         return PartialAttention(out, lse)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.kv_cache import BlockBudget, LayerCache, Placement
 from helix.layout import HelixLayout
@@ -89,7 +90,7 @@ def test_what_a_query_would_read(page: int) -> None:
     meter = RecallMeter((page,), (2 * page,), (1,))
     meter.prepare(step, {None})
     cache = LayerCache(0, k.view(9, 128, 1, DIM), k.view(9, 128, 1, DIM))
-    meter.attend(q, cache, step, None, scale)
+    meter.attend(q, cache, step, LayerAttention(None, scale))
 
     weights = (q[0] @ k[:length, 0].T * scale).softmax(-1).mean(0)
     last = (length - 1) // page
