@@ -70,7 +70,7 @@ from launch.inputs.hardware import hardware_of, load_hardware
 from launch.inputs.parts import make_spec
 from launch.records import sparse_bill
 from launch.records.planner_check import check_table, drafted_errors, regrets, summary
-from launch.records.recorded_steps import read_cells
+from launch.records.recorded_steps import DRAFTED, read_cells
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
@@ -305,7 +305,7 @@ def check(files: Sequence[str]) -> None:
         table.add_row(*line)
     Console(width=max(130, Console().width), highlight=False).print(table)
     print(summary(rows))
-    if (off := drafted_errors(cells)) is not None:
+    if (off := drafted_errors(cells if files else read_cells(DRAFTED))) is not None:
         print(off)
 
 

@@ -23,6 +23,7 @@ from launch.inputs.shapes import spec_of
 RESULTS = ROOT / "benchmarks" / "results"
 # Of a cell that both hold, baselines' counts: the other layouts beside it were measured with the same code.
 FILES = (RESULTS / "step.jsonl", RESULTS / "baselines.jsonl")
+DRAFTED = (RESULTS / "self-drafts.jsonl", RESULTS / "self-drafts.emulated-8.jsonl")  # nothing was fitted to these
 RECORDED = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
 
 
