@@ -39,6 +39,19 @@ FAULTS = [
         "chunks as long as they may be", "helix/scheduler.py",
         "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
     ),
+    Fault(
+        "many steps that nobody has timed", "helix/scheduler.py", "min(most, UNTIMED_STEPS)", "most",
+        ("tests/unit/test_scheduler.py::test_steps_that_nobody_has_timed_come_in_short_runs",),
+    ),
+    Fault(
+        "a smaller chunk may take longer", "helix/prefill_time.py",
+        "np.minimum.accumulate(times[::-1])[::-1].tolist()", "list(times)", ("tests/unit/test_prefill_time.py",),
+    ),
+    Fault(
+        "chunks are judged in proportion", "helix/prefill_time.py",
+        "return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))",
+        "return sizes[after - 1] * seconds / times[after - 1]", ("tests/unit/test_prefill_time.py",),
+    ),
     Fault("chunk after chunk", "helix/scheduler.py", "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER),
     Fault(
         "the oldest prompt has what is left", "helix/scheduler.py",
