@@ -23,9 +23,7 @@ from launch.job import lifeline  # noqa: E402
 
 lifeline.begin()
 
-from launch.inputs.library import import_transformers  # noqa: E402
-from launch.run import main  # noqa: E402
+from launch.run import entry  # noqa: E402
 
 if __name__ == "__main__":
-    import_transformers()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(entry(sys.argv[1:]))

@@ -30,6 +30,7 @@ from helix.build import build_engine
 from helix.config import Config, ModelConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
+from helix.library import import_transformers
 from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
@@ -236,6 +237,7 @@ class Rank:
 def serve() -> None:
     """The body of a rank that an LLM has started: what rank 0 is sent, all do, until the LLM is gone."""
     connection = Connection(int(sys.argv[1]))
+    import_transformers()
     settings, rank, port = connection.recv()
     world = str(settings.layout.world_size)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": world}

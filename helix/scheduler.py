@@ -475,7 +475,7 @@ class Scheduler:
         prompts = self.prefills
         if plan.seconds is None:
             self._owed = 0.0
-            return 1 if prompts else min(most, UNTIMED_STEPS)
+            return 1 if prompts else min(most, plan.steps or UNTIMED_STEPS)
         most = min(most, int(self._run_s / plan.seconds))
         if prompts:
             most = min(most, math.ceil(self._owed / plan.seconds))

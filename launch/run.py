@@ -16,6 +16,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.kv_cache import free_bytes
+from helix.library import import_transformers
 from helix.loading import randomize
 from helix.models import Decoder
 from helix.place import KINDS, Place, gpu_facts, gpu_name
@@ -42,6 +43,12 @@ WORK = {
     "tune": "launch.measure.tuning",
 }
 SERVING = "launch.job.serve"  # where there is a socket to serve at
+
+
+def entry(arguments: Sequence[str]) -> int:
+    """`main` as the whole of a process."""
+    import_transformers()
+    return main(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:

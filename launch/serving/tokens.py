@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
-from launch.inputs.library import import_transformers
 from launch.serving.errors import ApiError
 from launch.serving.schemas import Message, Tool
 

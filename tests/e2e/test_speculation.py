@@ -194,7 +194,7 @@ def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest
     """The second request of a slot begins with all drafts, whatever became of those of the first, to its last run."""
 
     def pace(policy: DraftPolicy, rows: int, without: Collection[int]) -> StepPlan:
-        return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)))
+        return StepPlan(4, 1.0, None, tuple(policy.limit(slot) for slot in range(rows)), 1e-4)
 
     monkeypatch.setattr(DraftPolicy, "pace", pace)
     drafters = [Refused(4), Refused(4)]

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from launch.inputs.compose import composed
-from launch.inputs.library import import_transformers
+from helix.library import import_transformers
 from launch.inputs.preflight import prepared
 from launch.job import spawn
 

@@ -40,7 +40,7 @@ FAULTS = [
         "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
     ),
     Fault(
-        "many steps that nobody has timed", "helix/scheduler.py", "min(most, UNTIMED_STEPS)", "most",
+        "many steps that nobody has timed", "helix/scheduler.py", "min(most, plan.steps or UNTIMED_STEPS)", "most",
         ("tests/unit/test_scheduler.py::test_steps_that_nobody_has_timed_come_in_short_runs",),
     ),
     Fault(
