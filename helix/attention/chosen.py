@@ -65,7 +65,5 @@ class ChosenAttention(AttentionPolicy):
         lo, hi = (bound[:, None] for bound in self._reads(step))
         table = self.tables[self._places[cache.index], step.first : step.first + n].expand(-1, heads, -1)
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
-        sms = layer.sms(q.device)
-        return decode_parts(
-            q[:, None], PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks), sms=sms, early=True
-        )
+        chosen = PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks)
+        return decode_parts(q[:, None], chosen, sms=layer.sms(q.device), early=True)

@@ -73,7 +73,7 @@ def crowds() -> list[str]:
         "trace": lambda r: r["trace"],
         "requests": lambda r: f"{r['requests']:,}",
         "aborted": _of("aborted", "", 0),
-        "requests/s": lambda r: f"{r.get('requests_per_s', r['requests'] / r.get('seconds', 1.0)):.1f}",
+        "requests/s": lambda r: f"{r['requests_per_s'] if 'requests_per_s' in r else r['requests'] / r['seconds']:.1f}",
         "tokens/s": _of("tokens_per_s", "", 0),
         "first token p50": _of("first_p50_ms", "ms", 0),
         "gap p99": _of("gap_p99_ms", "ms", 0),
