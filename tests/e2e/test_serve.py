@@ -303,7 +303,7 @@ def test_many_come_and_go_and_nothing_is_left() -> None:
     requests = []
     for i in range(count):
         tail = tuple(rng.randrange(257) for _ in range(rng.randrange(1, 20)))
-        requests.append(Request(i, rng.choice(heads) + tail, rng.randrange(1, 12), priority=rng.randrange(2)))
+        requests.append(Request(i, rng.choice(heads) + tail, rng.randrange(1, 40), priority=rng.randrange(2)))
     aborts = {i: rng.randrange(4) for i in range(count) if rng.random() < 0.3}
 
     def tabled(model: Decoder) -> None:
@@ -313,7 +313,7 @@ def test_many_come_and_go_and_nothing_is_left() -> None:
 
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, list[int]], dict[Any, str], tuple[int, int, int]]:
         e = engine(
-            world, rank, layout, page_size=4, pages=60, max_batch=48, max_length=176, prefill_chunk=1024,
+            world, rank, layout, page_size=4, pages=44, max_batch=48, max_length=192, prefill_chunk=1024,
             serving=ServeConfig(lease=2),
         )  # fmt: skip
         e.run_steps = 4
@@ -337,6 +337,7 @@ def test_many_come_and_go_and_nothing_is_left() -> None:
                     inbox.close()
             elif len(tokens[delta.id]) >= aborts.get(int(delta.id), 99):
                 inbox.abort(delta.id)
+        # Some seventy preemptions: how many depends on the host's clock, that there are any must not.
         assert rank or (e.timings.preemptions > 0 and e.timings.prefill_tokens < sum(len(r.prompt) for r in requests))
         return tokens, ends, left_behind(e)
 
