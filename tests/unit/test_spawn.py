@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
-from launch.inputs.compose import composed
 from helix.library import import_transformers
+from launch.inputs.compose import composed
 from launch.inputs.preflight import prepared
 from launch.job import spawn
 
