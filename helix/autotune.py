@@ -6,6 +6,7 @@ All functions are collectives, to be called while nothing is served.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import torch
 
@@ -73,8 +74,8 @@ def step_seconds(runner: ModelRunner, rows: int, drafts: int, chunks: int, steps
 
     graphs = runner.graphs
     if graphs is not None and not kept:
-        graphs = StepGraphs(runner.step)
-    run = graphs.run if graphs is not None else runner.step
+        graphs = StepGraphs()
+    run = partial(graphs.run, runner.step) if graphs is not None else runner.step
     sparse = runner.sparse_at(int(before[1].max()))
 
     def step() -> None:

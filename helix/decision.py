@@ -27,6 +27,7 @@ class Admission:
         known: the first so many tokens are in its pages already, or in those to copy; prefill goes on behind them.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
         drawn: so many of `length` were drawn, the last ones.
+        allowed: which tokens it may draw behind them, int32 [W], as of `Grammar`; None: all.
     """
 
     id: str | int
@@ -42,6 +43,7 @@ class Admission:
     copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
     copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
     drawn: int = 0
+    allowed: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,13 +89,17 @@ class StepPlan:
 class Decision:
     """What all ranks do next, in this order; the decode steps follow each other back to back.
 
+    First of all they draw the tokens of the step that the decision before has left `undrawn`, if it has.
+
     Attributes:
+        masks: which tokens slots may draw in that step, int32 [W], as of `Grammar`.
         tables: of slots that are in use before `admit`.
         rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
         drafts, draft_limits: of the decode steps; see `StepPlan`.
         sparse: whether the decode steps choose which keys they read: some sequence is long enough.
         shaped: some sequence wants something of its logits, or log-probabilities.
-        masks: slot -> which tokens it may draw, int32 [W], as of `Grammar`.
+        undrawn: the decode step, a single one, ends with its logits: what may be drawn depends on tokens before it that
+            rank 0 has not read.
     """
 
     number: int
@@ -109,6 +115,7 @@ class Decision:
     draft_limits: tuple[int, ...] = ()
     sparse: bool = False
     shaped: bool = False
+    undrawn: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod

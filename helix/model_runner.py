@@ -7,8 +7,9 @@ the same everywhere, and only rank 0 reads them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,34 @@ from helix.request import Logprobs
 from helix.sampling import sample
 from helix.shaping import Shaper
 from helix.speculation import Draft, Drafter, accepted_tokens
-from helix.step import PAST, DecodeState
+from helix.step import PAST, DecodeState, Step
 from helix.tiered_cache import TieredCache
 from helix.transfers import to_device, to_host
 from kernels.reference.top_tokens import logprobs
+
+
+@dataclass(frozen=True)
+class Undrawn:
+    """A decode step up to its logits [N, V_local] fp32."""
+
+    logits: Tensor
+    step: Step
+    draft: Draft | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """The step of a decision that the next one draws.
+
+    Attributes:
+        key: arguments of `ModelRunner.step`.
+        begin: when it could begin.
+    """
+
+    decision: Decision
+    key: tuple[Hashable, ...]
+    undrawn: Undrawn
+    begin: Moment
 
 
 class ModelRunner:
@@ -93,8 +118,9 @@ class ModelRunner:
         self.admitted: dict[int, Admission] = {}
         self.hopb_chunks: dict[int, int] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
-        self.graphs = StepGraphs(self.step) if comm.capturable else None
+        self.graphs = StepGraphs() if comm.capturable else None
         self.shaper: Shaper | None = None
+        self._held: Held | None = None
         self._drafting = True  # whether the last steps had drafts
         self._slots = torch.arange(max_batch, device=self.device)
 
@@ -106,19 +132,29 @@ class ModelRunner:
         return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
 
     def execute(self, decision: Decision) -> list[StepTokens]:
-        """Launches what a decision says; on rank 0, returns the tokens of the prefill, if any, and of each step.
+        """Launches what a decision says.
 
         The host waits for nothing that was launched before.
+
+        Returns:
+            On rank 0, tokens: of the step that the decision before has left undrawn, if it has, of the prefill, if any,
+            and of each step.
         """
         drawn: list[StepTokens] = []
         begin = Moment(self.device)
 
-        def keep(tokens: Tensor, slots: Sequence[int] | None = None) -> None:
+        def keep(tokens: Tensor, slots: Sequence[int] | None = None, held: Held | None = None) -> None:
             if self.comm.rank == 0:
-                summaries = self.shaper.summaries if decision.shaped and self.shaper is not None else None
-                before = drawn[-1].end if drawn else begin
+                of = decision if held is None else held.decision
+                summaries = self.shaper.summaries if of.shaped and self.shaper is not None else None
+                before = held.begin if held is not None else drawn[-1].end if drawn else begin
                 drawn.append(StepTokens(tokens, slots, self.check, before, summaries))
 
+        if self._held is not None:
+            if decision.masks:
+                self._shaper().allow(decision.masks)
+            keep(self._captured(self._draw_held, *self._held.key), held=self._held)
+            self._held = None
         for slot in decision.retire:
             at, state = slice(slot, slot + 1), self.state
             self.cache.retire(self.placement, slot, state.block_tables[slot], state.starts[at], state.lengths[at])
@@ -132,8 +168,6 @@ class ModelRunner:
                 self.drafter.write(table)
         for admission in decision.admit:
             self.admit(admission)
-        if decision.masks:
-            self._shaper().allow(decision.masks)
         if decision.prefill:
             keep(*self._prefill(decision.prefill, decision))
         if self.drafter is not None and decision.decode_steps:
@@ -143,17 +177,14 @@ class ModelRunner:
         if decision.draft_limits:
             limits = to_device(torch.tensor(decision.draft_limits), self.device)
             self.state.draft_limits[: len(limits)] = limits
+        kind = decision.drafts, decision.stochastic, decision.filtered, decision.sparse, decision.shaped
+        if decision.undrawn:
+            key = self._key(decision.rows, *kind)
+            undrawn = self._captured(self._compute, *key)
+            self._held = Held(decision, key, undrawn, drawn[-1].end if drawn else begin)
+            return drawn
         for _ in range(decision.decode_steps):
-            keep(
-                self.decode(
-                    decision.rows,
-                    decision.drafts,
-                    decision.stochastic,
-                    decision.filtered,
-                    decision.sparse,
-                    decision.shaped,
-                )
-            )
+            keep(self.decode(decision.rows, *kind))
         return drawn
 
     def sparse_at(self, tokens: int) -> bool:
@@ -172,7 +203,8 @@ class ModelRunner:
         self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.text)
         self.state.sampling.set(admission.slot, admission.sampling)
         if admission.sampling.is_shaped or self.shaper is not None:
-            self._shaper().admit(admission.slot, admission.sampling, admission.text, admission.drawn)
+            wishes = admission.sampling, admission.text, admission.drawn, admission.allowed
+            self._shaper().admit(admission.slot, *wishes)
         if self.drafter is not None:
             self.drafter.admit(admission)
         if len(admission.copy_from):
@@ -205,7 +237,8 @@ class ModelRunner:
         slots, lengths = slots[of_last], ends[of_last]
         live = torch.ones_like(slots, dtype=torch.bool)
         shaping = (slots, torch.full_like(slots, -1)) if decision.shaped else None
-        tokens = self._draw(hidden[rows], slots, lengths, live, decision.stochastic, decision.filtered, shaping)
+        logits = self.model.logits(hidden[rows])
+        tokens = self._draw(logits, slots, lengths, live, decision.stochastic, decision.filtered, shaping)
         self.state.activate(slots, tokens, lengths)
         return tokens[:, None], [segments[i].slot for i in last]
 
@@ -224,9 +257,19 @@ class ModelRunner:
 
         What it returns is overwritten by a later step.
         """
+        taken: Tensor = self._captured(self.step, *self._key(rows, drafts, stochastic, filtered, sparse, shaped))
+        return taken
+
+    def _key(
+        self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, shaped: bool
+    ) -> tuple[Hashable, ...]:
+        return rows, drafts, stochastic, filtered, sparse, self.chunks(rows), shaped
+
+    def _captured(self, part: Callable[..., Any], *key: Hashable) -> Any:
+        """What a part of a step returns, captured where that can be."""
         if self.graphs is None or self.observer is not None:
-            return self.step(rows, drafts, stochastic, filtered, sparse, self.chunks(rows), shaped)
-        return self.graphs.run(rows, drafts, stochastic, filtered, sparse, self.chunks(rows), shaped)
+            return part(*key)
+        return self.graphs.run(part, *key)
 
     def step(
         self,
@@ -238,6 +281,20 @@ class ModelRunner:
         chunks: int,
         shaped: bool = False,
     ) -> Tensor:
+        """What `decode` launches, from its first kernel to its last."""
+        undrawn = self._compute(rows, drafts, stochastic, filtered, sparse, chunks, shaped)
+        return self._complete(undrawn, rows, drafts, stochastic, filtered, shaped)
+
+    def _draw_held(
+        self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int, shaped: bool
+    ) -> Tensor:
+        """The rest of the step that is held, which has one key with it: so both read one graph's tensors."""
+        assert self._held is not None
+        return self._complete(self._held.undrawn, rows, drafts, stochastic, filtered, shaped)
+
+    def _compute(
+        self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int, shaped: bool
+    ) -> Undrawn:
         draft = None
         self.mark("draft")
         if drafts:
@@ -252,9 +309,17 @@ class ModelRunner:
             policy = self.drafter.verification or policy
         hidden = self.model.hidden(self.cache, step, policy)
         self.mark("accept")
+        return Undrawn(self.model.logits(hidden), step, draft)
+
+    def _complete(
+        self, undrawn: Undrawn, rows: int, drafts: int, stochastic: bool, filtered: bool, shaped: bool
+    ) -> Tensor:
+        """Draws a step's tokens and takes them."""
+        step, draft = undrawn.step, undrawn.draft
+        tokens = None if draft is None else draft.tokens
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
         shaping = (self._slots[:rows], self.state.uncounted(rows)) if shaped else None
-        drawn = self._draw(hidden, slots, step.positions + 1, step.live, stochastic, filtered, shaping, draft)
+        drawn = self._draw(undrawn.logits, slots, step.positions + 1, step.live, stochastic, filtered, shaping, draft)
         drawn = drawn.view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
@@ -275,7 +340,7 @@ class ModelRunner:
 
     def _draw(
         self,
-        hidden: Tensor,
+        logits: Tensor,
         slots: Tensor | slice,
         positions: Tensor,
         live: Tensor,
@@ -284,11 +349,11 @@ class ModelRunner:
         shaping: tuple[Tensor, Tensor] | None,
         draft: Draft | None = None,
     ) -> Tensor:
-        """Next tokens [n] of `slots`, for global `positions` [n], from hidden [n, H]; rows not `live` are padding.
+        """Next tokens [n] of `slots`, for global `positions` [n], from logits [n, V_local].
 
-        Where logits are shaped, `shaping` are the slots of the sequences and their last tokens, as in `shape_logits`.
+        Rows that are not `live` are padding. Where logits are shaped, `shaping` are the slots of the
+        sequences and their last tokens, as in `shape_logits`.
         """
-        logits = self.model.logits(hidden)
         if self.observer:
             self.observer(self._slots[slots][live], positions[live], logits[live])
         if shaping is None:

@@ -161,6 +161,7 @@ class Scheduler:
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
         self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
+        self._undrawn = 0  # the most tokens that a sequence takes of the last decision's step, where that is undrawn
         self._changed: list[_Change] = []  # by the chunk of the last decision
         self._owed = 0.0  # seconds of decode steps before the next chunk
         self._number = self._submitted = 0
@@ -249,11 +250,18 @@ class Scheduler:
     def decide(self, now: float) -> Decision | None:
         """The next decision, or None where nothing can be done until a decision lands or a request comes.
 
-        Where none is under way and None is returned, no request is left. Who has a grammar is waited for: what it may
-        draw next depends on what it has drawn.
+        Where none is under way and None is returned, no request is left. Steps in which somebody has a grammar are left
+        undrawn, and the next decision waits for what was drawn before: on it depends what may be drawn.
         """
-        if any(s.request.grammar is not None and s.most and not s.ended for s in self.running.values()):
+        guided = [s for s in self.running.values() if s.request.grammar is not None]
+        if any(s.most > self._undrawn and not s.ended for s in guided):
             return None
+        undrawn = self._launched[-1] if self._undrawn else {}
+        masks = {
+            slot: drawing.s.request.grammar.allowed()
+            for slot, drawing in undrawn.items()
+            if drawing.s.request.grammar is not None and drawing.most and not drawing.s.ended
+        }
         retire = [slot for slot, s in self.running.items() if s.ended]
         for slot in retire:
             self._leave(self.running[slot])
@@ -273,22 +281,19 @@ class Scheduler:
             if first.s.left:
                 decoding.append(first.s)
         rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
+        masked = any(s.request.grammar is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # Who has most likely drawn all that it may needs no further step; what is under way will tell.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
             plan = self._pace(rows, {slot for slot, s in self.running.items() if s.request.sampling.is_shaped})
-            steps = self._steps(plan, min(left))
-        guided = {slot: s.request.grammar for slot, s in self.running.items() if s.request.grammar is not None}
-        if guided.keys() & drawing.keys():
-            steps = 0  # the first token is not known yet
-        elif any(self.running[slot].decoding for slot in guided):
-            steps = min(steps, 1)
+            steps = self._steps(plan, min(left), 1 if masked else self._run_steps)
         most = steps * (1 + plan.drafts)
+        held, self._undrawn = bool(self._undrawn), most if masked else 0
         for s in decoding:
             assert s.slot is not None
             drawing.setdefault(s.slot, _Drawing(s)).expect(steps, most, int(steps * plan.tokens))
         tables = tuple(write for change in writes if (write := change.write()) is not None)
-        if not (retire or tables or admit or prefill or steps):
+        if not (retire or tables or admit or prefill or steps or held):
             return None
         self._launched.append(drawing)
         self._number += 1
@@ -304,7 +309,8 @@ class Scheduler:
             stochastic=any(not p.is_greedy for p in sampling),
             filtered=any(p.is_filtered for p in sampling),
             shaped=any(p.is_shaped for p in sampling),
-            masks={slot: g.allowed() for slot, g in guided.items() if slot in drawing and drawing[slot].most},
+            undrawn=self._undrawn > 0,
+            masks=masks,
             drafts=plan.drafts,
             draft_limits=plan.draft_limits,
             # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.
@@ -342,6 +348,7 @@ class Scheduler:
                 held.copy_from,
                 held.copy_to,
                 request.drawn + len(s.drawn),
+                None if request.grammar is None else request.grammar.allowed(),
             )
 
     def _fit(self, s: Scheduled, now: float) -> BlockTable | None:
@@ -469,9 +476,9 @@ class Scheduler:
         tokens = min(tokens, len(s.tokens) - s.prefilled)
         return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.prefilled, work))
 
-    def _steps(self, plan: StepPlan, left: int) -> int:
+    def _steps(self, plan: StepPlan, left: int, bound: int) -> int:
         """Decode steps under one decision, at least one: until the first sequence must end, which frees its slot."""
-        most = min(self._run_steps, math.ceil(left / plan.tokens), plan.steps or self._run_steps)
+        most = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
         prompts = self.prefills
         if plan.seconds is None:
             self._owed = 0.0

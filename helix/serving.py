@@ -34,6 +34,8 @@ class Run:
         steps: whose tokens are not read yet; the first of all are those of the chunk, if there is one.
         limits: drafts of each slot that are verified, where they are limited.
         begin: when it was launched.
+        undrawn: its step's tokens come with the next decision.
+        in_chunk: those of its chunk are not read yet.
     """
 
     decision: Decision
@@ -41,12 +43,15 @@ class Run:
     steps: deque[StepTokens]
     limits: tuple[int, ...]
     begin: float
+    undrawn: bool
+    in_chunk: bool
     seconds: list[float] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
-    def in_chunk(self) -> bool:
-        return len(self.steps) > self.decision.decode_steps
+    def left(self) -> int:
+        """How often it has tokens yet."""
+        return len(self.steps) + self.undrawn
 
 
 @dataclass
@@ -151,7 +156,12 @@ class Serving:
                 progress.cached_tokens = progress.prefilled = admission.known
         self._limits = decision.draft_limits or self._limits
         rows, begin = dict(self._scheduler.running), perf_counter()
-        self._runs.append(Run(decision, rows, deque(self._launch(decision)), self._limits, begin))
+        steps = deque(self._launch(decision))
+        if self._runs and self._runs[-1].undrawn:
+            self._runs[-1].steps.append(steps.popleft())
+            self._runs[-1].undrawn = False
+        chunk = bool(decision.prefill)
+        self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.undrawn, chunk))
         if decision.prefill and self._runner.device.type == "cuda":
             self._chunk_launch_s += (perf_counter() - begin - self._chunk_launch_s) / 2
 
@@ -162,22 +172,23 @@ class Serving:
         run = self._runs[0]
         now, plan = perf_counter(), run.decision
         work = sum(self._times.work(s.begin, s.end) for s in plan.prefill) if run.in_chunk else 0.0
-        steps = len(run.steps) - run.in_chunk
+        steps = run.left - run.in_chunk
         left_s = (self._times.seconds(work) or 0.0) if work else 0.0
         left_s += steps * (self._policy.seconds(plan.rows, plan.drafts) or 0.0)
         left_s -= now - max(run.begin, self._came)
         ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.prefills else 0.0)
-        if len(run.steps) > 1:
+        if run.left > 1:
             return left_s > ahead_s
-        if run.steps and left_s > ahead_s and not run.steps[0].there:
+        if run.left and left_s > ahead_s and (run.undrawn or not run.steps[0].there):
             time.sleep(left_s - ahead_s)
-        return not run.steps  # of one without any, nothing is to be read
+        return not run.left  # of one without any, nothing is to be read
 
     def _read(self) -> Iterator[Delta]:
         """What the next tokens come to that are under way."""
         run = self._runs[0]
         if run.steps:
             in_chunk, step = run.in_chunk, run.steps.popleft()
+            run.in_chunk = False
             tokens: dict[int, list[int]] = {}
             for slot, token in step.read():
                 tokens.setdefault(slot, []).append(token)
@@ -199,7 +210,7 @@ class Serving:
             if not in_chunk:
                 self._timings.step(seconds, run.decision.drafts, outcomes)
                 run.outcomes += outcomes
-        if not run.steps:
+        if not run.left:
             self._runs.popleft()
             self._scheduler.landed()
             self._policy.observe(run.decision.rows, run.decision.drafts, run.seconds, run.outcomes)

@@ -55,12 +55,20 @@ class Shaper:
         )
         self.summaries = zeros(slots, WIDTH, dtype=torch.int64)
 
-    def admit(self, slot: int, params: SamplingParams, tokens: np.ndarray, drawn: int = 0) -> None:
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        tokens: np.ndarray,
+        drawn: int = 0,
+        allowed: np.ndarray | None = None,
+    ) -> None:
         """A sequence takes a slot.
 
         Args:
             tokens: its prompt and, of one that comes back, what it had drawn, int32 [n].
             drawn: the last so many of them were drawn.
+            allowed: which tokens it may draw behind them, as in `allow`; None: all.
         """
         state = self._shaping
         state.shaped[slot].fill_(params.changes_logits)
@@ -80,6 +88,8 @@ class Shaper:
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
         state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
         state.allowed[slot].fill_(-1)
+        if allowed is not None:
+            self.allow({slot: allowed})
 
     def allow(self, masks: Mapping[int, np.ndarray]) -> None:
         """Says which tokens slots may draw, until it says otherwise: slot -> a bit a token, lowest first, int32 [W]."""

@@ -8,7 +8,7 @@ or copies the wrong page, or reads one that somebody else has written to, is not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,36 @@ class Served:
     ended: bool = False
 
 
+@dataclass
+class Counting:
+    """A grammar whose mask says whose it is and how many tokens it has taken."""
+
+    name: int
+    taken: int = 0
+
+    def allowed(self) -> np.ndarray:
+        return np.array([self.name, self.taken], dtype=np.int32)
+
+    def take(self, token: int) -> None:
+        self.taken += 1
+
+
+@dataclass(eq=False)
+class Flight:
+    """A decision that is launched, and of its tokens those that are not read.
+
+    Attributes:
+        over: when it has been computed.
+        rows: of the step that the next decision draws, with the drafts that were tried and those that hold.
+    """
+
+    tokens: list[tuple[Served, int, int, float]]
+    work: float = 0.0
+    seconds: float = 0.0
+    over: float = 0.0
+    rows: list[tuple[int, Row, int]] | None = None
+
+
 @dataclass(eq=False)
 class Row:
     """A slot on the ranks."""
@@ -66,6 +96,10 @@ class Row:
     chain: list[int]  # of what its cache should hold
     length: int  # tokens in the cache
     drawn: int
+
+    @property
+    def guided(self) -> bool:
+        return self.served.request.grammar is not None
 
 
 class Serving:
@@ -118,18 +152,25 @@ class Serving:
         self.memory = np.full((pages, kvp, page_size), -1, dtype=np.int64)
         self.rows: dict[int, Row] = {}
         self.served: dict[int, Served] = {}
-        self.flying: deque[tuple[list[tuple[Served, int, int, float]], float, float, float]] = deque()
+        self.flying: deque[Flight] = deque()
         self.now = self.device = self.owed = 0.0
         self.steps = self.decisions = 0
 
     # ---- the caller
 
     def submit(
-        self, prompt: Sequence[int], new: int, stops: int | None = None, priority: int = 0, salt: Hashable = None
+        self,
+        prompt: Sequence[int],
+        new: int,
+        stops: int | None = None,
+        priority: int = 0,
+        salt: Hashable = None,
+        guided: bool = False,
     ) -> int:
         """Submits a request whose model stops after `stops` tokens; its id. It has to be accepted."""
         name = len(self.served)
-        request = Request(name, prompt, new, SamplingParams(), (), priority, salt)
+        grammar = Counting(name) if guided else None
+        request = Request(name, prompt, new, SamplingParams(), (), priority, salt, grammar=grammar)
         first = chain(prompt, salt)[-1]
         reply = [(first + 7 * i) % 991 for i in range(min(new, stops or new))]
         self.served[name] = Served(request, reply, self.now)
@@ -143,12 +184,12 @@ class Serving:
         """The next decision, carried out; reads what is due."""
         decision = self.scheduler.decide(self.now)
         if decision is None:
-            assert self.flying or not any(not s.ended for s in self.served.values()), "nothing is done for a request"
+            assert self.due or not any(not s.ended for s in self.served.values()), "nothing is done for a request"
         else:
             self.decisions += 1
             assert decision.number == self.decisions
             self.execute(decision)
-        while self.flying and (decision is None or len(self.flying) > self.ahead):
+        while self.due and (decision is None or len(self.flying) > self.ahead):
             self.land()
         return decision
 
@@ -167,10 +208,16 @@ class Serving:
         self.tables.tree.evict(self.pool.pages)
         assert self.pool.free == self.pool.pages and not self.pool._kept.any(), "pages are lost"
 
+    @property
+    def due(self) -> bool:
+        """Whether something can be read."""
+        return bool(self.flying) and (bool(self.flying[0].tokens) or self.flying[0].rows is None)
+
     def land(self) -> None:
-        """Reads the tokens of the first decision under way."""
-        tokens, work, seconds, over = self.flying.popleft()
-        self.now = max(self.now, over)
+        """Reads the tokens of the first decision under way, as far as they are drawn."""
+        flight = self.flying[0]
+        self.now = max(self.now, flight.tokens[-1][-1] if flight.rows is not None else flight.over)
+        tokens, flight.tokens = flight.tokens, []
         for served, slot, token, came in tokens:
             noted = self.scheduler.record_token(slot, token)
             assert (noted is None) == served.ended
@@ -182,13 +229,17 @@ class Serving:
             if len(served.drawn) == len(served.reply):
                 served.ended = True
                 self.scheduler.end(served.request.id)
+        if flight.rows is not None:
+            return
+        self.flying.popleft()
         self.scheduler.landed()
-        if work:
-            self.times.observe(work, seconds)
+        if flight.work:
+            self.times.observe(flight.work, flight.seconds)
 
     # ---- the ranks
 
     def execute(self, decision: Decision) -> None:
+        self.draw_undrawn(decision.masks)
         before = [row for slot, row in self.rows.items() if slot not in decision.retire and row.drawn]
         decoding = [row for row in before if row.length < row.admission.limit]
         for slot in decision.retire:
@@ -199,23 +250,46 @@ class Serving:
             table[write.column : write.column + len(write.pages)] = write.pages.tolist()
         for admission in decision.admit:
             self.admit(admission)
-        tokens: list[tuple[Served, int, int, float]] = []
+        self.flying.append(flight := Flight([]))
         work = sum(self.times.work(s.begin, s.end) for s in decision.prefill)
         seconds = work * TOKEN_S
         self.check_chunk(decision, seconds, bool(decoding))
         self.device = max(self.device, self.now) + seconds
-        self.prefill(decision, tokens)
+        self.prefill(decision, flight.tokens)
         for _ in range(decision.decode_steps):
             self.device += self.step_s
-            self.step(decision, tokens)
-        self.flying.append((tokens, work, seconds, self.device))
+            rows = self.step(decision)
+            if decision.undrawn:
+                assert decision.decode_steps == 1 and flight.rows is None
+                flight.rows = rows
+            else:
+                assert not any(row.guided for _, row, _ in rows), "drawn without its mask"
+                self.take(rows, flight.tokens)
+        flight.work, flight.seconds, flight.over = work, seconds, self.device
+
+    def draw_undrawn(self, masks: Mapping[int, np.ndarray]) -> None:
+        """The tokens of the last decision's step, where they are left to this one."""
+        rows = (self.flying[-1].rows or []) if self.flying else []
+        guided = {slot: row for slot, row, _ in rows if row.guided}
+        assert masks.keys() <= guided.keys()
+        for slot, row in guided.items():
+            drawn = row.admission.drawn + row.drawn
+            assert row.served.ended or masks[slot].tolist() == [row.served.request.id, drawn], "another draw's mask"
+        if self.flying:
+            self.take(rows, self.flying[-1].tokens)
+            self.flying[-1].rows = None
 
     def admit(self, a: Admission) -> None:
         served = self.served[int(a.id)]
         assert not served.ended and a.slot not in self.rows and a.slot < self.max_batch
         text = [*served.request.prompt.tolist(), *served.drawn]
         assert a.length == len(text) and a.drawn == len(served.drawn), "it goes on where it was cut"
-        assert a.text.tolist() == (text if self.drafts else []), "who looks back has all of it, others nothing"
+        grammar = served.request.grammar
+        looks = self.drafts or grammar is not None
+        assert a.text.tolist() == (text if looks else []), "who looks back has all of it, others nothing"
+        assert (None if a.allowed is None else a.allowed.tolist()) == (grammar and [a.id, a.drawn]), (
+            "another draw's mask"
+        )
         assert a.known < a.length, "what follows the last token is drawn from its logits"
         for source, to in zip(a.copy_from, a.copy_to, strict=True):
             self.memory[to] = self.memory[source]
@@ -238,10 +312,12 @@ class Serving:
         for s in decision.prefill:
             self.check(self.rows[s.slot])
             if s.last:
-                self.draw(s.slot, 1, tokens)
+                self.draw(s.slot, self.rows[s.slot], 1, tokens)
 
-    def step(self, decision: Decision, tokens: list[tuple[Served, int, int, float]]) -> None:
+    def step(self, decision: Decision) -> list[tuple[int, Row, int]]:
+        """A step up to its logits: its rows, and how many drafts of each hold."""
         self.steps += 1
+        rows = []
         for slot, row in self.rows.items():
             left = row.admission.limit - row.length
             if not row.drawn or left <= 0:
@@ -253,13 +329,17 @@ class Serving:
             kept = min(self.kept[self.steps % len(self.kept)], tried)
             for at in range(row.length, row.length + 1 + tried):
                 self.write(row, at, row.chain[at] if at <= row.length + kept and at < len(row.chain) else -2)
+            rows.append((slot, row, kept))
+        return rows
+
+    def take(self, rows: list[tuple[int, Row, int]], tokens: list[tuple[Served, int, int, float]]) -> None:
+        for slot, row, kept in rows:
             row.length += 1 + kept
-            self.draw(slot, 1 + kept, tokens)
+            self.draw(slot, row, 1 + kept, tokens)
             for at in range(row.length - kept, row.length):  # the drafts that held
                 self.write(row, at, row.chain[at])
 
-    def draw(self, slot: int, count: int, tokens: list[tuple[Served, int, int, float]]) -> None:
-        row = self.rows[slot]
+    def draw(self, slot: int, row: Row, count: int, tokens: list[tuple[Served, int, int, float]]) -> None:
         for _ in range(count):
             at = row.admission.drawn + row.drawn
             reply = row.served.reply

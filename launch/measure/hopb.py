@@ -229,11 +229,11 @@ def _captured(
     """Seconds of each replay of `run` (on a CPU, of each call), after three for warm-up."""
     if device.type != "cuda":
         return seconds_of_each(run, 3, device)
-    graphs = StepGraphs(run)
+    graphs = StepGraphs()
     for _ in range(3):
-        graphs.run()
+        graphs.run(run)
     torch.cuda.synchronize(device)
     barrier()
-    seconds = seconds_of_each(graphs.run, STEPS, device)
+    seconds = seconds_of_each(partial(graphs.run, run), STEPS, device)
     graphs.close()
     return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -22,7 +23,7 @@ def phase_us(runner: ModelRunner, comm: Communicator, rows: int, drafts: int) ->
 
     A collective. The slots move on by these steps.
     """
-    graphs = StepGraphs(runner.step) if runner.graphs is not None else None
+    graphs = StepGraphs() if runner.graphs is not None else None
     marks: list[tuple[str | None, torch.cuda.Event | float]] = []
 
     def mark(phase: str | None) -> None:
@@ -37,7 +38,7 @@ def phase_us(runner: ModelRunner, comm: Communicator, rows: int, drafts: int) ->
 
     def step() -> None:
         key = rows, drafts, False, False, False, runner.chunks(rows)
-        (graphs.run if graphs is not None else runner.step)(*key)
+        (partial(graphs.run, runner.step) if graphs is not None else runner.step)(*key)
 
     found: dict[str, list[float]] = defaultdict(list)
     step()

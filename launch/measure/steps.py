@@ -112,7 +112,7 @@ def _attend_as(runner: ModelRunner, config: Config) -> None:
     policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
     if runner.graphs is not None:
-        runner.graphs = StepGraphs(runner.step)
+        runner.graphs = StepGraphs()
 
 
 def _used(device: torch.device) -> int | None:

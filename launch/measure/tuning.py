@@ -123,7 +123,7 @@ class _Sample:
         assert runner.drafter is not None
         for admission in runner.admitted.values():
             runner.drafter.admit(admission)
-        runner.graphs = StepGraphs(runner.step) if self.comm.capturable else None
+        runner.graphs = StepGraphs() if self.comm.capturable else None
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """Each step with its slowest rank."""

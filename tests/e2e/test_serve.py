@@ -33,6 +33,7 @@ from launch.measure.serving import Arrival, Client, Seen
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS
+from tests.e2e.test_wishes import EveryThird
 from tests.pool import Pool
 
 KVP_2 = HelixLayout.create("helix", 2)
@@ -244,6 +245,9 @@ def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
     shaped = SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.1, logit_bias={3: -1.0}, logprobs=2)
     drawn = [replace(r, id=f"drawn {r.id}", sampling=shaped) for r in first]
 
+    def guided() -> list[Request]:
+        return [replace(r, id=f"guided {r.id}", grammar=EveryThird()) for r in first]
+
     def body(world: LoopbackWorld, rank: int) -> tuple[Served, Served]:
         options = dict(sparse=given) if isinstance(given, Sparse) else dict(drafter=given)
         e = build_engine(checkpoint("qwen2"), HelixLayout.create(), world.communicator(0, [0]), 16, **options, **CLOSE)
@@ -257,9 +261,9 @@ def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
         with closing(e):
-            before = serve(e, first, drawn, second)
+            before = serve(e, first, drawn, guided(), second)
             e.runner.execute = watched  # type: ignore[method-assign]
-            return before, serve(e, first, drawn, second)
+            return before, serve(e, first, drawn, guided(), second)
 
     before, watched = run_ranks(1, body, timeout_s=120.0, device="cuda")[0]
     assert watched.tokens == before.tokens

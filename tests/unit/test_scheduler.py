@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,12 +54,13 @@ class AnyRequests(RuleBasedStateMachine):
         stops=st.integers(1, 60),
         priority=st.sampled_from([0, 0, 0, 1]),
         salt=st.sampled_from([None, None, "a"]),
+        guided=st.sampled_from([False, False, True]),
     )
-    def submit(self, text: int, shared: int, own: int, new: int, stops: int, priority: int, salt: str | None) -> None:
+    def submit(self, text: int, shared: int, own: int, new: int, **of_request: Any) -> None:
         serving = self.serving
         prompt = self.texts[text][:shared] + words(own, len(serving.served))
         if serving.stripes.pages_for(len(prompt) + new + serving.drafts) <= serving.pool.pages:
-            serving.submit(prompt, new, stops, priority, salt)
+            serving.submit(prompt, new, **of_request)
 
     @precondition(lambda self: self.serving.served)
     @rule(data=st.data())
@@ -80,7 +82,7 @@ class AnyRequests(RuleBasedStateMachine):
         for _ in range(times):
             self.serving.turn()
 
-    @precondition(lambda self: self.serving.flying)
+    @precondition(lambda self: self.serving.due)
     @rule()
     def land(self) -> None:
         self.serving.land()
@@ -226,6 +228,35 @@ def test_decode_has_its_share_behind_each_chunk(share: float, steps: list[int]) 
     turns = [serving.turn() for _ in range(4 * len(steps))]
     runs = [(len(d.prefill), d.decode_steps) for d in turns if d is not None]
     assert runs[: 2 * len(steps)] == 2 * [(int(i == 0), n) for i, n in enumerate(steps)]
+
+
+def test_steps_in_which_somebody_has_a_grammar_are_drawn_by_the_next_decision() -> None:
+    """One by one, from the prompt's own on; the next is launched as soon as the token before is read, not later."""
+    serving = Serving(1000, run_steps=50)
+    serving.submit(words(10), 100)
+    serving.submit(words(10, 1), 4, guided=True)
+    seen = []
+    while not serving.served[1].ended:
+        decision = serving.turn()
+        if decision is None:
+            seen.append("read")
+        else:
+            seen.append(f"{decision.decode_steps} {'undrawn' if decision.undrawn else 'drawn'} {len(decision.masks)}")
+    # Of a decision that is read behind the next one, nothing is under way that this waits for.
+    assert seen == ["1 undrawn 0", "read", "1 undrawn 1", "1 undrawn 1", "10 drawn 1"]
+    assert serving.served[1].drawn == serving.served[1].reply
+
+
+def test_steps_of_grammars_have_their_share_behind_each_chunk() -> None:
+    """50 ms of a chunk are followed by 16.7 ms of steps, one a decision."""
+    serving = Serving(5000, stall_s=0.05, run_steps=50, prefill_chunk=500)
+    serving.submit(words(100), 2000, guided=True)
+    serving.turn()
+    serving.submit(words(3000, 1), 1)
+    turns = [d for _ in range(60) if (d := serving.turn()) is not None]
+    assert all(d.decode_steps == 1 for d in turns)
+    at = [i for i, d in enumerate(turns) if d.prefill]
+    assert {b - a for a, b in pairwise(at)} == {9} and len(at) > 4
 
 
 def test_a_run_lasts_as_long_as_it_may() -> None:

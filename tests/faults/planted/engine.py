@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "a run goes on to the last end", "helix/scheduler.py",
-        "self._steps(plan, min(left))", "self._steps(plan, max(left))",
+        "self._steps(plan, min(left),", "self._steps(plan, max(left),",
         SCHEDULER,
     ),
     Fault(
@@ -76,12 +76,33 @@ FAULTS = [
         SCHEDULER,
     ),
     Fault(
-        "a grammar is not waited for", "helix/scheduler.py", "s.request.grammar is not None and s.most", "False",
+        "a grammar is not waited for", "helix/scheduler.py",
+        "if any(s.most > self._undrawn and not s.ended for s in guided):", "if False:", SCHEDULER,
+    ),
+    Fault(
+        "a step with grammars is drawn at once", "helix/scheduler.py",
+        "undrawn=self._undrawn > 0", "undrawn=False", SCHEDULER,
+    ),
+    Fault(
+        "what is left undrawn stays so", "helix/scheduler.py",
+        "or prefill or steps or held):", "or prefill or steps):", SCHEDULER,
+    ),
+    Fault(
+        "a first token without a mask", "helix/scheduler.py",
+        "None if request.grammar is None else request.grammar.allowed(),", "None,", SCHEDULER,
+    ),
+    Fault(
+        "runs of steps beside a grammar", "helix/scheduler.py", "1 if masked else self._run_steps", "self._run_steps",
+        SCHEDULER,
+    ),
+    Fault(
+        "what is left undrawn is drawn without masks", "helix/model_runner.py",
+        "                self._shaper().allow(decision.masks)\n", "                pass\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(
-        "behind a prompt with a grammar, steps follow", "helix/scheduler.py",
-        "            steps = 0  # the first token is not known yet\n", "            pass\n",
+        "tokens of an undrawn step count as those of the next", "helix/serving.py",
+        "            self._runs[-1].steps.append(steps.popleft())\n", "            steps.append(steps.popleft())\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(
