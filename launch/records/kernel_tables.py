@@ -180,7 +180,7 @@ def kernels() -> list[str]:
 
 
 def prefill() -> list[str]:
-    """The prefill kernel, and prompts, those of eight ranks too."""
+    """The prefill kernel, chunks of several lengths at the end of a prompt, and prompts, those of eight ranks too."""
     found = [
         r
         for name in ("prefill", "prefill.emulated-8")
@@ -195,6 +195,13 @@ def prefill() -> list[str]:
                 f"| {r['heads']} | {r['q_tokens'] // 1024}K | {r['length'] // 1024}K | {r['tflops']:.0f} TFLOP/s "
                 f"| {share:.0%} | {rates} |"
             )
+    rows += ["", "| heads | keys | chunk | rate | of the longest chunk's |", "|---|---|---|---|---|"]
+    rows += [
+        f"| {r['heads']} | {r['length'] // 1024}K | {r['q_tokens']:,} | {r['tflops']:.0f} TFLOP/s "
+        f"| {r['of_largest']:.2f} |"
+        for r in found
+        if r["kind"] == "chunk"
+    ]
     rows += ["", "| prompt | layout | seconds | tokens/s |", "|---|---|---|---|"]
     rows += [
         f"| {workload(r)} | {r['layout']} | {r['prefill_s']:.2f} | {r['tokens_per_s']:,.0f} |".replace(

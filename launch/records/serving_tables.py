@@ -49,6 +49,45 @@ def fetches() -> list[str]:
     return lines(columns, [r for r in results("tier-steps", "kind", "pieces") if r["kind"] == "fetch"])
 
 
+def finding_places() -> list[str]:
+    """What it takes to turn chosen pages into places."""
+    columns: Columns = {
+        "sequences": lambda r: str(r["batch"]),
+        "chosen of each": lambda r: str(r["chosen"]),
+        "places": lambda r: f"{r['places']:,}",
+        "missing": lambda r: f"{r['missing']:,}",
+        "time": _of("us", "us"),
+    }
+    found = results("tier", "kind", "batch", "chosen", "places", "missing", "pieces", "programs", "bytes")
+    return lines(columns, [r for r in found if r["kind"] == "resolve"])
+
+
+def long_prompts() -> list[str]:
+    """Prompts over a cache in host memory, beside one on the GPU."""
+    columns: Columns = {
+        "prompt": lambda r: f"{r['length'] // K}K",
+        "cache": lambda r: "host memory" if r["tier"] == "host" else "GPU",
+        "of the GPU": lambda r: "-" if r["gpu_bytes"] is None else f"{r['gpu_bytes'] / 1e9:.0f} GB",
+        "chunks of": lambda r: f"{r['prefill_chunk']:,}",
+        "prompt takes": _of("prefill_s", "s", 2),
+        "100 more tokens": _of("turn_ms", "ms", 0),
+    }
+    return lines(columns, [r for r in results("tier", "kind", "tier", "length") if r["kind"] == "tier-prefill"])
+
+
+def needles_over_host_memory() -> list[str]:
+    """Needles found over a cache in host memory, beside one on the GPU."""
+    columns: Columns = {
+        "ranks": lambda r: str(r["ranks"]),
+        "cache": lambda r: "host memory" if r["tier"] == "host" else "GPU",
+        "hot places, of all blocks": lambda r: f"{r['hot_places']:.0%}" if r["tier"] == "host" else "-",
+        "hits": lambda r: "-" if r["hits"] is None else f"{r['hits']:.0%}",
+        "found": lambda r: f"{r['found']} of {r['prompts']}",
+        "same tokens": lambda r: f"{r['same']} of {r['prompts']}",
+    }
+    return lines(columns, results("tier-needles", "ranks", "tier", "hot_places"))
+
+
 def served() -> list[str]:
     """What clients inside a job see."""
     columns: Columns = {
@@ -154,6 +193,9 @@ def self_drafts_of_8() -> list[str]:
 PAGE: dict[str, Callable[[], list[str]]] = {
     "tier-steps": tiers,
     "tier-fetch": fetches,
+    "tier-resolve": finding_places,
+    "tier-prefill": long_prompts,
+    "tier-needles": needles_over_host_memory,
     "serve": served,
     "serve-crowds": crowds,
     "serve-http": served_over_http,
