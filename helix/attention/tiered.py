@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -180,48 +180,55 @@ class TieredAttention(BlockSparseAttention):
         lo, hi = step.bounds(layer.window)
         for part in step.chunk.parts:
             cache.begin(part)
-        newest = torch.maximum(lo, step.chunk.edges)
-        own = PagedKeys(cache.keys, cache.values, step.chunk.tables, newest, hi, layer.scale, layer.sinks)
-        out, lse = flash_prefill(q, own, step.cu_q, step.max_q, step.max_q)
-        for part, table in zip(step.chunk.parts, step.block_tables, strict=True):
-            at = part.queries
-            for keys in self._before(part, table, cache, lo[at], layer):
-                cu_q = to_device(torch.tensor([0, at.stop - at.start], dtype=torch.int32), q.device)
-                found = flash_prefill(q[at], keys, cu_q, at.stop - at.start, keys.table.shape[1] * keys.page_size)
-                both = (torch.stack(pair) for pair in zip((out[at], lse[at]), found, strict=True))
-                lse_combine(*both, out=out[at], out_lse=lse[at], return_lse=True)
-            cache.end(part, table)
-        return PartialAttention(out, lse)
+        most = cache.pieces.shape[1] // cache.keys.shape[2] // 2  # pages: one piece comes while another is read
+        pieces = [
+            piece
+            for part, table in zip(step.chunk.parts, step.block_tables, strict=True)
+            for piece in _before(part, table, cache.keys.shape[1], layer.window, most)
+        ]
 
-    def _before(
-        self, part: ChunkPart, table: Tensor, cache: TieredLayer, lo: Tensor, layer: LayerAttention
-    ) -> Iterator[PagedKeys]:
-        """Full pages before a part of a chunk that its queries may read, as they come from the host."""
-        page_size, heads = cache.keys.shape[1:3]
-        keys, values = pages_of(cache.pieces[0], heads)
-        most = len(keys) // 2  # of a piece: one comes while another is read
-        first = 0 if layer.window is None else max(0, part.begin - layer.window)
-        begin, stop = first // page_size, part.begin // page_size
-
-        def here(piece: int) -> Tensor:
-            count = min(most, stop - begin - piece * most)
-            return torch.arange(count, dtype=torch.int32, device=lo.device) + piece % 2 * most
-
-        def bring(piece: int) -> None:
+        def bring(i: int) -> None:
             """Once nobody reads the half that it goes to: what has been launched so far does."""
             with self._beside(self._side):
-                to = here(piece)
-                first = begin + piece * most
-                copy_blocks(cache.host, cache.pieces, cache.blocks(table[first : first + len(to)], to))
+                copy_blocks(cache.host, cache.pieces, cache.blocks(pieces[i].pages, here(i)))
 
-        pieces = -(-(stop - begin) // most)
-        for piece in range(pieces):
-            if piece == 0:
-                bring(piece)
+        def here(i: int) -> Tensor:
+            return torch.arange(len(pieces[i].pages), dtype=torch.int32, device=q.device) + i % 2 * most
+
+        if pieces:
+            bring(0)
+        out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
+        newest = torch.maximum(lo, step.chunk.edges)
+        own = PagedKeys(cache.keys, cache.values, step.chunk.tables, newest, hi, layer.scale, layer.sinks)
+        flash_prefill(q, own, step.cu_q, step.max_q, step.max_q, out=out[0], lse=lse[0])
+        for i, piece in enumerate(pieces):
             self._join(self._side)
-            if piece + 1 < pieces:
-                bring(piece + 1)
-            pages = here(piece)
-            tokens = len(pages) * page_size
-            from_here = (lo - (begin + piece * most) * page_size).clamp(0, tokens)
-            yield PagedKeys(keys, values, pages[None], from_here, torch.full_like(from_here, tokens), layer.scale)
+            if i + 1 < len(pieces):
+                bring(i + 1)
+            at, tokens = piece.queries, len(piece.pages) * cache.keys.shape[1]
+            first = (lo[at] - piece.first).clamp(0, tokens)
+            last = torch.full_like(first, tokens)
+            keys = PagedKeys(*pages_of(cache.pieces[0], cache.keys.shape[2]), here(i)[None], first, last, layer.scale)
+            cu_q = to_device(torch.tensor([0, len(first)], dtype=torch.int32), q.device)
+            flash_prefill(q[at], keys, cu_q, len(first), tokens, out=out[1, at], lse=lse[1, at])
+            lse_combine(out[:, at], lse[:, at], out=out[0, at], out_lse=lse[0, at], return_lse=True)
+        for part, table in zip(step.chunk.parts, step.block_tables, strict=True):
+            cache.end(part, table)
+        return PartialAttention(out[0], lse[0])
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Full pages before a part of a chunk, for its `queries`: the host's `pages`, from local token `first` on."""
+
+    queries: slice
+    pages: Tensor
+    first: int
+
+
+def _before(part: ChunkPart, table: Tensor, page_size: int, window: int | None, most: int) -> Iterator[_Piece]:
+    """What a part of a chunk may read of the full pages before it, in pieces of at most so many pages."""
+    begin = 0 if window is None else max(0, part.begin - window) // page_size
+    stop = part.begin // page_size
+    for page in range(begin, stop, most):
+        yield _Piece(part.queries, table[page : min(page + most, stop)], page * page_size)

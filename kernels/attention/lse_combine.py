@@ -40,6 +40,7 @@ def _lse_combine_kernel(
         lse += l_w
         partials += p_w
     empty = total == 0.0
+    tl.debug_barrier()  # all warps have read the row, of which the result may be a source
     tl.store(out + n * o_n + h * o_h + d, acc / tl.where(empty, 1.0, total), mask=d < D)
     tl.store(out_lse + n * ol_n + h * ol_h, tl.where(empty, float("-inf"), peak + tl.log(total)))
 
@@ -78,7 +79,8 @@ def lse_combine(
     Args:
         partials: [W, N, H, D], each normalised over its own keys; last dim contiguous.
         lse: [W, N, H] fp32, natural log.
-        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous.
+        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous. It may be a source, and
+            `out_lse` that source's.
         out_lse: [N, H] fp32, written if given.
         return_lse: also return the LSE over all keys.
 

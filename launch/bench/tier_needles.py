@@ -31,7 +31,7 @@ from launch.inputs.needles import SOURCES, make
 from launch.inputs.parts import make_spec
 
 DEMO = ROOT / "assets" / "demo-model"
-PAGE, BATCH, CHUNK = 128, 4, 2048
+PAGE, BATCH, CHUNK = 128, 4, 8192
 THIRD, LEAST = 1 / 3, 0.0  # shares of the blocks for which there are hot places; never less than one choice takes
 Answers = list[tuple[int, ...]]
 
@@ -93,7 +93,7 @@ def answers(kvp: int, share: float | None, length: int, count: int, device: str)
 
 def measure(given: Given, kvp: int, share: float | None) -> list[Row]:
     """A row of one run beside the one over the cache on the GPU."""
-    length, count = (32768, 24) if given.gpu else (2048, 2)
+    length, count = (32768, 24 if kvp == 1 else 8) if given.gpu else (2048, 2)
     tokenizer, numbers = load_tokenizer(str(DEMO)), prompts(length, count)[1]
     assert tokenizer is not None
     whole = answers(kvp, None, length, count, given.device.type)[0]

@@ -81,6 +81,16 @@ def test_nan_surfaces_where_it_is_and_nowhere_else(op: Any, device: torch.device
     assert not out[0, 0].isnan().any() and not out[1, 1].isnan().any() and not out[1, 0, :5].isnan().any()
 
 
+@pytest.mark.parametrize("op", [lse_combine, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("D", [128, 256])
+def test_into_one_of_the_sources(op: Any, D: int, device: torch.device) -> None:
+    partials, lse = case(2, 300, 4, D, 0.3, torch.float32, device)
+    sources = partials.clone(), lse.clone()
+    options = {} if op is reference else {"return_lse": True}
+    op(partials, lse, out=partials[0], out_lse=lse[0], **options)
+    check(partials[0], lse[0], *sources)
+
+
 def test_strided_views_and_given_outputs(device: torch.device) -> None:
     partials, lse = case(4, 3, 6, 64, 0.3, torch.float32, device)
     part, part_lse = partials[:, :, 1:4], lse[:, :, 1:4]

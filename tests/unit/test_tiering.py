@@ -24,6 +24,7 @@ from launch.inputs.variants import variants
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
 TOKENS, BATCH, CHUNK = 40_000, 2, 256
+GPU = 120e6  # bytes for the cache
 
 
 def config(host: float | None, gpu: float | None, tokens: int | None = None) -> Config:
@@ -54,30 +55,29 @@ def size_of() -> TieredBytes:
 
 def test_the_host_says_how_many_pages_there_are() -> None:
     """And the GPU's share how many blocks are hot: all of it is used, none beyond it."""
-    gpu = 60e6
-    caches = made(config(300.5 * of_page(), gpu))
+    caches = made(config(300.5 * of_page(), GPU))
     assert [cache.pages for cache in caches] == [300, 300]
     for cache in caches:
         assert cache.host.numel() * 4 == 300 * of_page()
         held = [*cache.on_gpu, cache.bounds, *vars(cache.hot).values()]
         size = sum(x.numel() * x.itemsize for x in held if isinstance(x, torch.Tensor))
         of_place = size_of().place
-        assert gpu - of_place <= size <= gpu or cache.hot.places == cache.pages
+        assert GPU - of_place <= size <= GPU or cache.hot.places == cache.pages
 
 
 def test_the_gpu_can_be_what_limits_it() -> None:
     """Bounds of all pages have to fit beside what sequences choose in a step."""
     size = size_of()
-    most = made(config(1000 * of_page(), 60e6))[0]
-    least = made(config(1000 * of_page(), 60e6 - most.hot.places * size.place + 40 * size.place))[0]
+    most = made(config(1000 * of_page(), GPU))[0]
+    least = made(config(1000 * of_page(), GPU - most.hot.places * size.place + 40 * size.place))[0]
     assert most.pages == least.pages == 1000 and least.hot.places == 40
 
 
 def test_too_little_is_refused_with_what_would_do() -> None:
     with pytest.raises(ConfigError, match=f"holds no page of {of_page()} bytes"):
-        made(config(of_page() - 1, 60e6))
+        made(config(of_page() - 1, GPU))
     with pytest.raises(ConfigError, match=r"kv.tokens=5000 needs .* set at least"):
-        made(config(10 * of_page(), 60e6, tokens=5000))
+        made(config(10 * of_page(), GPU, tokens=5000))
     with pytest.raises(ConfigError, match=r"kv.gpu_bytes gives 1000000 bytes .* take (\d+): set at least") as error:
         made(config(300 * of_page(), 1e6))
     enough = int(str(error.value).partition(" take ")[2].partition(":")[0])
@@ -89,8 +89,8 @@ def test_too_little_is_refused_with_what_would_do() -> None:
 def test_what_more_would_take_is_said_of_both_memories() -> None:
     """In tokens over all ranks: a request that fits neither is refused with them."""
     size = size_of()
-    least = made(config(300 * of_page(), 60e6))[0]
-    cache = made(config(300.5 * of_page(), 60e6 - (least.hot.places - 200) * size.place))[0]
+    least = made(config(300 * of_page(), GPU))[0]
+    cache = made(config(300.5 * of_page(), GPU - (least.hot.places - 200) * size.place))[0]
     assert f"has room for {300 * 32} tokens, the GPU's share of" in cache.remedy and "raise the lesser" in cache.remedy
     of_gpu = int(cache.remedy.partition(" bytes for ")[2].partition(":")[0])
     assert of_gpu % 32 == 0 and of_gpu > 300 * 32
@@ -111,7 +111,7 @@ def test_cards_hold_what_the_documentation_says() -> None:
 
 
 def test_tokens_from_which_steps_are_sparse_need_places_too() -> None:
-    short = config(3000 * of_page(), 60e6)
+    short = config(3000 * of_page(), GPU)
     long = replace(short, attention=replace(short.attention, from_tokens=30_000))
     assert made(short)
     with pytest.raises(ConfigError, match=r"attention.from_tokens lower"):

@@ -57,6 +57,11 @@ FAULTS = [
         ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
     ),
     Fault(
+        "tier: a prompt does not wait for what is before it", "helix/attention/tiered.py",
+        "            self._join(self._side)\n            if i + 1 <", "            if i + 1 <",
+        ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
+    ),
+    Fault(
         "tier: a guess takes places that are being read", "helix/attention/tiered.py",
         """            self._join(self._ahead[cache.index % 2])
         resolve(
