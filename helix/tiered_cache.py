@@ -92,7 +92,7 @@ class TieredLayer(LayerCache):
             at = torch.arange(part.page, part.page + last - first, device=table.device)
             pages = table[first:last]
             copy_blocks(self.chunk, self.host, self.blocks(at, pages))
-            self.hot.place_of[:, pages.long()] = NOWHERE
+            self.hot.place_of.index_fill_(1, pages.long(), NOWHERE)
         if part.end % page_size:
             here, ring = (part.page + last - first) * heads, self._ring(part.row, last)
             self.places[0, ring : ring + heads] = self.chunk[0, here : here + heads]
@@ -206,7 +206,7 @@ class TieredCache(KVCache):
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         super().copy(sources, to)
-        self.hot.place_of[:, :, to.long()] = NOWHERE
+        self.hot.place_of.index_fill_(2, to.long(), NOWHERE)
 
 
 def ring_pages(page_size: int, queries: int) -> int:

@@ -13,6 +13,9 @@ from kernels.attention.paged_tiles import ROOMY
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
 
+MANY = 8192  # heads of tokens, of which each is a program's below; a GPU starts about one program a nanosecond
+TOKENS = 16  # that a program takes of a head above
+
 
 @dataclass(frozen=True)
 class HeadSlots:
@@ -88,21 +91,22 @@ def store_heads(
     tl.store(target + half, second, mask=kept & is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _kv_append_kernel(
-    qkv, cos, sin, slots, k_cache, v_cache, q, q_norm, k_norm, x_n, x_h, k_page, v_page, eps,
+    qkv, cos, sin, slots, k_cache, v_cache, q, q_norm, k_norm, x_n, x_h, k_page, v_page, eps, N,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
-    HEAD: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+    HEAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
     if D > ROOMY:  # otherwise attention has to find the whole GPU empty, or its programs crowd on some SMs
         start_successor(PDL)
-    n = tl.program_id(0).to(tl.int64)
+    n = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    live = n < N
     head = tl.program_id(1)
-    slot = tl.load(slots + n)
+    slot = tl.load(slots + n, mask=live, other=-1)
     half: tl.constexpr = D // 2
-    d = tl.arange(0, BLOCK)  # over one half of the head dim
-    inside = d < half
+    d = tl.arange(0, BLOCK)[None, :]  # over one half of the head dim
+    inside = live & (d < half)
     x = qkv + n * x_n + head * x_h
     first = tl.load(x + d, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + half + d, mask=inside, other=0.0).to(tl.float32)
@@ -110,14 +114,14 @@ def _kv_append_kernel(
     s = tl.load(sin + n * half + d, mask=inside, other=0.0).to(tl.float32)
     if NORMS:
         if head < Q_HEADS + KV_HEADS:
-            gain = q_norm if head < Q_HEADS else k_norm
-            scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / D + eps)
+            gain = (q_norm if head < Q_HEADS else k_norm) + d
+            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            scale = tl.rsqrt(squares / D + eps)[:, None]
             dtype: tl.constexpr = qkv.dtype.element_ty
             # Rounded before and after the weight is applied, as the models were trained.
-            first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain + d, mask=inside, other=0.0).to(tl.float32)
-            second = (second * scale).to(dtype).to(tl.float32) * tl.load(gain + half + d, mask=inside, other=0.0).to(
-                tl.float32
-            )
+            first = (first * scale).to(dtype).to(tl.float32) * tl.load(gain, mask=d < half, other=0.0).to(tl.float32)
+            second = (second * scale).to(dtype).to(tl.float32)
+            second *= tl.load(gain + half, mask=d < half, other=0.0).to(tl.float32)
     store_heads(
         first, second, c, s, n, head, d, slot, inside, q, k_cache, v_cache, k_page, v_page,
         Q_HEADS, KV_HEADS, D, PAGE, SLOT, HEAD,
@@ -156,8 +160,10 @@ def kv_append(
     assert qkv.stride(2) == 1
     to = HeadSlots.of(qkv, heads, cos, sin, k_cache, v_cache, slots)
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
-    _kv_append_kernel[N, heads](
-        qkv, *to.tensors, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps,
-        **to.shape, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=1, **overlapped(qkv),
+    tokens = 1 if N * heads < MANY else TOKENS
+    _kv_append_kernel[triton.cdiv(N, tokens), heads](
+        qkv, *to.tensors, q_norm, k_norm, qkv.stride(0), qkv.stride(1), *to.strides, eps, N, **to.shape,
+        TOKENS=tokens, BLOCK=triton.next_power_of_2(D // 2), NORMS=norms is not None, num_warps=min(tokens, 4),
+        **overlapped(qkv),
     )  # fmt: skip
     return to.q

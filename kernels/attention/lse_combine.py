@@ -11,38 +11,44 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.reference.lse_combine import lse_combine as reference
 
+MANY = 8192  # rows, of which each is a program's below; a GPU starts about one program a nanosecond
+ROWS = 16  # of a program above
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows"])
 def _lse_combine_kernel(
     partials, lse, out, out_lse,
     p_w, p_n, p_h, l_w, l_n, l_h, o_n, o_h, ol_n, ol_h,
-    W, H, D: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    W, H, rows, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
     n, h = row // H, row % H
     lse += n * l_n + h * l_h
-    partials += n * p_n + h * p_h
-    w = tl.arange(0, BLOCK_W)
-    peak = tl.max(tl.load(lse + w.to(tl.int64) * l_w, mask=w < W, other=float("-inf")), 0)
+    partials += (n * p_n + h * p_h)[:, None]
+    w = tl.arange(0, BLOCK_W)[None, :]
+    inside = live[:, None] & (w < W)
+    peak = tl.max(tl.load(lse[:, None] + w.to(tl.int64) * l_w, mask=inside, other=float("-inf")), 1)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
-    d = tl.arange(0, BLOCK_D)
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     # One source after another: the order of the sum is part of the contract, and unrolling lets the loads overlap.
     for _ in tl.range(0, W, loop_unroll_factor=8):
-        source_lse = tl.load(lse)
+        source_lse = tl.load(lse, mask=live, other=float("-inf"))
         weight = tl.exp(source_lse - peak)
         total += weight
         # An empty source is not read: what it left in its partial may be NaN. A NaN LSE passes, and surfaces.
         width = tl.where(source_lse == float("-inf"), 0, D)
-        part = tl.load(partials + d, mask=d < width, other=0.0)
-        acc += weight * part.to(tl.float32)
+        part = tl.load(partials + d, mask=d < width[:, None], other=0.0)
+        acc += weight[:, None] * part.to(tl.float32)
         lse += l_w
         partials += p_w
     empty = total == 0.0
-    tl.debug_barrier()  # all warps have read the row, of which the result may be a source
-    tl.store(out + n * o_n + h * o_h + d, acc / tl.where(empty, 1.0, total), mask=d < D)
-    tl.store(out_lse + n * ol_n + h * ol_h, tl.where(empty, float("-inf"), peak + tl.log(total)))
+    tl.debug_barrier()  # all warps have read the rows, of which the result may be a source
+    acc /= tl.where(empty, 1.0, total)[:, None]
+    tl.store(out + (n * o_n + h * o_h)[:, None] + d, acc, mask=live[:, None] & (d < D))
+    tl.store(out_lse + n * ol_n + h * ol_h, tl.where(empty, float("-inf"), peak + tl.log(total)), mask=live)
 
 
 @overload
@@ -97,10 +103,11 @@ def lse_combine(
     out = torch.empty(N, H, D, dtype=partials.dtype, device=partials.device) if out is None else out
     out_lse = torch.empty(N, H, dtype=torch.float32, device=lse.device) if out_lse is None else out_lse
     assert partials.stride(3) == out.stride(2) == 1
-    block_d = triton.next_power_of_2(D)
-    _lse_combine_kernel[(N * H,)](
+    block_d, rows = triton.next_power_of_2(D), 1 if N * H < MANY else ROWS
+    _lse_combine_kernel[(triton.cdiv(N * H, rows),)](
         partials, lse, out, out_lse,
         *partials.stride()[:3], *lse.stride(), *out.stride()[:2], *out_lse.stride(),
-        W, H, D=D, BLOCK_W=triton.next_power_of_2(W), BLOCK_D=block_d, num_warps=max(1, block_d // 128),
+        W, H, N * H, D=D, ROWS=rows, BLOCK_W=triton.next_power_of_2(W), BLOCK_D=block_d,
+        num_warps=4 if rows > 1 else max(1, block_d // 128),
     )  # fmt: skip
     return (out, out_lse) if return_lse else out

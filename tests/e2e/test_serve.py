@@ -240,10 +240,15 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
     ids=["plain", "ngram", "sparse drafts", "block-sparse", "host memory"],
 )
 def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
-    """Steps and chunks, admissions and retirements: the device never drains for one. The first time compiles."""
+    """Steps and chunks, admissions and retirements: the device never drains for one. The first time compiles.
+
+    Prompts are found in the cache, and then computed, since another tenant has them.
+    """
     first, second = turns(oracle("qwen2", MOE_LENGTHS, MOE_TOKENS))
     shaped = SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.1, logit_bias={3: -1.0}, logprobs=2)
     drawn = [replace(r, id=f"drawn {r.id}", sampling=shaped) for r in first]
+
+    others = [replace(r, id=f"others' {r.id}", salt="others") for r in (*first, *drawn)]
 
     def guided() -> list[Request]:
         return [replace(r, id=f"guided {r.id}", grammar=EveryThird()) for r in first]
@@ -263,10 +268,12 @@ def test_what_a_decision_says_is_launched_without_a_wait(given: Any) -> None:
         with closing(e):
             before = serve(e, first, drawn, guided(), second)
             e.runner.execute = watched  # type: ignore[method-assign]
-            return before, serve(e, first, drawn, guided(), second)
+            return before, serve(e, first, drawn, guided(), second, others)
 
     before, watched = run_ranks(1, body, timeout_s=120.0, device="cuda")[0]
+    theirs = {r.id.removeprefix("others' "): watched.tokens.pop(r.id) for r in others}
     assert watched.tokens == before.tokens
+    assert theirs == {str(r.id): before.tokens[r.id] for r in (*first, *drawn)}
 
 
 def idle(rank: int, world_size: int, path: Path) -> list[int]:

@@ -185,10 +185,14 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
     for dtype in (bf16, fp32):
         head = {"A": 512, "B": 128, "w_a": 1, "PDL": True, **head_blocks(512, 16, dtype)}
         yield "each-head", dtype, _each_head_kernel, head, {"num_warps": 4}
-    yield "combine", bf16, _lse_combine_kernel, {"D": 128, "BLOCK_W": 8, "BLOCK_D": 128}, {"num_warps": 1}
+    for rows, warps in ((1, 1), (16, 4)):
+        tile = {"D": 128, "ROWS": rows, "BLOCK_W": 8, "BLOCK_D": 128}
+        yield f"combine-{rows}", bf16, _lse_combine_kernel, tile, {"num_warps": warps}
     yield "norm", bf16, _rms_norm_kernel, {"H": 4096, "BLOCK": 4096, "ADDS": True, "PDL": True}, {"num_warps": 16}
     heads = {"Q_HEADS": 8, "KV_HEADS": 2, "D": 128, "PAGE": 64, "SLOT": 256, "HEAD": 128}
-    yield "append", bf16, _kv_append_kernel, heads | {"BLOCK": 64, "NORMS": True, "PDL": True}, {"num_warps": 1}
+    append = heads | {"BLOCK": 64, "NORMS": True, "PDL": True}
+    yield "append", bf16, _kv_append_kernel, append | {"TOKENS": 1}, {"num_warps": 1}
+    yield "append-many", bf16, _kv_append_kernel, append | {"TOKENS": 16}, {"num_warps": 4}
     for rows in (1, 4):
         tile = {"BLOCK_N": rows, "BLOCK_R": 2, "BLOCK_K": 1024, "RUN": 8, "STAGES": 1, "BIAS": True, "PDL": True}
         yield "qkv-append", bf16, _qkv_append_kernel, heads | tile, {"num_warps": 4}

@@ -35,6 +35,7 @@ SHAPES = [  # query heads, KV heads, head dim, page size
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("N, many", [(6, 8192), (19, 0)], ids=["one a program", "several a program"])
 def test_rotates_and_writes_slots_and_nothing_else(
     op: Any,
     q_heads: int,
@@ -44,9 +45,13 @@ def test_rotates_and_writes_slots_and_nothing_else(
     norms: bool,
     dtype: torch.dtype,
     blocks: bool,
+    N: int,
+    many: int,
     device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pages, N = 5, 6
+    monkeypatch.setattr("kernels.attention.kv_append.MANY", many)
+    pages = 5
     gen = torch.Generator().manual_seed(dim)
     # Rows of a wider tensor: strided.
     wide_qkv = torch.randn(N, q_heads + 2 * kv_heads + 1, dim, generator=gen).to(dtype).to(device)

@@ -50,7 +50,12 @@ def check(out: Tensor, out_lse: Tensor, partials: Tensor, lse: Tensor) -> None:
 @pytest.mark.parametrize("W, N, H, D", [(1, 3, 2, 64), (2, 1, 1, 8), (3, 5, 3, 80), (8, 2, 4, 128), (9, 2, 1, 256)])
 @pytest.mark.parametrize("empty", [0.0, 0.6])
 @pytest.mark.parametrize("op", [lse_combine, reference], ids=["kernel", "reference"])
-def test_against_float64(op: Any, W: int, N: int, H: int, D: int, empty: float, device: torch.device) -> None:
+@pytest.mark.parametrize("many", [8192, 0], ids=["one a program", "several a program"])
+def test_against_float64(
+    op: Any, W: int, N: int, H: int, D: int, empty: float, many: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kernels.attention.lse_combine.MANY", many)
     partials, lse = case(W, N, H, D, empty, torch.float32, device)
     options = {} if op is reference else {"return_lse": True}
     check(*op(partials, lse, **options), partials, lse)
@@ -82,9 +87,9 @@ def test_nan_surfaces_where_it_is_and_nowhere_else(op: Any, device: torch.device
 
 
 @pytest.mark.parametrize("op", [lse_combine, reference], ids=["kernel", "reference"])
-@pytest.mark.parametrize("D", [128, 256])
-def test_into_one_of_the_sources(op: Any, D: int, device: torch.device) -> None:
-    partials, lse = case(2, 300, 4, D, 0.3, torch.float32, device)
+@pytest.mark.parametrize("D, N", [(128, 37), (256, 37), pytest.param(128, 40_000, marks=pytest.mark.gpu)])
+def test_into_one_of_the_sources(op: Any, D: int, N: int, device: torch.device) -> None:
+    partials, lse = case(2, N, 4, D, 0.3, torch.float32, device)
     sources = partials.clone(), lse.clone()
     options = {} if op is reference else {"return_lse": True}
     op(partials, lse, out=partials[0], out_lse=lse[0], **options)
