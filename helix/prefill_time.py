@@ -39,9 +39,11 @@ class PrefillTime:
         return int(2.0 * work / (first + math.sqrt(first * first + 2.0 * work / self._doubling)))
 
     def observe(self, work: float, seconds: float) -> None:
-        """A chunk has run."""
+        """A chunk has run: one that was held up says less than one that was not."""
         size = int(work).bit_length()
         before = self._seen.get(size, (work, seconds))
+        if seconds * before[0] <= before[1] * work:
+            before = work, seconds
         self._seen[size] = (before[0] + work) / 2, (before[1] + seconds) / 2
 
     def seconds(self, work: float) -> float:

@@ -23,6 +23,7 @@ from helix.speculation.adaptive import DraftPolicy, Outcome
 from helix.timings import Timings
 
 AHEAD_S = 0.004  # before the end of what is launched, the next decision is made: more than that takes
+LOOK_S = 0.001  # between looks whether what is launched has ended sooner than predicted
 
 
 @dataclass
@@ -179,8 +180,9 @@ class Serving:
         ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.prefills else 0.0)
         if run.left > 1:
             return left_s > ahead_s
-        if run.left and left_s > ahead_s and (run.undrawn or not run.steps[0].there):
-            time.sleep(left_s - ahead_s)
+        until = now + left_s - ahead_s
+        while run.left and perf_counter() < until and (run.undrawn or not run.steps[0].there):
+            time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))
         return not run.left  # of one without any, nothing is to be read
 
     def _read(self) -> Iterator[Delta]:

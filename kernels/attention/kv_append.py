@@ -13,7 +13,7 @@ from kernels.attention.paged_tiles import ROOMY
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
 
-MANY = 8192  # heads of tokens, of which each is a program's below; a GPU starts about one program a nanosecond
+MANY = 1024  # heads of tokens, of which each is a program's below; a GPU starts about one program a nanosecond
 TOKENS = 16  # that a program takes of a head above
 
 

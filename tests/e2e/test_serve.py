@@ -227,6 +227,21 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
     assert seen == ["run", "run", *["step"] * 4, "run", *["step"] * 3, "run", *["step"] * 6]
 
 
+def test_what_ends_sooner_than_predicted_is_read_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = alone(serving=ServeConfig(run_ms=1e6))
+    e.run_steps, e.step_seconds = 2, {(1, 0): 40.0}
+    looks: list[bool] = []
+
+    def there(self: StepTokens) -> bool:
+        looks.append(len(looks) % 3 == 2)
+        return looks[-1]
+
+    monkeypatch.setattr(StepTokens, "there", property(there))
+    begin = time.perf_counter()
+    serve(e, [Request(0, (1, 2, 3), 5)])
+    assert any(looks) and time.perf_counter() - begin < 30
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "given",

@@ -57,6 +57,16 @@ def test_a_prediction_lies_between_what_was_seen() -> None:
     assert times.within(0.05) == pytest.approx(1280) and times.within(0.005) == pytest.approx(32)
 
 
+def test_what_was_held_up_once_is_forgotten_at_once() -> None:
+    """The first chunk loads kernels; and of two alike, the faster one had the GPU for itself."""
+    times = PrefillTime(1000)
+    times.observe(1000, 1.4)
+    times.observe(900, 0.45)
+    assert times.seconds(900) == pytest.approx(0.45)
+    times.observe(900, 0.55)
+    assert times.seconds(900) == pytest.approx(0.5)
+
+
 def test_one_token_deep_in_a_context_does_not_make_chunks_small() -> None:
     """It takes as long as its launch: in proportion, 50 ms would be 6 tokens, and 1K would take a second."""
     times = PrefillTime(32_768)

@@ -48,6 +48,15 @@ FAULTS = [
         "np.minimum.accumulate(times[::-1])[::-1].tolist()", "list(times)", ("tests/unit/test_prefill_time.py",),
     ),
     Fault(
+        "a chunk that was held up is remembered", "helix/prefill_time.py",
+        "if seconds * before[0] <= before[1] * work:", "if not work:", ("tests/unit/test_prefill_time.py",),
+    ),
+    Fault(
+        "who waits for a prediction does not look", "helix/serving.py",
+        "time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))", "time.sleep(max(until - perf_counter(), 0.0))",
+        ("tests/e2e/test_serve.py::test_what_ends_sooner_than_predicted_is_read_then",),
+    ),
+    Fault(
         "chunks are judged in proportion", "helix/prefill_time.py",
         "return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))",
         "return sizes[after - 1] * seconds / times[after - 1]", ("tests/unit/test_prefill_time.py",),
