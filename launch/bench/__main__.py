@@ -32,6 +32,7 @@ from launch.bench import (
     steps,
     tier,
     tier_needles,
+    tier_prefill,
     tier_steps,
     verify,
 )
@@ -60,6 +61,7 @@ BENCHMARKS = {
     "sparse-policies": steps.SPARSE_POLICIES,
     "sparse-costs": sparse_costs.BENCHMARK,
     "tier-steps": tier_steps.BENCHMARK,
+    "tier-prefill": tier_prefill.BENCHMARK,
     "tier-needles": tier_needles.BENCHMARK,
     "speculate": speculate.BENCHMARK,
     "self-drafts": self_drafts.BENCHMARK,

@@ -72,7 +72,7 @@ def long_prompts() -> list[str]:
         "prompt takes": _of("prefill_s", "s", 2),
         "100 more tokens": _of("turn_ms", "ms", 0),
     }
-    return lines(columns, [r for r in results("tier", "kind", "tier", "length") if r["kind"] == "tier-prefill"])
+    return lines(columns, results("tier-prefill", "tier", "length"))
 
 
 def needles_over_host_memory() -> list[str]:
