@@ -14,7 +14,7 @@ from launch.records.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, 
 
 POLICIES: dict[str, Style] = {
     "any": {"label": "any", "color": BLUE, "marker": "h"},
-    "all": {"label": "all", "color": BLUE, "marker": "o"},
+    "all": {"label": "all", "color": SKY, "marker": "o"},
     "c2q": {"label": "c2q", "color": ORANGE, "marker": "s"},
     "last": {"label": "last", "color": RED, "marker": "v"},
     "accepted": {"label": "accepted", "color": PURPLE, "marker": "D"},
@@ -96,11 +96,12 @@ def places(rows: list[Row]) -> Figure:
 
 
 def sparsities(rows: list[Row]) -> Figure:
-    """Tokens an iteration over the share of keys that drafts read; a panel for each task.
+    """Tokens an iteration over the share of keys that drafts read, of the length that has most; a panel for each task.
 
     Source: Vegas (papers/vegas.txt), figure 8.
     """
-    rows = _longest(rows)
+    lengths = [r["length"] for r in rows]
+    rows = _longest([r for r in rows if r["length"] == max(lengths, key=lengths.count)])
     figure, found = _of_tasks(rows)
     for panel, same in found:
         for (policy, spread), line in _lines(same).items():
@@ -108,7 +109,8 @@ def sparsities(rows: list[Row]) -> Figure:
             style = {**POLICIES[policy], "linestyle": DASHES[spread]}
             panel.plot([p[0] for p in points], [p[1] for p in points], **style)
         panel.set(xlabel="share of keys that drafts read", xscale="log")
-        panel.set_xticks(sorted({r["sparsity"] for r in same})[::2])
+        shares = sorted({r["sparsity"] for r in same})
+        panel.set_xticks(shares[:: 1 + len(shares) // 5])
         panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.xaxis.set_minor_locator(NullLocator())
     if found:

@@ -120,20 +120,31 @@ def widest(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r["prompts"] == most[r["length"]]]
 
 
+def is_varied(r: Row) -> bool:
+    """Keys chosen in blocks, or alike for all heads of a rank."""
+    return r["block"] not in (None, 1) or r["heads"] == "shared"
+
+
 def policies() -> list[str]:
     """Greedy decoding on one rank with the usual share of keys."""
-    return lines(TEXT | OPTIONS | TOKENS, joined(widest([r for r in _recorded() if is_usual(r)])))
+    return lines(TEXT | OPTIONS | TOKENS, joined(widest([r for r in _recorded() if is_usual(r) and not is_varied(r)])))
+
+
+def variants() -> list[str]:
+    """The same with keys chosen in blocks, or alike for all heads of a rank."""
+    return lines(TEXT | OPTIONS | TOKENS, joined([r for r in _recorded() if is_usual(r) and is_varied(r)]))
 
 
 def places() -> list[str]:
     """Shares of drafts that hold where all before them did."""
     by_task: Columns = {f"{name}: held by place": _places(task) for task, name in TASKS.items()}
-    return lines(TEXT | OPTIONS | by_task, joined(widest([r for r in _recorded() if is_usual(r)])))
+    return lines(TEXT | OPTIONS | by_task, joined(widest([r for r in _recorded() if is_usual(r) and not is_varied(r)])))
 
 
 def sparsities() -> list[str]:
     """Tokens an iteration over the share of keys."""
-    return lines(TEXT | OPTIONS | TOKENS, joined(_recorded("sweep")))
+    found = sorted(_recorded("sweep"), key=lambda r: (r["length"], r["policy"], r["sparsity"]))
+    return lines(TEXT | OPTIONS | TOKENS, joined(found))
 
 
 def sampled() -> list[str]:
@@ -160,6 +171,7 @@ def local_choices() -> list[str]:
 
 
 PAGE = {
-    "policies": policies, "places": places, "sparsity": sparsities, "sampled": sampled, "ranks": ranks,
+    "policies": policies, "variants": variants, "places": places, "sparsity": sparsities, "sampled": sampled,
+    "ranks": ranks,
     "choices": choices, "local": local_choices,
 }  # fmt: skip
