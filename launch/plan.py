@@ -210,7 +210,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
         settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
-        random = config.model.load == "random"  # a shape without weights: there is only time to see
+        random = config.model.path is None  # a shape without weights: there is only time to see
         if choice.gamma:
             settings += [f"speculation={'ngram' if share is None else 'sparse'}", f"speculation.gamma={choice.gamma}"]
         if choice.gamma and share is not None:
@@ -226,7 +226,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
             settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
             settings += ["kv.ahead=true"] if tier.ahead is not None else []
         if random:
-            return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
+            return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
 
     return plan(question), overrides
