@@ -62,7 +62,7 @@ from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from helix.simulate.points import Tier
-from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs.arguments import helped, need_checkout, one_of, parse
 from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, as_config
 from launch.inputs.files import check_writable, write_atomically
@@ -297,6 +297,8 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
 
 def check(files: Sequence[str]) -> None:
     """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
+    if not files:
+        need_checkout("helix plan check without files")
     cells = read_cells([Path(file) for file in files]) if files else read_cells()
     rows = regrets(cells)
     head, *body = check_table(rows)
@@ -311,6 +313,8 @@ def check(files: Sequence[str]) -> None:
 
 def bill(files: Sequence[str]) -> None:
     """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
+    if not files:
+        need_checkout("helix plan bill without files")
     found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
     for head, *body in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
         table = Table(*head)

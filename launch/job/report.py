@@ -284,10 +284,12 @@ def _commit() -> str | None:
     if "HELIX_COMMIT" in os.environ:
         return os.environ["HELIX_COMMIT"]
     root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an unpacked archive, or a wheel, which may lie inside of another repository
+        return None
     git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or an unpacked archive
+    except (OSError, subprocess.CalledProcessError):  # no git, or one that does not trust the owner
         return None
 
 
