@@ -299,12 +299,18 @@ def test_phases_of_an_iteration() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_loopback_ranks_on_one_gpu(policy: str) -> None:
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    for kvp, tpa in ((1, 1), (3, 1), (4, 2)):
+    for kvp, tpa, block in ((1, 1, 16), (3, 1, 17), (4, 2, 5)):  # groups of drafts pass on to ranks without keys
         layout, drafts = HelixLayout.create("helix", kvp, tpa), SelfDrafts(3, replace(FEW, policy=policy))
 
-        def body(world: LoopbackWorld, rank: int, layout: HelixLayout = layout, drafts: SelfDrafts = drafts) -> Result:
+        def body(
+            world: LoopbackWorld,
+            rank: int,
+            layout: HelixLayout = layout,
+            drafts: SelfDrafts = drafts,
+            block: int = block,
+        ) -> Result:
             comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
+            engine = build_engine(checkpoint("qwen2"), layout, comm, block, drafter=drafts, adaptive=False)
             return generate(engine, wanted)
 
         check(run_ranks(layout.world_size, body, timeout_s=120.0, device="cuda"), wanted)
