@@ -29,18 +29,23 @@ TALK = [
 ]
 
 
-def pages(characters: int) -> list[dict[str, str]]:
-    """A chat about the project's own pages, of which so many characters are shown."""
-    text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
+def licence(characters: int) -> list[dict[str, str]]:
+    """A chat about a text that does not change, said again and again up to so many characters."""
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8") * (1 + characters // 10_000)
     return [{"role": "user", "content": f"Say what this is about:\n\n{text[:characters]}"}]
 
 
-CHATS = {"question": QUESTION, "talk": TALK, "pages": pages(2500)}
+CHATS = {"question": QUESTION, "talk": TALK, "licence": licence(1600)}
 
 
 @cache
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
+
+
+@cache
+def ids_of_chats() -> tuple[tuple[int, ...], ...]:
+    return tuple(map(ids_of, CHATS.values()))
 
 
 def ids_of(chat: list[dict[str, str]]) -> tuple[int, ...]:
