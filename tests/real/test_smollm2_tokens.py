@@ -27,8 +27,9 @@ from tests.pool import Pool
 from tests.real.smollm2 import CHATS, CONTEXT, MODEL, continuation, ids_of, licence, tokenizer, write_draft
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
-# fp32 sums of different orders over 30 layers, with logits of sizes up to 46: up to 7e-5 apart.
-TOLERANCE = 2e-4
+# fp32 sums of different orders over 30 layers, with logits of sizes up to 46: up to 7e-5 apart where prompts have
+# hundreds of tokens, and up to 3e-4 where they have 8,000.
+TOLERANCE, LONG_TOLERANCE = 2e-4, 1e-3
 NEW_TOKENS = 16
 POLICIES = ["any", "all", "c2q", "accepted", "last", "window", "quest", "full"]
 
@@ -37,11 +38,14 @@ def wanted() -> list[Continuation]:
     return [continuation(ids_of(chat), NEW_TOKENS) for chat in CHATS.values()]
 
 
+def leads(continuation: Continuation) -> float:
+    """By how much the drawn tokens lead, at least: as long as logits are off by less, none is a matter of rounding."""
+    best, next_best = continuation.logits.topk(2).values.unbind(1)
+    return float((best - next_best).min())
+
+
 def test_no_token_is_a_matter_of_rounding() -> None:
-    """The tokens that are drawn lead by more than what logits may be off."""
-    for c in wanted():
-        best, next_best = c.logits.topk(2).values.unbind(1)
-        assert (best - next_best).min() > 10 * TOLERANCE
+    assert min(map(leads, wanted())) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("kvp", [1, 2, 3])
@@ -57,7 +61,11 @@ def test_gloo_ranks(gloo_pool: Callable[[int], Pool], kvp: int, tpa: int, block:
 
 
 def drafted(
-    make: Callable[[LoopbackWorld, int], Any], layout: HelixLayout, wanted: list[Continuation], **options: Any
+    make: Callable[[LoopbackWorld, int], Any],
+    layout: HelixLayout,
+    wanted: list[Continuation],
+    tolerance: float = TOLERANCE,
+    **options: Any,
 ) -> float:
     """The share of drafts that were kept, once every token and logit has been compared."""
 
@@ -68,7 +76,7 @@ def drafted(
         return result, sum(seen.kept) / sum(seen.tried) if rank == 0 else 0.0
 
     results, (share, *_) = zip(*run_ranks(layout.world_size, body, timeout_s=400.0), strict=True)
-    check(results, wanted, TOLERANCE)
+    check(results, wanted, tolerance)
     return share
 
 
@@ -100,13 +108,13 @@ def test_drafts_of_its_own_over_few_keys(policy: str, monkeypatch: pytest.Monkey
 
 def test_8k_of_context() -> None:
     """A prompt of 8,160 tokens over three ranks, and to the last place: with drafts over a share of its keys."""
-    prompt = ids_of(licence(40_000))
+    prompt = ids_of(licence(50_000))
     tail = ids_of([{"role": "user", "content": ""}])[-6:]  # the end of a turn, and the beginning of the answer
     new_tokens = 32
     whole = prompt[: CONTEXT - new_tokens - len(tail)] + tail
     long = continuation(whole, new_tokens)
-    assert len(long.prompt) + new_tokens == CONTEXT
+    assert len(long.prompt) + new_tokens == CONTEXT and leads(long) > 10 * LONG_TOLERANCE
     drafts = SelfDrafts(4, replace(DraftBudget(), reach=8))
     options = dict(page_size=64, max_batch=1, max_length=CONTEXT, prefill_chunk=1024)
-    share = drafted(lambda world, rank: drafts, HelixLayout.create("helix", 3), [long], **options)
+    share = drafted(lambda world, rank: drafts, HelixLayout.create("helix", 3), [long], LONG_TOLERANCE, **options)
     assert share > 0.3
