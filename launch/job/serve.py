@@ -50,16 +50,17 @@ def run(task: Task) -> Done:
         engine.warm_up(PLAIN, SHAPED, task.phases.mark)
     task.console.note(f"ready after {task.phases}")
     path = plan.config.model.path
-    serve(engine, inbox, link, None if path is None else Path(path).resolve())
+    serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
     return {}, 0
 
 
-def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None) -> None:
+def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, random: bool = False) -> None:
     """Serves what comes over rank 0's link until the inbox is closed; a collective call, which closes the engine.
 
     Args:
         link: rank 0's, and the other ranks' None.
-        model: the checkpoint's directory; None for a shape with random weights.
+        model: the checkpoint's directory; None for a shape alone.
+        random: whether the weights are.
     """
     runner, spec = engine.runner, engine.runner.model.spec
     if link is not None:
@@ -74,6 +75,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None) -
             max_batch=runner.max_batch,
             eos=tuple(sorted(spec.eos)),
             guided=link.learn(model, spec.vocab, spec.eos),
+            random=random,
         )
         link.open(ready, lambda: _stats(engine))
     gc.freeze()  # what stays: to look through it again would stop everybody for some 10 ms

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from launch.bench.speculate import PARTS, REST
-from launch.inputs.arguments import helped
+from launch.inputs.arguments import helped, need_checkout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.records import (
@@ -217,5 +217,6 @@ def with_tables(page: str) -> str:
 def main() -> None:
     """Writes all pages' tables."""
     if not helped(sys.argv[1:], __doc__):
+        need_checkout("helix tables")
         for page in PAGES:
             (ROOT / page).write_text(with_tables(page))

@@ -72,7 +72,7 @@ class Ready(Message):
     """The first message of a job: what it serves.
 
     Attributes:
-        model: the checkpoint's directory; None for a shape with random weights.
+        model: the checkpoint's directory; None for a shape alone.
         layout: in words, as the job prints it.
         context: most tokens of a sequence, as the model has it, and
         max_length: as the cache has room for.
@@ -80,6 +80,7 @@ class Ready(Message):
         max_batch: sequences at a time.
         eos: the model's own ends.
         guided: whether continuations can follow a grammar.
+        random: whether the weights are.
     """
 
     kind = "ready"
@@ -93,6 +94,7 @@ class Ready(Message):
     max_batch: int
     eos: tuple[int, ...]
     guided: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True, eq=False)

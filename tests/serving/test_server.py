@@ -181,7 +181,10 @@ def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
 
 
 def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    """Its weights are random, which its first line says."""
+    server = Server(tmp_path, "model.load=random")
+    said = server.log.read_text()
+    assert said.startswith("weights are random (model.load=random)") and "with random weights is served at" in said
     server.process.kill()
     deadline = time.monotonic() + 15
     while left := server.members():

@@ -158,7 +158,8 @@ def _composes(overrides: list[str], sweeps: bool) -> None:
     if overrides == ["--help"]:
         return
     for point in sweep_points(overrides)[0] if sweeps else [overrides]:
-        composed(point)
+        config = composed(point)
+        assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 
 
 def _has_options(
