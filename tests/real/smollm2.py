@@ -61,7 +61,8 @@ def theirs() -> Any:
 @cache
 def continuation(prompt: tuple[int, ...], new_tokens: int) -> Continuation:
     """What transformers says greedily, without a stop."""
-    ids = torch.tensor([prompt])
+    ids, threads = torch.tensor([prompt]), torch.get_num_threads()
+    torch.set_num_threads(2)  # nothing runs beside it
     done = theirs().generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -72,6 +73,7 @@ def continuation(prompt: tuple[int, ...], new_tokens: int) -> Continuation:
         output_logits=True,
         return_dict_in_generate=True,
     )
+    torch.set_num_threads(threads)
     logits = torch.cat(done.logits).float()  # [new_tokens, V]
     return Continuation(prompt, tuple(done.sequences[0, len(prompt) :].tolist()), logits)
 

@@ -151,8 +151,9 @@ TOOLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", ["required", "get_weather", "get_time"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "choice, temperature", [("required", 0.0), ("required", 1.0), ("get_weather", 1.0), ("get_time", 0.0)]
+)
 def test_a_call_has_the_arguments_of_its_function(choice: str, temperature: float, calling: Server) -> None:
     named = {"type": "function", "function": {"name": choice}}
     messages = [{"role": "user", "content": "What is the weather in Paris for the next 3 days?"}]
@@ -168,10 +169,12 @@ def test_a_call_has_the_arguments_of_its_function(choice: str, temperature: floa
         assert arguments in ({"zone": "UTC"}, {"zone": "CET"})
     else:
         assert arguments.keys() == {"city", "days"} and len(arguments["city"]) <= 24 and 1 <= arguments["days"] <= 9
+    if temperature:
+        return
     # The next turn, with what the function gave.
     messages += [answer.message.model_dump(exclude_none=True)]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}]
-    said = chat(calling, messages, tools=TOOLS, max_tokens=40)
+    said = chat(calling, messages, tools=TOOLS, max_tokens=20)
     assert said.message.content or said.message.tool_calls
 
 

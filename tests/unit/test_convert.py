@@ -80,11 +80,13 @@ def model_of(kind: str) -> Any:
 def vocabulary() -> dict[str, Any]:
     """The demo model's first tokens and merges, tokens of the other types, and rows that nobody uses."""
     content = json.loads((DEMO / "tokenizer.json").read_text())
-    texts = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)[:FIRST]
+    texts = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)[: FIRST - 2]
+    texts += ["12", "123"]  # which those have whose digits are no words of their own
     types = [TokenType.NORMAL if i else TokenType.CONTROL for i in range(len(texts))]
     texts += ["<|im_start|>", "<|im_end|>", "<tool_call>", "[PAD1]"]
     types += [TokenType.CONTROL, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNUSED]
     merges = [" ".join(merge) for merge in content["model"]["merges"] if "".join(merge) in texts]
+    merges += ["1 2", "12 3"]
     return {"tokens": texts, "types": types, "merges": merges}
 
 
