@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kernels import dispatch
-from tests.interpreted import language_patched_once
+from tests.kernels.quick_interpreter import quick
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter() -> Iterator[None]:
-    with language_patched_once():
+def interpreter() -> Iterator[None]:
+    with quick():
         yield
 
 
