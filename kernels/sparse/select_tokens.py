@@ -387,7 +387,7 @@ def select_tokens(
         together: one choice over several ranks; a collective among them.
 
     Source:
-        Vegas (papers/vegas.txt), section 3.2; radix select.
+        Vegas (arXiv:2602.07223), section 3.2; radix select.
     """
     layers, planes, _, kv_heads, page_size = scores.shape
     B, columns = score_tables.shape

@@ -353,7 +353,7 @@ def speculate(rows: list[Row]) -> Figure:
 def sparse_map(rows: list[Row]) -> Figure:
     """Time of a dense step over that of a block-sparse one, by batch and length; projected without overhead as well.
 
-    Source: gather-decode (papers/gather-decode.txt), figure 3.
+    Source: gather-decode (BRL-2026-07), figure 3.
     """
     machines: dict[str, list[Account]] = {}
     for account in accounts(cell_of(row) for row in rows if "failed" not in row):

@@ -24,8 +24,8 @@ from launch.records import (
     sparse_tables,
     step_tables,
 )
-from launch.records.planner_check import check_table, regrets, summary
-from launch.records.recorded_steps import read_cells
+from launch.records.planner_check import check_table, errors_table, regrets, summary
+from launch.records.recorded_steps import Cell, halves, read_cells
 from launch.records.rows import results, workload
 from launch.records.sparse_bill import Account, Table
 
@@ -152,6 +152,20 @@ def planner(*names: str) -> list[str]:
     return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {line}" for line in summary(rows).splitlines())]
 
 
+def planner_errors() -> list[str]:
+    """Errors of recorded steps that the shipped description of an H200 was not fitted on, dense ones and others."""
+    steps: dict[str, list[Cell]] = {}
+    for where, suffix in (("over eight GPUs", ""), ("emulated on two GPUs", ".emulated-8")):
+        files = [ROOT / "benchmarks" / "results" / f"{name}{suffix}.jsonl" for name in ("step", "baselines")]
+        cells = read_cells(files)
+        dense = [cell for cell in cells if cell.is_dense]
+        name = f"{where}: dense" + ("" if suffix else ", the half that was not fitted on")
+        steps[name] = dense if suffix else halves(dense)[1]
+        steps[f"{where}: with experts or latents"] = [cell for cell in cells if not cell.is_dense]
+    head, *body = errors_table(steps, load_hardware("h200"))
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+
+
 def bill(table: Callable[[Sequence[Account]], Table]) -> list[str]:
     """A table of what block-sparse steps pay; nothing where none are recorded."""
     found = sparse_bill.recorded()
@@ -201,6 +215,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "sparse-bill": partial(bill, sparse_bill.bill_table),
     "sparse-crossover": partial(bill, sparse_bill.crossover_table),
     "planner": partial(planner, "step", "baselines"),
+    "planner-errors": planner_errors,
     "planner.emulated-8": partial(planner, "step.emulated-8", "baselines.emulated-8"),
 }
 
