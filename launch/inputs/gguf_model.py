@@ -129,9 +129,9 @@ def read_gguf(path: Path) -> GGUFModel:
     stored = weights_of(spec, HelixLayout.create(), 0, torch.float32).slices
     wanted = {name: shape for s in stored for name, shape in s.stored.items()}
     if differing := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
-        first = differing[0]
-        what = f"{first} is {_shape(shapes.get(first))} and should be {_shape(wanted.get(first))}"
-        raise ValueError(f"{path}: {len(differing)} tensors are not those of a {ARCHITECTURES[architecture]}: {what}")
+        first, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+        what = f"{first} is {_shape(shapes.get(first))} and should be {_shape(wanted.get(first))}{more}"
+        raise ValueError(f"{path} has not the tensors of a {ARCHITECTURES[architecture]}: {what}")
     kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     dtype = EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
     return GGUFModel(path, metadata, config, spec, shapes, dtype, tensors)
