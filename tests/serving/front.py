@@ -141,6 +141,7 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
         server.should_exit = True
         await tasks[0]
         tasks[1].cancel()
+        await api.close()
         await job.close()
 
 

@@ -69,8 +69,8 @@ LEVELS = {
     "launch": [{"inputs"}, {"serving"}, {"job"}, {"measure"}, {"bench"}, {"records"}],
 }
 COMMANDS = len(LEVELS["launch"])  # the level of files beside launch's rooms: what one types
-# Imports that take seconds, and that rank 0 alone needs.
-LATE = {"transformers", "tokenizers", "tomllib"}
+# Imports that take seconds, and that rank 0 alone needs; and one of an extra of its own.
+LATE = {"transformers", "tokenizers", "tomllib", "gguf"}
 
 
 def sources(*more: str) -> list[Path]:

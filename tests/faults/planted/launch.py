@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.planted.fault import Fault
 
+CONVERT = "tests/unit/test_convert.py::"
 PROMPTS = ("tests/unit/test_prompts.py",)
 CALLS = "tests/serving/test_calls.py::test_any_walk_is_calls_that_the_parser_reads"
 FRONT = "tests/serving/test_front.py::"
@@ -23,6 +24,27 @@ FAULTS = [
     Fault(
         "refusals count as results", "launch/inputs/prompts.py",
         'if reason in ("stop", "length"):', "if reason is not None:", PROMPTS,
+    ),
+    # ---- GGUF files
+    Fault(
+        "rotated pairs stay side by side", "launch/inputs/gguf_model.py",
+        '== "llama" and re.search', '== "none" and re.search',
+        (CONVERT + "test_the_model_is_the_one_that_was_written[llama]",),
+    ),
+    Fault(
+        "tensors are left out", "launch/inputs/gguf_model.py",
+        "sorted(name for name in wanted.keys() | shapes.keys()", "sorted(name for name in wanted.keys()",
+        (CONVERT + "test_what_would_be_left_out_is_refused",),
+    ),
+    Fault(
+        "numbers are words", "launch/inputs/gguf_tokenizer.py",
+        '"smollm": Splitting(digits=True)', '"smollm": Splitting()',
+        (CONVERT + "test_texts_become_the_tokens_of_the_reference[smollm]",),
+    ),
+    Fault(
+        "special tokens are text", "launch/inputs/gguf_tokenizer.py",
+        "special=type_ != USER_DEFINED", "special=False",
+        (CONVERT + "test_special_tokens_are_tokens_and_others_are_text",),
     ),
     # ---- jobs
     Fault(
