@@ -83,6 +83,7 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
         core.fail(str(error))
         code = 1
     await _close(server, answering)
+    await api.close()
     stopped.cancel()
     return code
 

@@ -21,11 +21,12 @@ from starlette.types import ASGIApp
 from helix.config import ServeConfig
 from launch.serving.answers import Answer
 from launch.serving.choice import Choice
+from launch.serving.compiler import Compiler, Parts
 from launch.serving.core import Core, Flight
-from launch.serving.dialects import Dialect, Parser, dialect_of
+from launch.serving.dialects import Dialect, Parser, dialect_of, turn_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
-from launch.serving.grammars import check, of_calls, of_schema
+from launch.serving.grammars import of_calls, of_shape
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
@@ -55,6 +56,7 @@ class Api:
         self._keys = keys
         self._tokens: Tokens | None = None
         self._dialect: Dialect | None = None
+        self._compiler: Compiler | None = None
         self._defaults: dict[str, Any] = {}
         self._started = int(time.time())
         self.name = serve.name or "model"
@@ -71,6 +73,13 @@ class Api:
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # what it imports takes seconds: not with the first chat
         self._defaults = read_defaults(ready.model)
+        if ready.guided and ready.model is not None:
+            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
+
+    async def close(self) -> None:
+        """Ends what the routes have started."""
+        if self._compiler is not None:
+            await self._compiler.close()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -103,7 +112,7 @@ class Api:
         prompts: list[np.ndarray] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
-                prompts.append(await tokens.encode(prompt))
+                prompts.append(await tokens.encode(prompt, body.add_special_tokens))
             elif outside := [i for i in prompt if i >= ready.vocab]:
                 what = f"prompt has {outside[0]}, and the vocabulary is [0, {ready.vocab})"
                 raise ApiError(400, what, param="prompt")
@@ -113,16 +122,18 @@ class Api:
             raise ApiError(400, "prompt is empty: it has to hold one at least", param="prompt")
         told = body.prompts
         echoed = [text if isinstance(text, str) else tokens.decode(text) for text in told] if body.echo else []
-        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None)
+        parts = None if body.shape is None else of_shape(body.shape, tokens.added, tokens.special, ready.eos)
+        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, parts)
 
     async def _chat(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
         tokens = self._known(body.model)
         tools = [] if body.tool_choice == "none" else body.tools or []
-        ids, text = await tokens.encode_chat(body.messages, tools, body.chat_template_kwargs)
+        ids, text = await tokens.encode_chat(body, tools)
         template = self._dialect.template if self._dialect is not None else None
+        begins = body.prompts_answer or body.begun is not None  # else the answer is whatever stands behind a message
+        turn = turn_of(template, text, body.begun) if template is not None and begins else ""
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        grammar = self._calls(body, ready, text) if body.has_to_call else None
         return await self._answer(
             request,
             body,
@@ -131,22 +142,41 @@ class Api:
             None,
             wanted,
             [],
-            lambda: Parser(template, text, tools, body.may_call_again),
-            grammar,
+            lambda: Parser(template, turn, tools, body.may_call_again),
+            self._parts(body, tokens, ready, turn),
         )
 
-    def _calls(self, body: Chat, ready: Ready, prompt: str) -> str:
-        """The grammar of the calls that a chat has to be answered with.
+    def _parts(self, body: Chat, tokens: Tokens, ready: Ready, turn: str) -> Parts | None:
+        """The grammar of what a chat has to be answered with; None: anything.
 
         Raises:
             ApiError: 400, nobody knows how the model writes calls.
         """
-        assert self._tokens is not None, "known since there is a job"
+        if not body.has_to_call:
+            shape, begun = body.shape, not body.prompts_answer
+            if shape is None:
+                return None
+            return of_shape(shape, tokens.added, tokens.special, ready.eos, self._dialect, turn, begun)
         if self._dialect is None or self._dialect.calls is None:
             what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
             raise ApiError(400, what, param="tool_choice")
         many = body.may_call_again
-        return of_calls(self._dialect, body.callable_tools, many, prompt, self._tokens.added, ready.eos)
+        return of_calls(self._dialect, body.callable_tools, many, turn, tokens.added, ready.eos)
+
+    async def _grammar(self, parts: Parts, param: str) -> str:
+        """The grammar of parts that come of a field.
+
+        Raises:
+            ApiError: 400, it cannot be followed.
+        """
+        if self._compiler is None:
+            what = f"no answer of this model can be made to follow {param}, for its tokens do not spell their text"
+            raise ApiError(400, f"{what}: leave {param} out", param=param)
+        try:
+            return await self._compiler.compile(parts)
+        except ValueError as error:
+            what = f"{param} cannot be followed: {' '.join(str(error).split()):.300}"
+            raise ApiError(400, what, param=param) from error
 
     async def _answer(
         self,
@@ -158,17 +188,16 @@ class Api:
         logprobs: int | None,
         echoed: list[str],
         parser: Callable[[], Parser] | None,
-        grammar: str | None = None,
+        parts: Parts | None = None,
     ) -> ASGIApp:
         """Starts the continuations of all prompts, `n` of each, and tells them in the form that the request wants."""
         assert self._tokens is not None, "known since there is a job"
         n, changed, submits = body.n or 1, asyncio.Event(), []
-        param = "response_format" if grammar is None else "tool_choice"
-        if grammar is None and body.response_format is not None:
-            schema = body.response_format.schema_to_follow
-            grammar = None if schema is None else of_schema(schema)
-        if grammar is not None:
-            await check(grammar, param, ready)
+        grammar = None
+        if parts is not None:
+            has_to_call = isinstance(body, Chat) and body.has_to_call
+            param = "tool_choice" if has_to_call or body.shape is None else body.shape.param
+            grammar = await self._grammar(parts, param)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
         for prompt in prompts:
             limit = limit_of(body, len(prompt), unset, ready)
@@ -187,6 +216,7 @@ class Api:
                 ready.eos,
                 self._core.abort,
                 own,
+                not body.skip_special_tokens,
             )
             for index, (flight, own) in enumerate(zip(flights, parsers, strict=True))
         ]
@@ -203,6 +233,7 @@ class Api:
             progress=body.return_progress,
             echoed=[text for text in echoed for _ in range(n)],
             with_logprobs=logprobs is not None,
+            tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
         )
         ignored = ",".join(map(_header, unknown(body)))
         headers = {"x-ignored-fields": ignored} if ignored else {}
@@ -237,7 +268,7 @@ class Api:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
         tokens = self._known(body.model)
         if body.messages is not None:
-            ids, _ = await tokens.encode_chat(body.messages, body.tools, body.chat_template_kwargs)
+            ids, _ = await tokens.encode_chat(body, body.tools)
         else:
             ids = await tokens.encode(body.prompt or "", body.add_special_tokens)
         return JSONResponse({"count": len(ids), "max_model_len": ready.max_length, "tokens": ids.tolist()})

@@ -140,6 +140,7 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     finally:
         server.should_exit = True
         await tasks[0]
+        await api.close()
         tasks[1].cancel()
         await job.close()
 
