@@ -27,6 +27,8 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_BIASED = 300
 MOST_EXPRESSION = 1 << 16  # characters of a regular expression or a grammar, or of all choices
+MOST_SCHEMA = 1 << 19  # characters and items of a schema
+MOST_LEVELS = 128  # of a schema
 SAID = Repr()  # values in messages, however large they are
 
 
@@ -118,8 +120,14 @@ class Format(Schema):
         if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
             raise ValueError('json_schema needs a schema: {"name": NAME, "schema": {...}}')
         if self.type == "structural_tag":
-            _tagged(self.model_dump(include={"structures", "triggers", "format"}, exclude_none=True))
+            self._tags()
+        if self.json_schema is not None:
+            bounded("response_format.json_schema", self.json_schema)
         return self
+
+    def _tags(self) -> Tagged:
+        given = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
+        return _tagged("response_format", {name: value for name, value in given.items() if value is not None})
 
     @property
     def shape(self) -> Shape | None:
@@ -129,13 +137,12 @@ class Format(Schema):
             case "text":
                 return None
             case "structural_tag":
-                given = self.model_dump(include={"structures", "triggers", "format"}, exclude_none=True)
-                return Shape(param, "structural_tag", _tagged(given))
+                return Shape(param, "structural_tag", self._tags())
         return Shape(param, "json", {"type": "object"} if self.json_schema is None else self.json_schema["schema"])
 
 
 Expression = Annotated[str, Field(max_length=MOST_EXPRESSION)]
-Texts = Annotated[Some[str], Field(min_length=1)]
+Texts = Annotated[Some[str], Field(min_length=1, max_length=MOST_EXPRESSION)]
 
 
 class Structured(Schema):
@@ -185,12 +192,13 @@ def _shape(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: bo
     if kind == "choice" and (total := sum(map(len, value))) > MOST_EXPRESSION:
         raise ValueError(f"{param} has {total} characters, and may have {MOST_EXPRESSION}")
     if kind == "structural_tag":
-        return Shape(param, kind, _tagged(_object(param, value)))
+        return Shape(param, kind, _tagged(param, _object(param, value)))
     if kind == "json_object":
         value = {"type": "object"}
     elif kind != "json":
         return Shape(param, kind, value)
     schema = _object(param, value)
+    bounded(param, schema)
     options = {"x-guidance": spaces} if spaces else {}
     return Shape(param, "json", _closed(schema) if closed else schema, options)
 
@@ -206,7 +214,26 @@ def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _tagged(value: dict[str, Any]) -> Tagged:
+def bounded(param: str, schema: Any) -> None:
+    """Raises ValueError where a schema is larger than one may be; what it costs to find out is bounded as well."""
+    room, left = MOST_SCHEMA, [(schema, 0)]
+    while left and room >= 0:
+        value, level = left.pop()
+        if isinstance(value, dict | list):
+            if level == MOST_LEVELS:
+                raise ValueError(f"{param} has more than {MOST_LEVELS} levels")
+            room -= len(value)
+            if room >= 0:
+                inside = [*value, *value.values()] if isinstance(value, dict) else value
+                left += [(one, level + 1) for one in inside]
+        elif isinstance(value, str):
+            room -= len(value)
+    if room < 0:
+        raise ValueError(f"{param} has more than {MOST_SCHEMA} characters and items")
+
+
+def _tagged(param: str, value: dict[str, Any]) -> Tagged:
+    bounded(param, value)
     if "format" in value:
         raise ValueError("structural_tag.format is not supported: send structures and triggers")
     try:
@@ -446,6 +473,8 @@ class Chat(Generation, Conversation):
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice=required needs tools")
+        if self.has_to_call:
+            bounded("tools", [tool.function.parameters for tool in self.callable_tools])
         if self.has_to_call and self.shape is not None and self.shape.param != "response_format":
             raise ValueError(f"tool_choice wants a call, and {self.shape.param} something else: send one of them")
         if self.has_to_call and self.continue_final_message:
