@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -288,6 +289,7 @@ class Generation(Schema):
     guided_grammar: Expression | None = None
     guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
     skip_special_tokens: bool = True
+    _wanted: Shape | None = PrivateAttr(None)
 
     @field_validator("stop")
     @classmethod
@@ -313,11 +315,13 @@ class Generation(Schema):
 
     @model_validator(mode="after")
     def _one_shape(self) -> Generation:
-        given = [shape.param for shape in self._shapes()]
+        shapes = [*self._shapes()]
+        given = [shape.param for shape in shapes]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} both say what the answer looks like: send one of them")
         if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
             raise ValueError("guided_whitespace_pattern goes with guided_json")
+        self._wanted = shapes[0] if shapes else None
         return self
 
     def _shapes(self) -> Iterator[Shape]:
@@ -333,7 +337,7 @@ class Generation(Schema):
     @property
     def shape(self) -> Shape | None:
         """What the answer has to look like; None: any text."""
-        return next(self._shapes(), None)
+        return self._wanted
 
 
 class Completion(Generation):
