@@ -185,18 +185,19 @@ def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
     """Arguments that are written one by one, in the order of the schema; texts as they are, all else as JSON."""
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     written = []
-    for name, schema in parameters.get("properties", {}).items():
+    properties, required = parameters.get("properties"), parameters.get("required")
+    for name, schema in properties.items() if isinstance(properties, dict) else ():
         before, after = (text.replace("KEY", name) for text in argument.split("VALUE"))
         schema = schema if isinstance(schema, dict) else {}
-        texts = schema.get("enum", ())
-        if texts and all(isinstance(text, str) for text in texts):
+        texts = schema.get("enum")
+        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
             value = "(" + " | ".join(map(rules.text, texts)) + f") {rules.text(after)}"
         elif schema.get("type") == "string":
             value = rules.add("/(?s:.*)/", f"[suffix={json.dumps(after)}]")
         else:
             value = f"{_json(schema | shared)} {rules.text(after)}"
         one = rules.add(f"{rules.text(before)} {value}")
-        written.append(one if name in parameters.get("required", ()) else f"{one}?")
+        written.append(one if isinstance(required, list) and name in required else f"{one}?")
     return " ".join(written) or '""'
 
 

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -29,10 +30,12 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP = 4096  # characters of each
 MOST_BIASED = 300  # tokens of which a request may say something each, as of `helix.sampling`
-MOST_EXPRESSION = 1 << 16  # characters of a regular expression or a grammar, or of all choices
-MOST_SCHEMA = 1 << 19  # characters of what an answer has to follow, as JSON
+MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables
+MOST_SCHEMA = 1 << 19  # characters and items of a schema, or of the parameters of all tools
+MOST_LEVELS = 128  # of a schema
 MOST_VALUES = 1 << 17  # of a body, beside its token ids
 FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+Scalar = str | int | float | bool | None
 SAID = Repr()  # values in messages, however large they are
 
 
@@ -57,6 +60,12 @@ def _short(value: object) -> object:
     return value
 
 
+def _short_texts(values: dict[str, Scalar]) -> dict[str, Scalar]:
+    if (total := sum(len(value) for value in values.values() if isinstance(value, str))) > MOST_EXPRESSION:
+        raise ValueError(f"has texts of {total} characters, and may have {MOST_EXPRESSION}")
+    return values
+
+
 def _array(ids: list[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
@@ -64,9 +73,8 @@ def _array(ids: list[int]) -> np.ndarray:
 SHORT = BeforeValidator(_short)
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[Some[TokenId], AfterValidator(_array)]
-Scalar = str | int | float | bool | None
 
-Arguments = Annotated[dict[str, Scalar], SHORT]
+Arguments = Annotated[dict[str, Scalar], SHORT, AfterValidator(_short_texts)]
 
 
 class Schema(BaseModel):
@@ -130,11 +138,15 @@ class Format(Schema):
     def _has_its_schema(self) -> Format:
         if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
             raise ValueError('json_schema needs a schema: {"name": NAME, "schema": {...}}')
-        if (size := len(json.dumps(self.json_schema))) > MOST_SCHEMA:
-            raise ValueError(f"json_schema has {size} characters, and may have {MOST_SCHEMA}")
         if self.type == "structural_tag":
-            _tagged(self.model_dump(include={"structures", "triggers", "format"}, exclude_none=True))
+            self._tags()
+        if self.json_schema is not None:
+            bounded("response_format.json_schema", self.json_schema)
         return self
+
+    def _tags(self) -> Tagged:
+        given = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
+        return _tagged("response_format", {name: value for name, value in given.items() if value is not None})
 
     @property
     def shape(self) -> Shape | None:
@@ -144,13 +156,12 @@ class Format(Schema):
             case "text":
                 return None
             case "structural_tag":
-                given = self.model_dump(include={"structures", "triggers", "format"}, exclude_none=True)
-                return Shape(param, "structural_tag", _tagged(given))
+                return Shape(param, "structural_tag", self._tags())
         return Shape(param, "json", {"type": "object"} if self.json_schema is None else self.json_schema["schema"])
 
 
 Expression = Annotated[str, Field(max_length=MOST_EXPRESSION)]
-Texts = Annotated[Some[str], Field(min_length=1)]
+Texts = Annotated[Some[str], Field(min_length=1, max_length=MOST_EXPRESSION)]
 
 
 class Structured(Schema):
@@ -200,18 +211,21 @@ def _shape(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: bo
     if kind == "choice" and (total := sum(map(len, value))) > MOST_EXPRESSION:
         raise ValueError(f"{param} has {total} characters, and may have {MOST_EXPRESSION}")
     if kind == "structural_tag":
-        return Shape(param, kind, _tagged(_object(param, value)))
+        return Shape(param, kind, _tagged(param, _object(param, value)))
     if kind == "json_object":
         value = {"type": "object"}
     elif kind != "json":
         return Shape(param, kind, value)
     schema = _object(param, value)
+    bounded(param, schema)
     options = {"x-guidance": spaces} if spaces else {}
     return Shape(param, "json", _closed(schema) if closed else schema, options)
 
 
 def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
     """The object that a field holds, or a text of it."""
+    if isinstance(value, str) and len(value) > MOST_SCHEMA:
+        raise ValueError(f"{param} has {len(value)} characters, and may have {MOST_SCHEMA}")
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -221,7 +235,26 @@ def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _tagged(value: dict[str, Any]) -> Tagged:
+def bounded(param: str, schema: Any) -> None:
+    """Raises ValueError where a schema is larger than one may be; what it costs to find out is bounded as well."""
+    room, left = MOST_SCHEMA, [(schema, 0)]
+    while left and room >= 0:
+        value, level = left.pop()
+        if isinstance(value, dict | list):
+            if level == MOST_LEVELS:
+                raise ValueError(f"{param} has more than {MOST_LEVELS} levels")
+            room -= len(value)
+            if room >= 0:
+                inside = [*value, *value.values()] if isinstance(value, dict) else value
+                left += [(one, level + 1) for one in inside]
+        elif isinstance(value, str):
+            room -= len(value)
+    if room < 0:
+        raise ValueError(f"{param} has more than {MOST_SCHEMA} characters and items")
+
+
+def _tagged(param: str, value: dict[str, Any]) -> Tagged:
+    bounded(param, value)
     if "format" in value:
         raise ValueError("structural_tag.format is not supported: send structures and triggers")
     try:
@@ -276,6 +309,7 @@ class Generation(Schema):
     guided_grammar: Expression | None = None
     guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
     skip_special_tokens: bool = True
+    _wanted: Shape | None = PrivateAttr(None)
 
     @field_validator("stop")
     @classmethod
@@ -301,11 +335,13 @@ class Generation(Schema):
 
     @model_validator(mode="after")
     def _one_shape(self) -> Generation:
-        given = [shape.param for shape in self._shapes()]
+        shapes = [*self._shapes()]
+        given = [shape.param for shape in shapes]
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} both say what the answer looks like: send one of them")
         if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
             raise ValueError("guided_whitespace_pattern goes with guided_json")
+        self._wanted = shapes[0] if shapes else None
         return self
 
     def _shapes(self) -> Iterator[Shape]:
@@ -326,7 +362,7 @@ class Generation(Schema):
     @property
     def shape(self) -> Shape | None:
         """What the answer has to look like; None: any text."""
-        return next(self._shapes(), None)
+        return self._wanted
 
 
 class Completion(Generation):
@@ -462,8 +498,7 @@ class Chat(Generation, Conversation):
     def _consistent(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true")
-        if (size := sum(len(json.dumps(tool.function.parameters)) for tool in self.tools or ())) > MOST_SCHEMA:
-            raise ValueError(f"tools have parameters of {size} characters, and may have {MOST_SCHEMA}")
+        bounded("tools", [tool.function.parameters for tool in self.tools or ()])
         names = {tool.function.name for tool in self.tools or ()}
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")

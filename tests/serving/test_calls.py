@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -188,3 +189,20 @@ def test_parameters_that_cannot_be_followed_are_named(name: str) -> None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "x", "parameters": parameters}})
     with pytest.raises(ValueError, match="nonsense"):
         grammars_of(name).begun(grammar_of(name, [tool]))
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in WITH_CALLS])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"properties": {"a": 5}, "required": 5},
+        {"properties": {"VALUE": {"type": "integer", "enum": 5}}},
+    ],
+)
+def test_parameters_of_any_kind_are_followed_or_refused(name: str, parameters: dict[str, Any]) -> None:
+    function = {"name": "ARGUMENTS.NAME", "parameters": parameters}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    grammar = grammar_of(name, [tool])
+    with suppress(ValueError):  # which the server tells
+        grammars_of(name).begun(grammar)

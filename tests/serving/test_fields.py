@@ -88,6 +88,7 @@ def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+LARGE = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}]}
 UNTRIGGERED = {"type": "structural_tag", "structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}
 FORM = {"structured_outputs": {"regex": "a"}}
 CALL = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
@@ -109,6 +110,24 @@ CALL = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice
         ({"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, "has 80000 characters, and may have 65536"),
         ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex="),
         ({"guided_grammar": "a" * 65537}, "guided_grammar="),
+        ({"guided_choice": ["a"] * 65537}, "guided_choice="),
+        ({"guided_json": {"description": "x" * (1 << 24)}}, "guided_json has more than 524288 characters and items"),
+        ({"structured_outputs": {"json": {"enum": [1] * (1 << 20)}}}, "lists or objects, and may have 131072"),
+        (
+            {"guided_json": json.dumps({"enum": [1] * (1 << 18)})},
+            "guided_json has 786442 characters, and may have 524288",
+        ),
+        (
+            {"chat_template_kwargs": {"a": "x" * 40000, "b": "y" * 40000}},
+            "has texts of 80000 characters, and may have 65536",
+        ),
+        ({"guided_json": '{"not":' * 200 + "{}" + "}" * 200}, "guided_json has more than 128 levels"),
+        ({"guided_json": '{"not":' * 9000 + "{}" + "}" * 9000}, "is no JSON object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * (1 << 20)}}}},
+            "response_format.json_schema has more than 524288",
+        ),
+        (LARGE | {"tool_choice": "required"}, "tools has more than 524288"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern goes with guided_json"),
         ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structural_tag.format is not supported"),
         ({"response_format": {"type": "structural_tag", "format": {}}}, "structural_tag.format is not supported"),
