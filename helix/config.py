@@ -237,7 +237,7 @@ class ServeConfig:
         name: the model's name to clients; unset: that of its directory.
         api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
         open: whether an address that other hosts reach may do without keys.
-        body_mib: most MiB of a request.
+        body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
         connections: most connections at a time.
         waiting: most requests that wait for the engine.
         receive_s: for a client to send a request, seconds.
@@ -260,7 +260,7 @@ class ServeConfig:
     name: str | None = None
     api_keys: str | None = None
     open: bool = False
-    body_mib: int = 64
+    body_mib: int | None = None
     connections: int = 16384
     waiting: int = 256
     receive_s: float = 60.0
@@ -397,7 +397,7 @@ def check(config: Config) -> None:
         "comm.timeout_s": (0.1, 600),  # kernels that wait for other GPUs count no further (comm/symm_mem.py)
     }
     for key, (least, most) in ranges.items():
-        if not least <= (value := _get(config, key)) <= most:
+        if (value := _get(config, key)) is not None and not least <= value <= most:
             raise ValueError(f"{key}={value!r} must be from {least} to {most}")
     gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     if config.bench.kind != "tune" and (bad := [n for n in config.bench.gammas if not 0 <= n <= gamma]):

@@ -58,12 +58,13 @@ def main(arguments: Sequence[str]) -> int:
 async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
     core = Core(serve.waiting)
     api = Api(serve, core, keys)
-    core.on_first = lambda ready: _begin(api, ready, serve, listener)
+    loop = asyncio.get_running_loop()
+    core.on_first = lambda ready: _begin(api, ready, serve, listener, loop)
     server = make_server(api.app(), serve)
     supervisor = Supervisor(core, serve, arguments, directory)
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = asyncio.create_task(supervisor.keep())
     stopped = asyncio.create_task(stop.wait())
@@ -83,8 +84,8 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
         core.fail(str(error))
         code = 1
     await _close(server, answering)
-    await api.close()
     stopped.cancel()
+    await api.close()
     return code
 
 
@@ -97,9 +98,10 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
     return layout + ([] if "kv.tokens" in keys else [f"kv.tokens={CPU_TOKENS}"])
 
 
-def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket) -> None:
-    """Reads what goes with the model, and tells the terminal where it is served."""
+def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
+    """Reads what goes with the model, and tells the terminal where it is served; in a thread beside the loop."""
     api.know(ready)
+    loop.call_soon_threadsafe(api.start)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

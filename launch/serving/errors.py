@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 KINDS = {
@@ -35,9 +36,14 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        self.retry_s = retry_s
         self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(ApiError, param=self.param, code=self.code, retry_s=self.retry_s)
+        return made, (self.status, self.message)
 
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error")

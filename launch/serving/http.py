@@ -1,20 +1,26 @@
-"""HTTP by uvicorn, with limits that it does not have: for headers to come, and for connections that are given up."""
+"""HTTP by uvicorn, with limits that it does not have: on what stands before a body, and for connections given up."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from helix.config import ServeConfig
+from launch.serving.errors import ApiError
 
 BACKLOG = 4096
 CLOSING_S = 2  # for connections to end, once the server does
 KEEP_ALIVE_S = 75
+LINGER_S = 5.0  # in which a client whose request is refused may read why, and what it still sends is dropped
+MOST_URL, MOST_HEAD = 16 << 10, 64 << 10  # bytes, of a target, and of all that is no body
+MOST_HEADERS = 256
 
 
 class Server(uvicorn.Server):
@@ -27,25 +33,78 @@ class Server(uvicorn.Server):
 
 def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
     class Protocol(HttpToolsProtocol):
-        """A connection that ends where no headers come, and that an application can end at once."""
+        """A connection that ends where no headers come or too many do, and that an application can end at once."""
 
         def connection_made(self, transport: object) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
+            self._refused: ApiError | None = None  # then all that follows is dropped
+            self._unread = 0  # bytes since the parser last made a head, or a part of a body, of them
             self._late = self.loop.call_later(serve.receive_s, self.transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused is not None:
+                return
+            self._unread += len(data)
+            super().data_received(data)
+            if self._unread > MOST_HEAD and self._refused is None:
+                self._refuse(431, f"what stands before the body is larger than {MOST_HEAD} bytes")
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._size = 0  # of headers, those behind a body included
             self.scope["helix.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self._late.cancel()
             self._late = self.loop.call_later(serve.receive_s, self.transport.abort)
 
+        def on_url(self, url: bytes) -> None:
+            if len(self.url) + len(url) > MOST_URL:
+                raise self._refuse(414, f"the URL is longer than {MOST_URL} bytes")
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._size += len(name) + len(value)
+            if self._size > MOST_HEAD:
+                raise self._refuse(431, f"the headers are larger than {MOST_HEAD} bytes")
+            if len(self.headers) >= MOST_HEADERS:
+                raise self._refuse(431, f"there are more than {MOST_HEADERS} headers")
+            super().on_header(name, value)
+
         def on_headers_complete(self) -> None:
+            self._unread = 0
             self._late.cancel()
             super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._unread = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._unread = 0
+            super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._late.cancel()
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            if self._refused is None:
+                super().send_400_response(msg)
+
+        def _refuse(self, status: int, message: str) -> ApiError:
+            """Answers what the parser reads, which stops with the error that is returned."""
+            self._refused = ApiError(status, message)
+            self._late.cancel()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.transport.abort()  # of a request before, whose answer this would fall into
+                return self._refused
+            body = json.dumps(self._refused.body()).encode()
+            phrase = HTTPStatus(status).phrase
+            head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+            # To close with bytes unread would be to take the answer back.
+            self.transport.write_eof()
+            self._late = self.loop.call_later(LINGER_S, self.transport.abort)
+            return self._refused
 
     config = uvicorn.Config(
         app,

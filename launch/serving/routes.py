@@ -27,6 +27,7 @@ from launch.serving.dialects import Dialect, Parser, dialect_of, turn_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
 from launch.serving.grammars import of_calls, of_shape
+from launch.serving.reader import Reader
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
@@ -35,6 +36,9 @@ from launch.serving.tokens import Tokens, read_defaults
 
 UNSET_TOKENS = 16  # that a completion draws where its request does not say
 MIB = 1 << 20
+BODY_BYTES, ID_BYTES = 64 * MIB, 16  # that a body may have where `serve.body_mib` is unset; of each id of a long prompt
+COUNTED_IDS = 1 << 20  # that may be counted, or read, also where the context is shorter
+MOST_TOLD = 32  # ignored fields
 GONE = 499  # nobody reads it
 PAGE = Path(__file__).with_name("page.html")
 # It has no need of other hosts, and shows what models write as text alone.
@@ -54,7 +58,7 @@ class Api:
         self._serve = serve
         self._core = core
         self._keys = keys
-        self._tokens: Tokens | None = None
+        self._reader: Reader | None = None
         self._dialect: Dialect | None = None
         self._compiler: Compiler | None = None
         self._defaults: dict[str, Any] = {}
@@ -68,16 +72,23 @@ class Api:
             ValueError: the tokenizer cannot be read.
         """
         self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
-        self._tokens = Tokens(ready.model)
-        self._dialect = dialect_of(self._tokens.template)
+        self._reader = Reader(ready.model, self._serve.receive_s)
+        self._dialect = dialect_of(self._reader.tokens.template)
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # what it imports takes seconds: not with the first chat
         self._defaults = read_defaults(ready.model)
         if ready.guided and ready.model is not None:
             self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
 
+    def start(self) -> None:
+        """Makes ready, once the model is known, what reads large requests; else the first of them waits for it."""
+        assert self._reader is not None
+        self._reader.start()
+
     async def close(self) -> None:
-        """Ends what the routes have started."""
+        """Ends what `start` and requests have started."""
+        if self._reader is not None:
+            await self._reader.close()
         if self._compiler is not None:
             await self._compiler.close()
 
@@ -104,32 +115,38 @@ class Api:
     # ---- what is under way
 
     async def _complete(self, request: Request) -> ASGIApp:
-        ready, body = self._core.refuse_unless_ready(), await self._body(request, Completion)
-        tokens = self._known(body.model)
+        ready = self._core.refuse_unless_ready()
+        body = await self._body(request, Completion, self._serve.waiting * ready.max_length)
+        reader = self._known(body.model)
         if (wanted := len(body.prompts) * (body.n or 1)) > self._serve.waiting:
             what = f"the request wants {wanted} continuations, and serve.waiting={self._serve.waiting} may wait"
             raise ApiError(400, what, param="prompt")
         prompts: list[np.ndarray] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
-                prompts.append(await tokens.encode(prompt, body.add_special_tokens))
-            elif outside := [i for i in prompt if i >= ready.vocab]:
-                what = f"prompt has {outside[0]}, and the vocabulary is [0, {ready.vocab})"
+                special = body.add_special_tokens
+                prompts.append(await reader.run(len(prompt), reader.tokens.encode, prompt, ready.max_length, special))
+            elif len(prompt) and (largest := prompt.max()) >= ready.vocab:
+                what = f"prompt has {largest}, and the vocabulary is [0, {ready.vocab})"
                 raise ApiError(400, what, param="prompt")
             else:
-                prompts.append(np.asarray(prompt, dtype=np.int32))
+                prompts.append(prompt)
         if not prompts:
             raise ApiError(400, "prompt is empty: it has to hold one at least", param="prompt")
-        told = body.prompts
-        echoed = [text if isinstance(text, str) else tokens.decode(text) for text in told] if body.echo else []
+        echoed = [
+            told if isinstance(told, str) else await reader.run(told.nbytes, reader.tokens.decode, told)
+            for told in (body.prompts if body.echo else [])
+        ]
+        tokens = reader.tokens
         parts = None if body.shape is None else of_shape(body.shape, tokens.added, tokens.special, ready.eos)
         return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, parts)
 
     async def _chat(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
-        tokens = self._known(body.model)
+        reader = self._known(body.model)
         tools = [] if body.tool_choice == "none" else body.tools or []
-        ids, text = await tokens.encode_chat(body, tools)
+        tokens = reader.tokens
+        ids, text = await reader.run(request.state.size, tokens.encode_chat, body, tools, ready.max_length)
         template = self._dialect.template if self._dialect is not None else None
         begins = body.prompts_answer or body.begun is not None  # else the answer is whatever stands behind a message
         turn = turn_of(template, text, body.begun) if template is not None and begins else ""
@@ -191,7 +208,8 @@ class Api:
         parts: Parts | None = None,
     ) -> ASGIApp:
         """Starts the continuations of all prompts, `n` of each, and tells them in the form that the request wants."""
-        assert self._tokens is not None, "known since there is a job"
+        assert self._reader is not None, "known since there is a job"
+        tokens = self._reader.tokens
         n, changed, submits = body.n or 1, asyncio.Event(), []
         grammar = None
         if parts is not None:
@@ -210,7 +228,7 @@ class Api:
             Choice(
                 index,
                 flight,
-                self._tokens,
+                tokens,
                 body.stop or (),
                 body.stop_token_ids or (),
                 ready.eos,
@@ -224,7 +242,7 @@ class Api:
             chat=parser is not None,
             model=self.name,
             choices=choices,
-            tokens=self._tokens,
+            tokens=tokens,
             prompt_tokens=sum(map(len, prompts)),
             changed=changed,
             close=lambda: self._give_up(flights),
@@ -235,7 +253,7 @@ class Api:
             with_logprobs=logprobs is not None,
             tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
         )
-        ignored = ",".join(map(_header, unknown(body)))
+        ignored = ",".join(map(_header, unknown(body)[:MOST_TOLD]))
         headers = {"x-ignored-fields": ignored} if ignored else {}
         if body.stream:
             return EventStream(answer.events(), answer.close, self._serve.slow_s, headers)
@@ -260,23 +278,21 @@ class Api:
     def _described(self) -> dict[str, Any]:
         ready = self._core.ready
         described = {"id": self.name, "object": "model", "created": self._started, "owned_by": "helix"}
-        if ready is None or self._tokens is None:
+        if ready is None or self._reader is None:
             return described
-        return described | {"max_model_len": ready.max_length, "chat": self._tokens.has_template}
+        return described | {"max_model_len": ready.max_length, "chat": self._reader.tokens.has_template}
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
-        tokens = self._known(body.model)
-        if body.messages is not None:
-            ids, _ = await tokens.encode_chat(body, body.tools)
-        else:
-            ids = await tokens.encode(body.prompt or "", body.add_special_tokens)
-        return JSONResponse({"count": len(ids), "max_model_len": ready.max_length, "tokens": ids.tolist()})
+        reader, most = self._known(body.model), max(ready.context, COUNTED_IDS)
+        work = reader.tokens, body, ready.max_length, most
+        return Response(await reader.run(request.state.size, _ids_of, *work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
-        self._core.refuse_unless_ready()
-        body = await self._body(request, Detokenize)
-        return JSONResponse({"prompt": self._known(body.model).decode(body.tokens)})
+        ready = self._core.refuse_unless_ready()
+        body = await self._body(request, Detokenize, max(ready.context, COUNTED_IDS))
+        reader, ids = self._known(body.model), body.ids
+        return JSONResponse({"prompt": await reader.run(ids.nbytes, reader.tokens.decode, ids)})
 
     async def _metrics(self, request: Request) -> ASGIApp:
         return Response(self._core.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -308,36 +324,47 @@ class Api:
 
         return answered
 
-    def _known(self, model: str | None) -> Tokens:
-        """What goes with the model of a request.
+    def _known(self, model: str | None) -> Reader:
+        """The reader of a request's model.
 
         Raises:
             ApiError: 404, another model is served.
         """
         self._core.refuse_unless_ready()
-        assert self._tokens is not None, "known since there is a job"
+        assert self._reader is not None, "known since there is a job"
         if model is not None and model != self.name:
             raise ApiError(404, f"model={model!r:.80} is not served here: {self.name} is", code="model_not_found")
-        return self._tokens
+        return self._reader
 
-    async def _body(self, request: Request, schema: type[Body]) -> Body:
-        most = self._serve.body_mib * MIB
-        what = f"the body is larger than serve.body_mib={self._serve.body_mib} MiB"
+    async def _body(self, request: Request, schema: type[Body], most_ids: int = 0) -> Body:
+        """The body, of `request.state.size` bytes; of a request with ids it holds so many at most."""
+        reader, ready = self._known(None), self._core.refuse_unless_ready()
+        mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * ready.max_length) // MIB
+        most, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
         too_large = ApiError(413, what, code="too_large")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
             raise too_large
-        pieces, size = [], 0
+        body = bytearray()
         try:
             async with asyncio.timeout(self._serve.receive_s):
                 async for piece in request.stream():
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > most:
+                    body += piece
+                    if len(body) > most:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body did not come within serve.receive_s={self._serve.receive_s:g} s") from None
-        return parsed(schema, b"".join(pieces))
+        request.state.size = len(body)
+        return await reader.run(len(body), parsed, schema, bytes(body), most_ids)
+
+
+def _ids_of(tokens: Tokens, body: Tokenize, max_length: int, most: int) -> bytes:
+    """The answer of /tokenize."""
+    if body.messages is not None:
+        ids, _ = tokens.encode_chat(body, body.tools, most)
+    else:
+        ids = tokens.encode(body.prompt or "", most, body.add_special_tokens)
+    return json.dumps({"count": len(ids), "max_model_len": max_length, "tokens": ids.tolist()}).encode()
 
 
 def _header(name: str) -> str:

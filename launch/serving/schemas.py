@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,10 +28,12 @@ from launch.serving.fields import Field as Known
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-MOST_BIASED = 300
+MOST_STOP = 4096  # characters of each
+MOST_BIASED = 300  # tokens of which a request may say something each, as of `helix.sampling`
 MOST_EXPRESSION = 1 << 16  # characters of a regular expression or a grammar, or of all choices
 MOST_SCHEMA = 1 << 19  # characters and items of a schema
 MOST_LEVELS = 128  # of a schema
+MOST_VALUES = 1 << 17  # of a body, beside its token ids
 SAID = Repr()  # values in messages, however large they are
 
 
@@ -43,17 +47,24 @@ class FirstMistake(FailFast):
 T = TypeVar("T")
 Some = Annotated[list[T], FirstMistake()]
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # of unions, in the place of an error
+SCANNED = 1 << 20  # bytes at a time
 
 
 def _short(value: object) -> object:
     """Looked at before its items are, for the same reason."""
-    if isinstance(value, dict) and len(value) > MOST_BIASED:
-        raise ValueError(f"has {len(value)} keys, and may have {MOST_BIASED}")
+    if isinstance(value, dict | list) and len(value) > MOST_BIASED:
+        what = "keys" if isinstance(value, dict) else "items"
+        raise ValueError(f"has {len(value)} {what}, and may have {MOST_BIASED}")
     return value
+
+
+def _array(ids: list[int]) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int32)
 
 
 SHORT = BeforeValidator(_short)
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Ids = Annotated[Some[TokenId], AfterValidator(_array)]
 Scalar = str | int | float | bool | None
 
 Arguments = Annotated[dict[str, Scalar], SHORT]
@@ -230,7 +241,7 @@ def bounded(param: str, schema: Any) -> None:
         elif isinstance(value, str):
             room -= len(value)
     if room < 0:
-        raise ValueError(f"{param} has more than {MOST_SCHEMA} characters and items")
+        raise ValueError(f"{param} is too large: it may have {MOST_SCHEMA} characters and items")
 
 
 def _tagged(param: str, value: dict[str, Any]) -> Tagged:
@@ -271,7 +282,7 @@ class Generation(Schema):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: str | Some[str] | None = None
-    stop_token_ids: Some[TokenId] | None = None
+    stop_token_ids: Annotated[Some[TokenId], SHORT] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     ignore_eos: bool = False
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], SHORT] | None = None
@@ -295,8 +306,8 @@ class Generation(Schema):
     @classmethod
     def _some_stops(cls, stop: str | list[str] | None) -> list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop
-        if stops is not None and (len(stops) > MOST_STOPS or "" in stops):
-            raise ValueError(f"must be at most {MOST_STOPS} texts, none of them empty")
+        if stops is not None and (len(stops) > MOST_STOPS or not all(0 < len(text) <= MOST_STOP for text in stops)):
+            raise ValueError(f"must be at most {MOST_STOPS} texts, of 1 to {MOST_STOP} characters each")
         return stops
 
     @field_validator("logit_bias")
@@ -343,7 +354,7 @@ class Generation(Schema):
 class Completion(Generation):
     """Body of /v1/completions."""
 
-    prompt: str | Some[TokenId] | Some[str] | Some[Some[TokenId]]
+    prompt: str | Ids | Some[str] | Some[Ids]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True
@@ -355,11 +366,12 @@ class Completion(Generation):
         return self
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str] | list[np.ndarray]:
+        """Texts, or ids [n] int32."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
+        if isinstance(self.prompt, np.ndarray):
+            return [self.prompt] if len(self.prompt) else []
         return self.prompt  # type: ignore[return-value]
 
 
@@ -472,13 +484,12 @@ class Chat(Generation, Conversation):
     def _consistent(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true")
+        bounded("tools", [tool.function.parameters for tool in self.tools or ()])
         names = {tool.function.name for tool in self.tools or ()}
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r:.80}, which is not among tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice=required needs tools")
-        if self.has_to_call:
-            bounded("tools", [tool.function.parameters for tool in self.callable_tools])
         if self.has_to_call and self.shape is not None and self.shape.param != "response_format":
             raise ValueError(f"tool_choice wants a call, and {self.shape.param} something else: send one of them")
         if self.has_to_call and self.continue_final_message:
@@ -522,18 +533,28 @@ class Detokenize(Schema):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: Some[TokenId]
+    tokens: Ids
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[n] int32."""
+        return np.asarray(self.tokens)
 
 
 Body = TypeVar("Body", bound=Schema)
 
 
-def parsed(schema: type[Body], body: bytes) -> Body:
+def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
     """A request's body.
+
+    Args:
+        most_ids: token ids that it may hold.
 
     Raises:
         ApiError: 400, naming the field, its value and what it has to be.
     """
+    if len(body) > MOST_VALUES:
+        _check_values(body, most_ids)
     try:
         request = schema.model_validate_json(body)
     except ValidationError as error:
@@ -544,6 +565,29 @@ def parsed(schema: type[Body], body: bytes) -> Body:
             what = f"{known.name} is not supported: {known.says}"
             raise ApiError(400, what, param=known.name, code="unsupported_parameter")
     return request
+
+
+def _check_values(body: bytes, most_ids: int) -> None:
+    """Counts values before anything is made of them: millions of empty lists take seconds, and gigabytes that stay.
+
+    Raises:
+        ApiError: 400, there are too many.
+    """
+    lists = commas = 0
+    within = np.zeros(1, np.uint8)  # a text, at the end of what has been scanned
+    bare = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    for begin in range(0, len(bare), SCANNED):
+        part = bare[begin : begin + SCANNED]
+        inside = np.bitwise_xor.accumulate(np.concatenate([within, part == ord('"')]))[1:]
+        outside, within = part[inside == 0], inside[-1:]
+        lists += int(np.count_nonzero((outside == ord("[")) | (outside == ord("{"))))
+        commas += int(np.count_nonzero(outside == ord(",")))
+    if lists > MOST_VALUES or lists + commas > MOST_VALUES + most_ids:
+        ids = f" and {most_ids} token ids" if most_ids else ""
+        what = (
+            f"the body has {lists + commas} values, {lists} of them lists or objects, and may have {MOST_VALUES}{ids}"
+        )
+        raise ApiError(400, what, code="too_large")
 
 
 def unknown(request: Schema) -> list[str]:

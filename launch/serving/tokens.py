@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -24,9 +22,10 @@ from helix.tokenizer import load_tokenizer
 from launch.serving.errors import ApiError
 from launch.serving.schemas import Conversation, Message, Tool
 
-THREADS = 2
 KEPT_BYTES = 1 << 28  # of segments whose ids are kept, 4 bytes a token
 SHORT = 64  # characters; shorter segments are not worth keeping
+DENSE = 16  # characters of a token, at which a text is counted before it is read whole
+COUNTED = 1 << 14  # characters at a time
 # Variables of templates that requests set by other fields, and functions that transformers gives them.
 OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
@@ -36,7 +35,7 @@ PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
 
 class Tokens:
-    """The tokenizer of a checkpoint directory, for one event loop; long texts are tokenized in threads.
+    """The tokenizer of a checkpoint directory; its methods may be called from any thread.
 
     Attributes:
         tokenizer: the transformers library's; None where the directory has none.
@@ -48,10 +47,9 @@ class Tokens:
     """
 
     def __init__(self, path: str | None) -> None:
-        if "torch" not in sys.modules:  # 335 MB that nobody needs here
+        if path is not None and "torch" not in sys.modules:  # 335 MB that nobody needs here
             import_transformers()
         self.tokenizer = load_tokenizer(path)
-        self._threads = ThreadPoolExecutor(THREADS, "tokens")
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
         self._held = 0  # bytes of these
         self._special: re.Pattern[str] | None = None
@@ -81,10 +79,14 @@ class Tokens:
             return str(template.get("default") or next(iter(template.values()), ""))
         return template or ""
 
-    async def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """The ids [n] int32 of a text, with what the tokenizer puts around it where `special`."""
-        self._needed()
-        return await self._in_thread(lambda: self._whole(text, special))
+    def encode(self, text: str, most: int, special: bool = True) -> np.ndarray:
+        """The ids [n] int32 of a text, with what the tokenizer puts around it where `special`.
+
+        Raises:
+            ApiError: they are far more than `most`.
+        """
+        self._check_length(text, most, "prompt")
+        return self._whole(text, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._needed().decode(ids))
@@ -93,11 +95,11 @@ class Tokens:
         """The text of one token by itself; its number where there is no tokenizer."""
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
-    async def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None) -> tuple[np.ndarray, str]:
+    def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, most: int) -> tuple[np.ndarray, str]:
         """The ids [n] int32 of a conversation up to where the answer begins, and its text.
 
         Raises:
-            ApiError: there is no template, or it cannot take this conversation.
+            ApiError: there is no template, or it cannot take this conversation, or its ids are far more than `most`.
         """
         tokenizer = self._needed()
         if not self.has_template:
@@ -107,30 +109,27 @@ class Tokens:
         conversation = [_plain(message) for message in chat.said]
         given = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
-        def render() -> tuple[np.ndarray, str]:
-            try:
-                read = variables(tokenizer.get_chat_template(tools=given))
-            except Exception as error:  # of jinja2, or of a checkpoint with several templates
-                raise ApiError(
-                    400, f"the chat template cannot be read: {_line(error)}", code="no_chat_template"
-                ) from error
-            taken = inspect.signature(tokenizer.apply_chat_template).parameters
-            more = _variables(chat, read - OTHERS - taken.keys(), read)
-            try:
-                text = tokenizer.apply_chat_template(
-                    conversation,
-                    tools=given,
-                    tokenize=False,
-                    add_generation_prompt=chat.prompts_answer,
-                    continue_final_message=chat.continue_final_message,
-                    **more,
-                )
-            except Exception as error:  # a template is a program, and says so in whatever way it likes
-                what = f"the chat template refuses the messages: {_line(error)}"
-                raise ApiError(400, what, param="messages") from error
-            return self.encode_segments(text), text
-
-        return await self._in_thread(render)
+        try:
+            read = variables(tokenizer.get_chat_template(tools=given))
+        except Exception as error:  # of jinja2, or of a checkpoint with several templates
+            what = f"the chat template cannot be read: {_line(error)}"
+            raise ApiError(400, what, code="no_chat_template") from error
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters
+        more = _variables(chat, read - OTHERS - taken.keys(), read)
+        try:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                tools=given,
+                tokenize=False,
+                add_generation_prompt=chat.prompts_answer,
+                continue_final_message=chat.continue_final_message,
+                **more,
+            )
+        except Exception as error:  # a template is a program, and says so in whatever way it likes
+            what = f"the chat template refuses the messages: {_line(error)}"
+            raise ApiError(400, what, param="messages") from error
+        self._check_length(text, most, "messages")
+        return self.encode_segments(text), text
 
     def encode_segments(self, text: str) -> np.ndarray:
         """The ids [n] int32 of a text whose special tokens are written out; what was tokenized before is looked up."""
@@ -172,8 +171,19 @@ class Tokens:
         self._special = None
         return all(np.array_equal(a, self.encode_segments(t)) for a, t in zip(apart, texts, strict=True))
 
-    async def _in_thread(self, work: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def _check_length(self, text: str, most: int, param: str) -> None:
+        """Refuses what is far too long after a part of it: 64 MiB would be a minute, and gigabytes.
+
+        Cuts change how a text falls into tokens, but not by half of them.
+        """
+        if len(text) <= DENSE * most:
+            return
+        count = 0
+        for begin in range(0, len(text), COUNTED):
+            count += len(self._whole(text[begin : begin + COUNTED], False))
+            if count > 2 * most:
+                what = f"the prompt's {len(text)} characters are more than {count} tokens, and there is room for {most}"
+                raise ApiError(400, what, param=param, code="context_length_exceeded")
 
     def _needed(self) -> Any:
         if self.tokenizer is None:

@@ -140,8 +140,8 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
     finally:
         server.should_exit = True
         await tasks[0]
-        await api.close()
         tasks[1].cancel()
+        await api.close()
         await job.close()
 
 

@@ -113,8 +113,16 @@ def started(directory: Path) -> Iterator[Server]:
 
 def age_s(server: Server) -> float:
     """For how long there has been any of the ranks, or the launcher that started them."""
-    ticks = [int(fields[19]) for pid in server.members() if pid != server.process.pid and (fields := status(pid))]
+    ticks = [int(fields[19]) for pid in server.members() if _is_of_job(pid) and (fields := status(pid))]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - min(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_of_job(pid: int) -> bool:
+    """Whether a process is no part of the front end."""
+    try:
+        return b"torchrun_entry.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def kill_rank(server: Server, state: str, number: int, expected: str) -> Row:

@@ -88,7 +88,7 @@ def test_a_conversation_is_the_templates_text(tmp_path: Path, model: Path) -> No
             assert answer.usage.prompt_tokens == len(front.job.submits[-1].ids)
         first, second = front.job.submits
         assert np.array_equal(first.ids, second.ids) and first.max_new_tokens == 100
-        text = front.api._tokens.tokenizer.decode(first.ids)
+        text = front.api._reader.tokens.tokenizer.decode(first.ids)
         assert text == f"<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
         answer = await front.post("/tokenize", {"messages": [USER]})
         assert answer.json()["tokens"] == first.ids.tolist()
@@ -139,7 +139,7 @@ def test_thinking_and_calls(stream: bool, tmp_path: Path, model: Path) -> None:
         turn = [USER, {"role": "assistant", "content": None, "tool_calls": [c.model_dump() for c in calls]}]
         turn += [{"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"}]
         await client(front).chat.completions.create(model=model.name, messages=turn)
-        text = front.api._tokens.tokenizer.decode(front.job.submits[-1].ids)
+        text = front.api._reader.tokens.tokenizer.decode(front.job.submits[-1].ids)
         assert "Paris<|im_end|>" in text and "<|im_start|>tool\nsunny" in text
 
     run(check, tmp_path, model, says)
@@ -285,7 +285,7 @@ def test_prompts_are_those_of_transformers(
     template: str, turns: list[Any], wanted: dict[str, Any], rendered: dict[str, Any], tmp_path: Path, model: Path
 ) -> None:
     async def check(front: Front) -> None:
-        tokenizer = front.api._tokens.tokenizer
+        tokenizer = front.api._reader.tokens.tokenizer
         tokenizer.chat_template = template
         ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **rendered)
         for route in ("/v1/chat/completions", "/tokenize"):
@@ -321,7 +321,7 @@ def test_what_no_template_reads_is_refused(
     template: str, wanted: dict[str, Any], words: str, tmp_path: Path, model: Path
 ) -> None:
     async def check(front: Front) -> None:
-        front.api._tokens.tokenizer.chat_template = template
+        front.api._reader.tokens.tokenizer.chat_template = template
         answer = await front.post("/v1/chat/completions", {"messages": [USER]} | wanted)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
         assert front.job.submits == []

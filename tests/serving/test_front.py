@@ -36,7 +36,7 @@ def run(check: Check, directory: Path, job: FakeJob | None = None, **settings: A
 
 
 def text_of(front: Front, ids: list[int]) -> str:
-    return front.api._tokens.decode(ids)
+    return front.api._reader.tokens.decode(ids)
 
 
 def saying(text: str, finish: str | None = "stop") -> Any:
@@ -109,7 +109,7 @@ def test_stop_texts_and_stop_ids_end_it_and_the_engine_is_told(stream: bool, tmp
             assert "".join(choice.text for choice in choices) == text
             assert choices[-1].finish_reason == "stop"
         assert front.job.aborts == [1, 2] and front.core.flights == {}
-        ids = front.api._tokens._whole("(", True).tolist()
+        ids = front.api._reader.tokens._whole("(", True).tolist()
         answer = await client.completions.create(
             model="demo-model", prompt="x", max_tokens=500, extra_body={"stop_token_ids": ids}
         )

@@ -1,0 +1,203 @@
+"""Requests that are large wherever they can be: each is told so, and meanwhile everybody else is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from launch.serving.errors import ApiError
+from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
+from launch.serving.reader import LARGE, Reader
+from launch.serving.schemas import MOST_SCHEMA, MOST_VALUES
+from tests.serving.front import READY, FakeJob, Front, front, until
+
+pytestmark = pytest.mark.timeout(120)
+MIB = 1 << 20
+LATE_S = 0.2  # that others may wait
+TRIES = 3  # of which one has to do: this machine may have other work, but no more than once in a while
+
+
+def post(path: str, body: bytes) -> bytes:
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+
+
+def completion(more: bytes) -> bytes:
+    return post("/v1/completions", b'{"max_tokens":1,%s}' % more)
+
+
+def schema(size: int) -> bytes:
+    """A completion whose schema has so many characters."""
+    content = {"type": "object", "description": ""}
+    form = {"type": "json_schema", "json_schema": {"schema": content}}
+    content["description"] = "x" * (size - len(json.dumps(form["json_schema"])))
+    return completion(b'"prompt":"x","response_format":' + json.dumps(form).encode())
+
+
+def text(size: int) -> bytes:
+    return (b"def read(path): return open(path)\\n" * (size // 30))[:size].rstrip(b"\\")
+
+
+# Name, request, status of its answer and words of it. Each kept the loop for longer than LATE_S when it was read there.
+ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
+    ("lists", lambda: completion(b'"prompt":"x","more":[' + b"[]," * (4 * MIB) + b"[]]"), 400, f"{MOST_VALUES} and"),
+    ("ids", lambda: completion(b'"prompt":[' + b"1234," * (4 * MIB) + b"1]"), 400, "values"),
+    ("biases", lambda: completion(b'"prompt":"x","logit_bias":{' + b'"7":1,' * (4 * MIB) + b'"7":1}'), 400, "values"),
+    ("stop ids", lambda: completion(b'"prompt":[1],"min_tokens":1,"stop_token_ids":[' + b"7," * (4 * MIB) + b"7]"),
+     400, "values"),
+    ("text", lambda: completion(b'"prompt":"' + text(8 * MIB) + b'"'), 400, "characters"),
+    ("schema", lambda: schema(16 * MIB), 400, f"may have {MOST_SCHEMA}"),
+    ("bytes", lambda: completion(b'"prompt":"' + b"x" * (65 * MIB) + b'"'), 413, "64 MiB (serve.body_mib)"),
+    ("ids to text", lambda: post("/detokenize", b'{"tokens":[' + b"7," * (8 * MIB) + b"7]}"), 400, "values"),
+    ("text to ids", lambda: post("/tokenize", b'{"prompt":"' + text(MIB // 2) + b'"}'), 200, '"count": '),
+    ("url", lambda: b"GET /" + b"a" * (100 * MIB), 414, f"{MOST_URL} bytes"),
+    ("header", lambda: b"GET / HTTP/1.1\r\na: " + b"a" * (100 * MIB), 431, f"{MOST_HEAD} bytes"),
+    ("headers", lambda: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, 431, f"{MOST_HEADERS} headers"),
+]  # fmt: skip
+
+
+async def attack(port: int, request: bytes) -> bytes:
+    """What a client reads that first sends all of a request; in a thread, whose calls wait without Python's lock."""
+
+    def send() -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            with suppress(OSError):  # it was cut off
+                connection.sendall(request)
+            answer = b""
+            while piece := connection.recv(1 << 16):
+                answer += piece
+                head, _, body = answer.partition(b"\r\n\r\n")
+                length = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+                if length and len(body) >= int(length[0].split(b":")[1]):
+                    break
+            return answer
+
+    return await asyncio.to_thread(send)
+
+
+def slowest_health_s(port: int, until: Callable[[], bool]) -> float:
+    """The longest that a client waits for /health while something else goes on."""
+    slowest, last = 0.0, time.monotonic()
+    while not until():
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in connection.recv(1 << 16)
+        # From one answer to the next: what keeps Python's lock keeps this thread too.
+        slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
+        time.sleep(0.01)
+    return slowest
+
+
+def run(check: Callable[[Front], Any], directory: Path, job: FakeJob | None = None, **settings: Any) -> None:
+    async def with_front() -> None:
+        async with front(directory, job, **settings) as made, asyncio.timeout(110):
+            await check(made)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(with_front())
+
+
+def test_everybody_else_is_answered_meanwhile(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        late = {}
+        for name, make, status, words in ATTACKS:
+            request, waits = make(), []
+            for _ in range(TRIES):
+                attacking = asyncio.create_task(attack(front.port, request))
+                waits.append(await asyncio.to_thread(slowest_health_s, front.port, attacking.done))
+                answer = await attacking
+                assert answer.startswith(b"HTTP/1.1 %d" % status) and words.encode() in answer, (name, answer[:500])
+                if waits[-1] < LATE_S:
+                    break
+            else:
+                late[name] = waits
+        assert not late and front.job.submits == [] and front.core.flights == {}
+
+    run(check, tmp_path)
+
+
+def test_ids_that_fill_the_context_are_a_legal_prompt(tmp_path: Path) -> None:
+    """However many bytes they take; one more token than that is refused by its number."""
+    most = 1 << 18
+
+    async def check(front: Front) -> None:
+        ids = b"4095," * (most - 2) + b"7"
+        answer = await front.post("/v1/completions", None, content=b'{"max_tokens":1,"prompt":[%s]}' % ids)
+        assert answer.status_code == 200, answer.text
+        (submit,) = front.job.submits
+        assert len(submit.ids) == most - 1 and submit.ids[-1] == 7 and set(submit.ids[:-1]) == {4095}
+        answer = await front.post("/v1/completions", None, content=b'{"max_tokens":2,"prompt":[%s]}' % ids)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+    run(check, tmp_path, FakeJob(ready=replace(READY, context=most, max_length=most)))
+
+
+def test_trailers_have_an_end(tmp_path: Path) -> None:
+    """They come behind a body, and the parser would keep them all."""
+
+    async def check(front: Front) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        writer.write(b"POST /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\na: ")
+        assert b" 405 " in await reader.readuntil(b"}}")
+        writer.write(b"a" * (2 * MOST_HEAD))
+        assert b"HTTP/1.1 431 " in await reader.read()
+        writer.close()
+
+    run(check, tmp_path)
+
+
+def test_a_head_up_to_the_bound_is_read(tmp_path: Path) -> None:
+    async def check(front: Front) -> None:
+        fields = b"".join(b"x-%d: %s\r\n" % (i, b"v" * 200) for i in range(MOST_HEADERS - 1))
+        for head, status in (
+            (b"GET /livez?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"q" * (MOST_URL - 7)), 200),
+            (b"GET /livez?%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"q" * (MOST_URL - 6)), 414),
+            (b"GET /livez HTTP/1.1\r\nHost: x\r\n%s\r\n" % fields, 200),
+            (b"GET /livez HTTP/1.1\r\nHost: x\r\nmore: 1\r\n%s\r\n" % fields, 431),
+            (b"GET /livez HTTP/1.1\r\nHost: %s\r\n\r\n" % (b"x" * MOST_HEAD), 431),
+        ):
+            assert (await attack(front.port, head)).startswith(b"HTTP/1.1 %d" % status), head[:80]
+        # One request after the other over one connection: what was read before does not count.
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+        for _ in range(4):
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nmore: %s\r\n\r\n" % (b"v" * (MOST_HEAD // 2)))
+            assert b" 200 " in await reader.readuntil(b"}")
+        writer.close()
+
+    run(check, tmp_path)
+
+
+def test_a_process_that_fails_is_another_one_for_the_next() -> None:
+    """Whether it does not come to an end, dies, or raises what it is not to."""
+
+    async def check() -> None:
+        reader = Reader(None, 60.0)
+        assert await reader.run(LARGE + 1, abs, -3) == 3
+        (first,) = reader._all
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reader.run(LARGE + 1, time.sleep, 0.5)  # nobody waits for its end, and there it goes on
+        await until(lambda: reader._idle == [first])
+        with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+            await reader.run(LARGE + 1, int, "x")
+        with pytest.raises(ApiError) as refused:
+            await reader.run(LARGE + 1, os._exit, 3)
+        assert refused.value.status == 500 and reader._all == set() and first.returncode == 3
+        reader._deadline_s = 0.5
+        with pytest.raises(ApiError, match=r"serve\.receive_s=0\.5 s") as refused:
+            await reader.run(LARGE + 1, time.sleep, 60)
+        assert refused.value.status == 413 and reader._all == set()
+        await reader.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(check())
