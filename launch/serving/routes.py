@@ -138,7 +138,7 @@ class Api:
             for told in (body.prompts if body.echo else [])
         ]
         form = None
-        if body.has_form:
+        if body.shape is not None:
             form = await reader.run(request.state.size, form_of, reader.tokens, body, ready.eos)
         return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form)
 

@@ -34,7 +34,6 @@ MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all ch
 MOST_SCHEMA = 1 << 19  # characters and items of a schema, or of the parameters of all tools
 MOST_LEVELS = 128  # of a schema
 MOST_VALUES = 1 << 17  # of a body, beside its token ids
-FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 Scalar = str | int | float | bool | None
 SAID = Repr()  # values in messages, however large they are
 
@@ -224,8 +223,8 @@ def _shape(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: bo
 
 def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
     """The object that a field holds, or a text of it."""
-    if isinstance(value, str) and len(value) > MOST_SCHEMA:
-        raise ValueError(f"{param} has {len(value)} characters, and may have {MOST_SCHEMA}")
+    if isinstance(value, str):
+        bounded(param, value)  # of a text of 64 MiB Python would make gigabytes
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -250,7 +249,7 @@ def bounded(param: str, schema: Any) -> None:
         elif isinstance(value, str):
             room -= len(value)
     if room < 0:
-        raise ValueError(f"{param} has more than {MOST_SCHEMA} characters and items")
+        raise ValueError(f"{param} is too large: it may have {MOST_SCHEMA} characters and items")
 
 
 def _tagged(param: str, value: dict[str, Any]) -> Tagged:
@@ -353,11 +352,6 @@ class Generation(Schema):
             yield self.structured_outputs.shape
         if self.response_format is not None and (shape := self.response_format.shape) is not None:
             yield shape
-
-    @property
-    def has_form(self) -> bool:
-        """Whether a field says what the answer has to look like; `shape` takes time by its size."""
-        return any(getattr(self, name) is not None for name in FORMS)
 
     @property
     def shape(self) -> Shape | None:
