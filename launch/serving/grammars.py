@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from launch.serving.compiler import Parts
+from launch.serving.compiler import MOST_BYTES, Parts
 from launch.serving.dialects import Calls, Dialect
 from launch.serving.schemas import Shape, Tagged, Tool
 
@@ -142,6 +142,7 @@ class _Rules:
         self.added = added
         self._pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
+        self._room = MOST_BYTES
 
     def __str__(self) -> str:
         return "".join(f"{rule}\n" for rule in self._rules)
@@ -153,6 +154,14 @@ class _Rules:
         return name
 
     def define(self, name: str, body: str) -> None:
+        """Adds a rule.
+
+        Raises:
+            ValueError: all of them are too large: what arguments share is written for each of them.
+        """
+        self._room -= len(body)
+        if self._room < 0:
+            raise ValueError(f"its grammar has more than {MOST_BYTES} characters")
         self._rules.append(f"{name}: {body}")
 
     def text(self, text: str) -> str:

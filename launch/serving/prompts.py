@@ -58,12 +58,23 @@ def form_of(
         if dialect is None or dialect.calls is None:
             what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
             raise ApiError(400, what, param="tool_choice")
-        calls = of_calls(dialect, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
+        try:
+            calls = of_calls(dialect, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
+        except ValueError as error:
+            raise unfollowed("tool_choice", error) from error
         return Form("tool_choice", calls)
     if (shape := body.shape) is None:
         return None
     begun = isinstance(body, Chat) and not body.prompts_answer
-    return Form(shape.param, of_shape(shape, tokens.added, tokens.special, eos, dialect, turn, begun))
+    try:
+        return Form(shape.param, of_shape(shape, tokens.added, tokens.special, eos, dialect, turn, begun))
+    except ValueError as error:
+        raise unfollowed(shape.param, error) from error
+
+
+def unfollowed(param: str, error: ValueError) -> ApiError:
+    """The refusal of a form for what is wrong with it."""
+    return ApiError(400, f"{param} cannot be followed: {' '.join(str(error).split()):.300}", param=param)
 
 
 def ids_of(tokens: Tokens, body: Tokenize, max_length: int, most: int) -> bytes:

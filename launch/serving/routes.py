@@ -26,7 +26,7 @@ from launch.serving.core import Core, Flight
 from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
-from launch.serving.prompts import Form, form_of, ids_of, read_chat
+from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
 from launch.serving.reader import Reader
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
@@ -175,8 +175,7 @@ class Api:
         try:
             return await self._compiler.compile(form.parts)
         except ValueError as error:
-            what = f"{param} cannot be followed: {' '.join(str(error).split()):.300}"
-            raise ApiError(400, what, param=param) from error
+            raise unfollowed(param, error) from error
 
     async def _answer(
         self,
