@@ -90,7 +90,7 @@ def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
             assert beside.status_code == 200 and (await front.get("/health")).status_code == 200
         assert not hard.done()
         assert (await hard).status_code == 400
-        await until(lambda: not there(before))
+        await until(lambda: not there(before), 10)
 
     run(check, tmp_path)
 
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
         compiling = asyncio.create_task(front.api._compiler.compile([{"ebnf": HARD}]))
         await asyncio.sleep(0.1)
         compiling.cancel()
-        await until(lambda: not there(before))
+        await until(lambda: not there(before), 10)
 
     run(check, tmp_path)
 
