@@ -1,33 +1,28 @@
 """Compiles what clients want answers to follow, in processes that end where that takes long: a grammar of a few lines
 can take a minute and all memory, and none of llguidance's limits holds it.
 
-A process reads lines of JSON: the parts of a grammar. It answers each with one: the grammar, or what is wrong with it.
+Requests and answers are JSON: the parts of a grammar; and the grammar, or what is wrong with it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from launch.serving.matcher import Grammars
+from launch.serving.workers import Work, Workers, answer
 
-ROOT = Path(__file__).parents[2]
 COMPILE_S = 2.0
 COMPILE_BYTES = 1 << 30
-START_S = 60.0  # for a process to read the tokenizer
+WAIT_S = 60.0  # for a process to be free, or to read the tokenizer
 PROCESSES = 2
 KEPT = 32  # grammars whose answer is remembered
 MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
@@ -41,12 +36,14 @@ class Compiler:
         path: of its `tokenizer.json`.
         vocab: tokens that the model can draw.
         eos: its end tokens.
+
+    Attributes:
+        workers: the processes.
     """
 
     def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
-        self._arguments = [str(path), str(vocab), *map(str, sorted(eos))]
-        self._room = asyncio.Semaphore(PROCESSES)
-        self._idle: list[Process] = []
+        arguments = [str(path), str(vocab), *map(str, sorted(eos))]
+        self.workers = Workers("launch.serving.compiler", arguments, PROCESSES, WAIT_S, COMPILE_S)
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
 
     async def compile(self, parts: Parts) -> str:
@@ -54,99 +51,45 @@ class Compiler:
 
         Raises:
             ValueError: it cannot be followed, or takes too long, or is too large.
+            ApiError: 503, others take all the time.
         """
-        line = json.dumps(parts).encode()
-        if len(line) > MOST_BYTES:
-            raise ValueError(f"it has {len(line)} bytes, and may have {MOST_BYTES}")
-        answer = self._known.get(line)
-        if answer is None:
-            async with self._room:
-                answer = await self._ask(line)
-            self._known[line] = answer
+        request = json.dumps(parts).encode()
+        if len(request) > MOST_BYTES:
+            raise ValueError(f"it has {len(request)} bytes, and may have {MOST_BYTES}")
+        told = self._known.get(request)
+        if told is None:
+            try:
+                told = self._known[request] = json.loads(await self.workers.ask(request))
+            except (TimeoutError, EOFError):  # which is not remembered: the host may have been busy
+                what = f"it takes more than {COMPILE_S:g} s or {COMPILE_BYTES >> 30} GiB to compile"
+                raise ValueError(what) from None
             if len(self._known) > KEPT:
                 self._known.popitem(last=False)
-        if "mistake" in answer:
-            raise ValueError(answer["mistake"])
-        return answer["grammar"]
+        if "mistake" in told:
+            raise ValueError(told["mistake"])
+        return told["grammar"]
 
     async def close(self) -> None:
         """Ends the processes."""
-        while self._idle:
-            process = self._idle.pop()
-            _end(process)
-            await process.wait()
-
-    async def _ask(self, line: bytes) -> dict[str, str]:
-        process = self._idle.pop() if self._idle else await self._start()
-        assert process.stdin is not None and process.stdout is not None
-        answer = b""
-        try:
-            process.stdin.write(line + b"\n")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(COMPILE_S):
-                    answer = await process.stdout.readline()
-        finally:
-            if answer:
-                self._idle.append(process)
-            else:
-                _end(process)
-        if not answer:  # which is not remembered: the host may have been busy
-            raise ValueError(f"it takes more than {COMPILE_S:g} s or {COMPILE_BYTES >> 30} GiB to compile")
-        return dict(json.loads(answer))
-
-    async def _start(self) -> Process:
-        """A process that has read the tokenizer."""
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", __name__, *self._arguments),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            start_new_session=True,  # a terminal's control-C is not its
-            limit=4 * MOST_BYTES,
-        )
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(START_S):
-                if not await process.stdout.readline():
-                    raise TimeoutError
-        except BaseException as error:
-            _end(process)
-            if isinstance(error, TimeoutError):
-                raise RuntimeError("the process that compiles grammars did not start") from None
-            raise
-        return process
+        await self.workers.close()
 
 
-def _end(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Compiles what is read, until there is no more; then it ends at once, whatever it does."""
-    path, vocab, *eos = arguments
+def _work(path: str, vocab: str, *eos: str) -> Work:
     grammars = Grammars(Path(path), int(vocab), [*map(int, eos)])
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES,) * 2)
-    lines: SimpleQueue[str] = SimpleQueue()
-    Thread(target=_read, args=(lines,), daemon=True).start()
-    print("ready", flush=True)
-    while True:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is said where memory ends
+
+    def compiled(request: bytes) -> bytes:
         try:
-            answer = {"grammar": _compiled(grammars, json.loads(lines.get()))}
+            told = {"grammar": _compiled(grammars, json.loads(request))}
         except RecursionError:
-            answer = {"mistake": "it is nested too deeply"}
+            told = {"mistake": "it is nested too deeply"}
         except ValueError as error:
-            answer = {"mistake": str(error)}
-        print(json.dumps(answer), flush=True)
+            told = {"mistake": str(error)}
+        return json.dumps(told).encode()
 
-
-def _read(lines: SimpleQueue[str]) -> None:
-    for line in sys.stdin:
-        lines.put(line)
-    os._exit(0)  # from within a compilation too
+    return compiled
 
 
 def _compiled(grammars: Grammars, parts: Parts) -> str:
@@ -171,4 +114,4 @@ def _lark(part: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer(lambda: _work(*sys.argv[1:]))

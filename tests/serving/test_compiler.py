@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
+import time
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from launch.serving.compiler import Compiler
-from tests.serving.front import DEMO, READY, FakeJob, Front, front, until
+from tests.serving.front import DEMO, READY, ROOT, FakeJob, Front, front, until
 
 pytestmark = pytest.mark.timeout(120)
 # A minute, and none of llguidance's limits holds it: which texts all four expressions agree on.
@@ -81,7 +83,7 @@ def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         forms = [EASY | {"structured_outputs": {"choice": [text]}} for text in "ab"]
         await asyncio.gather(*(front.post("/v1/completions", form) for form in forms))  # two processes are there
-        before = [*front.api._compiler._idle]
+        before = [*front.api._compiler.workers.idle]
         assert len(before) == 2
         hard = asyncio.create_task(front.post("/v1/completions", EASY | {"structured_outputs": {"grammar": HARD}}))
         await asyncio.sleep(0.1)
@@ -98,7 +100,7 @@ def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
 def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
         assert (await front.post("/v1/completions", EASY)).status_code == 200
-        before = [*front.api._compiler._idle]
+        before = [*front.api._compiler.workers.idle]
         compiling = asyncio.create_task(front.api._compiler.compile([{"ebnf": HARD}]))
         await asyncio.sleep(0.1)
         compiling.cancel()
@@ -108,14 +110,32 @@ def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
 
 
 def test_processes_end_with_the_front_end() -> None:
-    async def check() -> None:
-        made = Compiler(DEMO / "tokenizer.json", 4096, (0,))
-        grammar = await made.compile([{"ebnf": 'root ::= "a"'}])
-        assert json.loads(grammar)["grammars"][0]["lark_grammar"].endswith('start: "a"\n')
-        (process,) = made._idle
-        process.stdin.write(json.dumps([{"ebnf": HARD}]).encode() + b"\n")
-        process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), 10) == 0, "in the middle of a compilation"
-        await made.close()
+    """In the middle of a compilation too, and where it is killed."""
+    program = f"""
+import asyncio
+from pathlib import Path
+from launch.serving.compiler import Compiler
 
-    asyncio.run(check())
+async def compile():
+    made = Compiler(Path({str(DEMO / "tokenizer.json")!r}), 4096, (0,))
+    print(await made.compile([{{"ebnf": 'root ::= "a"'}}]), flush=True)
+    print(made.workers.idle[0].pid, flush=True)
+    await made.compile([{{"ebnf": {HARD!r}}}])
+
+asyncio.run(compile())
+"""
+    front = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    grammar, pid = json.loads(front.stdout.readline()), int(front.stdout.readline())
+    assert grammar["grammars"][0]["lark_grammar"].endswith('start: "a"\n')
+    time.sleep(0.1)
+    front.kill()
+    front.wait()
+    asyncio.run(until(lambda: state(pid) in (None, "Z"), 10))
+
+
+def state(pid: int) -> str | None:
+    """A letter; None where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return None

@@ -244,20 +244,20 @@ def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     async def check() -> None:
         reader = Reader(None, 60.0)
         assert await reader.run(LARGE + 1, abs, -3) == 3
-        (first,) = reader._all
+        (first,) = reader.workers.processes
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await reader.run(LARGE + 1, time.sleep, 0.5)  # nobody waits for its end, and there it goes on
-        await until(lambda: reader._idle == [first])
+        await until(lambda: reader.workers.idle == [first])
         with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
             await reader.run(LARGE + 1, int, "x")
         with pytest.raises(ApiError) as refused:
             await reader.run(LARGE + 1, os._exit, 3)
-        assert refused.value.status == 500 and reader._all == set() and first.returncode == 3
-        reader._deadline_s = 0.5
-        with pytest.raises(ApiError, match=r"serve\.receive_s=0\.5 s") as refused:
+        assert refused.value.status == 500 and reader.workers.processes == set() and first.returncode == 3
+        reader.workers._work_s = 0.5
+        with pytest.raises(ApiError, match=r"serve\.receive_s=60 s") as refused:
             await reader.run(LARGE + 1, time.sleep, 60)
-        assert refused.value.status == 413 and reader._all == set()
+        assert refused.value.status == 413 and reader.workers.processes == set()
         await reader.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

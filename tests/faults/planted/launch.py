@@ -60,8 +60,8 @@ FAULTS = [
         ("tests/serving/test_grammar.py::test_what_is_certain_is_not_looked_for_ahead",),
     ),
     Fault(
-        "a compilation that takes long goes on", "launch/serving/compiler.py",
-        "        process.kill()\n", "        pass\n",
+        "a compilation that takes long goes on", "launch/serving/workers.py",
+        "                await self._end(process)\n            if isinstance", "                pass\n            if isinstance",
         ("tests/serving/test_compiler.py::test_nobody_waits_for_a_form_that_takes_long",),
     ),
     Fault(
