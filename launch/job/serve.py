@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
@@ -22,9 +23,9 @@ from helix.inbox import Inbox
 from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.tiering import of_short_chunks
-from launch.job.grammar import Grammars
 from launch.job.task import Done, Task
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
+from launch.serving.matcher import BegunGrammar, Grammars
 
 # Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
 PLAIN = {(False, False, False), (True, False, False), (True, True, False)}
@@ -32,6 +33,7 @@ SHAPED = {(stochastic, filtered, True) for stochastic, filtered, _ in PLAIN}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes on their way to it
 PIECE = 1 << 20  # bytes read at a time
+COMPILING = 2  # grammars at a time
 
 
 def run(task: Task) -> Done:
@@ -114,7 +116,11 @@ class Link:
         self._closed = False
         self._prefix = ""  # of the engine's names for this front end's requests
         self._names: dict[str | int, int] = {}
+        self._followed: dict[str | int, BegunGrammar] = {}
         self._grammars: Grammars | None = None
+        self._compiling = ThreadPoolExecutor(COMPILING, "grammars")  # beside them others are read
+        self._uncompiled: set[str] = set()
+        self._passing = Lock()  # while a request goes to the inbox, so that it is not aborted before
 
     def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> bool:
         """Reads what grammars need of a model; whether there can be any."""
@@ -139,12 +145,16 @@ class Link:
         name = self._names.get(delta.id)
         if name is None:
             return
-        if delta.finish_reason is not None:
+        finish_reason, reason = delta.finish_reason, delta.reason
+        if finish_reason is not None:
             self._names.pop(delta.id, None)
-        if delta.new_ids or delta.finish_reason is not None:
+            followed = self._followed.pop(delta.id, None)
+            if followed is not None and followed.mistake is not None and finish_reason in ("stop", "length"):
+                finish_reason, reason = "error", followed.mistake
+        if delta.new_ids or finish_reason is not None:
             ids = np.asarray(delta.new_ids, dtype=np.int32)
             logprobs = tuple((of.drawn, of.best) for of in delta.logprobs)
-            told: Message = Delta(name, delta.finish_reason, delta.reason, delta.cached_tokens, logprobs, ids)
+            told: Message = Delta(name, finish_reason, reason, delta.cached_tokens, logprobs, ids)
         else:
             told = Progress(name, delta.prefilled, delta.prompt_tokens)
         self._send(told, delta.id)
@@ -179,35 +189,45 @@ class Link:
                     self._read(peer)
                 with self._lock:
                     self._peer = None
-                for name in [*self._names]:
-                    self._inbox.abort(name)
+                for left in [*self._uncompiled, *self._names]:
+                    self._abort(left)
 
     def _read(self, peer: socket.socket) -> None:
         decoder = Decoder()
         while data := peer.recv(PIECE):
             for message in decoder.feed(data):
                 match message:
+                    case Submit() if message.grammar is not None:
+                        self._uncompiled.add(f"{self._prefix}{message.id}")
+                        self._compiling.submit(self._submit, message, self._prefix)
                     case Submit():
-                        self._submit(message)
+                        self._submit(message, self._prefix)
                     case Abort():
-                        self._inbox.abort(f"{self._prefix}{message.id}")
+                        self._abort(f"{self._prefix}{message.id}")
                     case Stop():
                         self._closed = True
                         self._inbox.close()
                         for name in [*self._names]:
                             self._inbox.abort(name)
 
-    def _submit(self, message: Submit) -> None:
-        name = f"{self._prefix}{message.id}"
-        if self._closed:
-            return
+    def _abort(self, name: str | int) -> None:
+        with self._passing:
+            if name in self._uncompiled:
+                self._uncompiled.remove(str(name))
+            else:
+                self._inbox.abort(name)
+
+    def _submit(self, message: Submit, prefix: str) -> None:
+        name = f"{prefix}{message.id}"
         try:
             given = dict(message.sampling)
             if "logit_bias" in given:
                 given["logit_bias"] = dict(given["logit_bias"])
             sampling = SamplingParams(**given)
             grammar = None
-            if message.grammar is not None and self._grammars is not None:
+            if message.grammar is not None:
+                if self._grammars is None:
+                    raise ValueError("no answer of this model can be made to follow a grammar")
                 answer = message.ids[len(message.ids) - message.drawn :]
                 grammar = self._grammars.begun(message.grammar, answer.tolist())
             request = Request(
@@ -221,10 +241,17 @@ class Link:
                 grammar=grammar,
             )
         except ValueError as error:
+            self._uncompiled.discard(name)
             self._send(Delta(message.id, "error", str(error)), name)
             return
-        self._names[name] = message.id
-        self._inbox.submit(request)
+        with self._passing:
+            if self._closed or (grammar is not None and name not in self._uncompiled):
+                return
+            self._uncompiled.discard(name)
+            self._names[name] = message.id
+            if grammar is not None:
+                self._followed[name] = grammar
+            self._inbox.submit(request)
 
 
 def _listen(path: Path) -> socket.socket:

@@ -28,6 +28,7 @@ from launch.records.planner_check import check_table, errors_table, regrets, sum
 from launch.records.recorded_steps import Cell, halves, read_cells
 from launch.records.rows import results, workload
 from launch.records.sparse_bill import Account, Table
+from launch.serving.fields import table
 
 RESULTS = [
     f"docs/results/{name}.md"
@@ -214,6 +215,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **serving_tables.PAGE,
     "sparse-bill": partial(bill, sparse_bill.bill_table),
     "sparse-crossover": partial(bill, sparse_bill.crossover_table),
+    "request-fields": table,
     "planner": partial(planner, "step", "baselines"),
     "planner-errors": planner_errors,
     "planner.emulated-8": partial(planner, "step.emulated-8", "baselines.emulated-8"),
