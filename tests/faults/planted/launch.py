@@ -83,7 +83,8 @@ FAULTS = [
     ),
     Fault(
         "a compilation that takes long goes on", "launch/serving/workers.py",
-        "                await self._end(process)\n            if isinstance", "                pass\n            if isinstance",
+        "                await self._end(process)\n            if isinstance",
+        "                pass\n            if isinstance",
         ("tests/serving/test_compiler.py::test_nobody_waits_for_a_form_that_takes_long",),
     ),
     Fault(
