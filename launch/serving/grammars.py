@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from launch.serving.dialects import Calls, Dialect
 from launch.serving.errors import ApiError
-from launch.serving.frames import Ready
+from launch.serving.frames import MOST_GRAMMAR, Ready
 from launch.serving.schemas import Tool
 
 COMPILE_S = 2.0
@@ -61,8 +61,11 @@ async def check(grammar: str, param: str, ready: Ready) -> None:
     """Checks a grammar that comes of a field.
 
     Raises:
-        ApiError: 400, it cannot be followed, or nobody knows within COMPILE_S.
+        ApiError: 400, it is too long, it cannot be followed, or nobody knows within COMPILE_S.
     """
+    if len(grammar) > MOST_GRAMMAR:
+        what = f"{param} makes a grammar of {len(grammar)} characters, and it may have {MOST_GRAMMAR}"
+        raise ApiError(400, what, param=param, code="too_large")
     if not ready.guided:
         what = f"no answer of this model can be made to follow {param}, for its tokens do not spell their text"
         raise ApiError(400, f"{what}: leave {param} out", param=param)
