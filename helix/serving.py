@@ -123,7 +123,7 @@ class Serving:
             if decision is not None:
                 self._timings.decide_s += perf_counter() - begin
                 self._timings.decisions += 1
-                self._begin(decision)
+                known += self._begin(decision)
             yield from known
             known = []
             if decision is not None:
@@ -144,12 +144,17 @@ class Serving:
                     yield self._open.pop(item.id).delta(item.id, finish_reason="abort")
                 continue
             progress = Progress(len(item.prompt), item.sampling.ends(self._eos))
-            if reason := self._refusal(item) or self._scheduler.submit(item, perf_counter()):
+            try:
+                reason = self._refusal(item) or self._scheduler.submit(item, perf_counter())
+            except Exception as error:  # nobody else has heard of it yet, and nobody else has to
+                reason = f"it could not be read: {type(error).__name__}: {error}"
+            if reason:
                 yield progress.delta(item.id, finish_reason="error", reason=reason)
             else:
                 self._open[item.id] = progress
 
-    def _begin(self, decision: Decision) -> None:
+    def _begin(self, decision: Decision) -> list[Delta]:
+        """Launches a decision; says who is admitted with it."""
         for admission in decision.admit:
             self._to_prefill += admission.length - admission.known
             if not admission.drawn:
@@ -165,6 +170,7 @@ class Serving:
         self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.undrawn, chunk))
         if decision.prefill and self._runner.device.type == "cuda":
             self._chunk_launch_s += (perf_counter() - begin - self._chunk_launch_s) / 2
+        return [self._open[admission.id].delta(admission.id) for admission in decision.admit]
 
     def _is_early(self, inbox: Inbox) -> bool:
         """Whether the run that is under way goes on for so long that the next decision can wait; may wait itself."""

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,8 +25,26 @@ from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.tiering import of_short_chunks
 from launch.job.task import Done, Task
+<<<<<<< HEAD
 from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
 from launch.serving.matcher import BegunGrammar, Grammars
+=======
+from launch.serving.frames import (
+    Abort,
+    Decoder,
+    Delta,
+    Failed,
+    Message,
+    Progress,
+    Queued,
+    Ready,
+    Stats,
+    Stop,
+    Submit,
+    Unread,
+    encode,
+)
+>>>>>>> server
 
 # Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
 PLAIN = {(False, False, False), (True, False, False), (True, True, False)}
@@ -81,9 +100,14 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
         )
         link.open(ready, lambda: _stats(engine))
     gc.freeze()  # what stays: to look through it again would stop everybody for some 10 ms
-    for delta in engine.serve(inbox):
-        assert link is not None  # the other ranks have none
-        link.pass_on(delta)
+    try:
+        for delta in engine.serve(inbox):
+            assert link is not None  # the other ranks have none
+            link.pass_on(delta)
+    except Exception as error:
+        if link is not None:
+            link.fail(f"{type(error).__name__}: {error}")
+        raise
     engine.close()
     if link is not None:
         link.close()
@@ -133,6 +157,10 @@ class Link:
         Thread(target=self._accept, args=(ready,), name="front end", daemon=True).start()
         Thread(target=self._tell, args=(stats,), name="stats", daemon=True).start()
 
+    def fail(self, reason: str) -> None:
+        """Tells the front end the reason why nothing more will come."""
+        self._send(Failed(reason), self._prefix)
+
     def close(self) -> None:
         """Leaves the socket to nobody."""
         self._closed = True
@@ -156,7 +184,7 @@ class Link:
             logprobs = tuple((of.drawn, of.best) for of in delta.logprobs)
             told: Message = Delta(name, finish_reason, reason, delta.cached_tokens, logprobs, ids)
         else:
-            told = Progress(name, delta.prefilled, delta.prompt_tokens)
+            told = Progress(name, delta.prefilled, delta.prompt_tokens, delta.cached_tokens)
         self._send(told, delta.id)
 
     def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
@@ -185,8 +213,12 @@ class Link:
                 with self._lock:
                     self._peer, self._prefix = peer, f"{connection}:"
                     peer.sendall(encode(ready))
-                with suppress(OSError, ValueError):  # it has left, or is no front end
+                try:
                     self._read(peer)
+                except OSError:  # it has left
+                    pass
+                except ValueError as error:
+                    print(f"serve.socket={self._path}: what came is {error}", file=sys.stderr, flush=True)
                 with self._lock:
                     self._peer = None
                 for left in [*self._uncompiled, *self._names]:
@@ -201,7 +233,13 @@ class Link:
                         self._uncompiled.add(f"{self._prefix}{message.id}")
                         self._compiling.submit(self._submit, message, self._prefix)
                     case Submit():
+<<<<<<< HEAD
                         self._submit(message, self._prefix)
+=======
+                        self._submit(message)
+                    case Unread():
+                        self._send(Delta(message.id, "error", message.reason), self._prefix)
+>>>>>>> server
                     case Abort():
                         self._abort(f"{self._prefix}{message.id}")
                     case Stop():
@@ -220,6 +258,7 @@ class Link:
     def _submit(self, message: Submit, prefix: str) -> None:
         name = f"{prefix}{message.id}"
         try:
+<<<<<<< HEAD
             given = dict(message.sampling)
             if "logit_bias" in given:
                 given["logit_bias"] = dict(given["logit_bias"])
@@ -252,6 +291,35 @@ class Link:
             if grammar is not None:
                 self._followed[name] = grammar
             self._inbox.submit(request)
+=======
+            request = self._request(name, message)
+            self._names[name] = message.id
+            self._send(Queued(message.id), name)
+            self._inbox.submit(request)
+        except BaseException as error:  # panics of llguidance, too: one request's is not the others'
+            self._names.pop(name, None)
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self._send(Delta(message.id, "error", reason), name)
+
+    def _request(self, name: str, message: Submit) -> Request:
+        given = dict(message.sampling)
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(given["logit_bias"])
+        grammar = None
+        if message.grammar is not None and self._grammars is not None:
+            answer = message.ids[len(message.ids) - message.drawn :]
+            grammar = self._grammars.begun(message.grammar, answer.tolist())
+        return Request(
+            name,
+            message.ids,
+            message.max_new_tokens,
+            SamplingParams(**given),
+            priority=message.priority,
+            salt=message.salt,
+            drawn=message.drawn,
+            grammar=grammar,
+        )
+>>>>>>> server
 
 
 def _listen(path: Path) -> socket.socket:

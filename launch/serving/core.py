@@ -8,12 +8,27 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
 from launch.serving.errors import ApiError
-from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
+from launch.serving.frames import (
+    Abort,
+    Decoder,
+    Delta,
+    Failed,
+    Message,
+    Progress,
+    Queued,
+    Ready,
+    Stats,
+    Stop,
+    Submit,
+    Unread,
+    pieces,
+)
 from launch.serving.metrics import ENGINE, Metrics
 
 PIECE = 1 << 20  # bytes read at a time
@@ -21,20 +36,32 @@ CRASHES = 2  # of the job under one continuation, which then may be the cause of
 RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
 
 
+class Stage(IntEnum):
+    """How far a job has come with a continuation."""
+
+    SENT = 0
+    QUEUED = 1  # it has been read
+    ADMITTED = 2
+    RUNNING = 3  # something of it has been computed
+
+
 class Flight:
     """A continuation under way.
 
     Attributes:
+        request: the same of all continuations that one request wants.
         drawn: token ids so far.
         logprobs: of each, where they were wanted.
         finish_reason, reason: as of `Delta`, once it has ended.
         cached: prompt tokens that were in the cache; None until that is known.
         progress: prompt tokens done; None until it is admitted.
-        crashes: of the job that it has lived through.
+        stage: in the job that there is.
+        crashes: of the job that it has lived through, and may have caused.
     """
 
-    def __init__(self, submit: Submit, changed: Callable[[], None]) -> None:
+    def __init__(self, submit: Submit, request: object, changed: Callable[[], None]) -> None:
         self.submit = submit
+        self.request = request
         self.changed = changed
         self.drawn: list[int] = []
         self.logprobs: list[Any] = []
@@ -42,13 +69,14 @@ class Flight:
         self.reason: str | None = None
         self.cached: int | None = None
         self.progress: int | None = None
+        self.stage = Stage.SENT
         self.crashes = 0
         self.began = time.monotonic()
         self.last = self.began  # when its last tokens came
 
     @property
     def waits(self) -> bool:
-        """Whether nothing has been heard of it."""
+        """Whether it has not been admitted."""
         return self.progress is None and not self.drawn
 
     def end(self, finish_reason: str, reason: str | None = None) -> None:
@@ -77,7 +105,7 @@ class Core:
         self.heard = time.monotonic()
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
-        self.metrics.watch("num_requests_waiting", "requests of which nothing has been heard", lambda: self.waiting)
+        self.metrics.watch("num_requests_waiting", "requests that were not admitted", lambda: self.waiting)
         self.metrics.watch(
             "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
         )
@@ -119,7 +147,7 @@ class Core:
         """Hands continuations to the job, all of them or none; their `id` is set here.
 
         Raises:
-            ApiError: 503 or 429.
+            ApiError: 503 or 429; 400 where one is larger than a job reads.
         """
         self.refuse_unless_ready()
         if self.waiting + len(submits) > self._most_waiting:
@@ -131,11 +159,16 @@ class Core:
             )
         if not self.flights:
             self.heard = time.monotonic()
-        flights = [Flight(replace(submit, id=next(self._numbers)), changed) for submit in submits]
-        for flight in flights:
+        request = object()
+        flights = [Flight(replace(submit, id=next(self._numbers)), request, changed) for submit in submits]
+        try:
+            frames = [pieces(flight.submit) for flight in flights]
+        except ValueError as error:
+            raise ApiError(400, str(error), code="too_large") from error
+        for flight, frame in zip(flights, frames, strict=True):
             self.flights[flight.submit.id] = flight
             self.metrics.prompt_tokens.inc(len(flight.submit.ids))
-            self._send(flight.submit)
+            self._write(frame)
         return flights
 
     def abort(self, flight: Flight, finish_reason: str = "abort") -> None:
@@ -148,38 +181,66 @@ class Core:
         """Tells the job to end."""
         self._send(Stop())
 
-    async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+    async def serve(self, reader: StreamReader, writer: StreamWriter) -> str:
         """Works with a job until its connection ends; what was under way before is submitted again.
 
+        Returns:
+            Why it ended, where that is known.
+
         Raises:
-            ValueError: it sent what is no frame.
+            ValueError: what goes with the model cannot be read.
         """
         decoder = Decoder()
+        why = ""
         try:
             while data := await reader.read(PIECE):
                 self.heard = time.monotonic()
-                for message in decoder.feed(data):
-                    if isinstance(message, Ready):
+                try:
+                    messages = decoder.feed(data)
+                except ValueError as error:
+                    return f"the ranks sent what is {error}"
+                for message in messages:
+                    if isinstance(message, Failed):
+                        why = f"the ranks failed: {message.reason}"
+                    elif not isinstance(message, Ready):
+                        self._take(message)
+                    else:
                         if self.ready is None:
                             await asyncio.to_thread(self.on_first, message)
                         self._begin(message, writer)
-                    else:
-                        self._take(message)
         except ConnectionError:
             pass
         finally:
             self._writer = None
             if self._state == "ready":
-                self._state, self._why = "restarting", "the connection to the ranks ended"
+                self._state, self._why = "restarting", why or "the connection to the ranks ended"
             writer.close()
+        return why
 
-    def lost(self, why: str) -> None:
-        """The job has ended while it had work, or may have had."""
+    def lost(self, why: str) -> Flight | None:
+        """The job has ended while it had work, or may have had.
+
+        A request that was the only one to be read, or to be begun with, is not tried again: it is the likely cause.
+        Those that waited to be admitted had no part in it.
+
+        Returns:
+            A continuation of the request that was given up for this reason.
+        """
         self._state, self._why = "restarting", why
-        for flight in [*self.flights.values()]:
+        new: dict[object, Flight] = {}
+        for flight in self.flights.values():
+            if flight.stage in (Stage.SENT, Stage.ADMITTED):
+                new.setdefault(flight.request, flight)
+        if len(new) == 1:
+            ((request, given_up),) = new.items()
+            for flight in [flight for flight in self.flights.values() if flight.request == request]:
+                self._end(flight, "error", f"the engine failed when it began with this request: {why}")
+            return given_up
+        for flight in [flight for flight in self.flights.values() if flight.stage is not Stage.QUEUED]:
             flight.crashes += 1
             if flight.crashes >= CRASHES:
                 self._end(flight, "error", f"the engine failed {CRASHES} times while it worked on this request: {why}")
+        return None
 
     def fail(self, why: str) -> None:
         """No job will come back."""
@@ -192,6 +253,7 @@ class Core:
         self._writer = writer
         self._state, self._why = "ready", ""
         for flight in self.flights.values():
+            flight.stage = Stage.SENT
             # As if it had not been interrupted: what is drawn depends on seed and position alone.
             before, drawn = flight.submit, len(flight.drawn)
             ids = np.concatenate([before.ids, np.asarray(flight.drawn, dtype=np.int32)])
@@ -202,11 +264,22 @@ class Core:
             before, now = (values.get("preemptions", 0) for values in (self.stats, message.values))
             self.metrics.preemptions.inc(now - before if now >= before else now)  # another job counts from 0
             self.stats = message.values
-        elif isinstance(message, Delta | Progress) and (flight := self.flights.get(message.id)) is not None:
+        elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
+            flight = self.flights[message.id]
+            if isinstance(message, Unread):
+                self._end(flight, "error", f"of what the ranks say, {message.reason}")
+                self._send(Abort(message.id))
+                return
+            if isinstance(message, Queued):
+                flight.stage = Stage.QUEUED
+                return
             self._count(flight, message)
             if isinstance(message, Progress):
+                flight.stage = Stage.ADMITTED if flight.stage < Stage.ADMITTED else Stage.RUNNING
                 flight.progress = message.done
+                flight.cached = message.cached if flight.cached is None else flight.cached
             else:
+                flight.stage = Stage.RUNNING
                 flight.drawn += message.ids.tolist()
                 flight.logprobs += message.logprobs
                 flight.progress = len(flight.submit.ids)
@@ -218,7 +291,7 @@ class Core:
 
     def _count(self, flight: Flight, message: Delta | Progress) -> None:
         now, metrics = time.monotonic(), self.metrics
-        if flight.waits:
+        if flight.waits and (isinstance(message, Progress) or len(message.ids)):
             metrics.queued.observe(now - flight.began)
         if isinstance(message, Delta) and (count := len(message.ids)):
             if flight.drawn:
@@ -236,5 +309,8 @@ class Core:
         flight.end(finish_reason, reason)
 
     def _send(self, message: Message) -> None:
+        self._write(pieces(message))
+
+    def _write(self, frame: tuple[bytes, memoryview]) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(encode(message))
+            self._writer.writelines(frame)

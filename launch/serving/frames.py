@@ -1,22 +1,23 @@
 """Messages between the front end and rank 0, over a Unix socket: token ids and numbers, no text and no pickle.
 
-    [u32 bytes of the header][u32 bytes of the tail][header: JSON, `kind` and the fields][tail: token ids, int32]
+    [u32 bytes of the header][u32 bytes of the tail][i64 id, or 0][header: JSON, `kind` and the fields][tail: int32 ids]
 
-Both ends are of one host: numbers are in its byte order. Prompts of a million tokens are bytes that nobody parses.
+Both ends are of one host: numbers are in its byte order. Prompts of a million tokens are bytes that nobody parses. Who
+writes keeps the bounds of who reads. A frame that cannot be understood still says whose it is.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
 
-HEAD = struct.Struct("=II")
-MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; more is no frame
+HEAD = struct.Struct("=IIq")
+MOST_GRAMMAR = 1 << 21  # characters
+MOST_HEADER, MOST_TAIL = 16 * MOST_GRAMMAR, 1 << 30  # bytes; JSON has 12 for a character of a grammar, at most
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -119,13 +120,42 @@ class Delta(Message):
 
 
 @dataclass(frozen=True, eq=False)
+class Queued(Message):
+    """A continuation has been read, and waits to be admitted."""
+
+    kind = "queued"
+    id: int
+
+
+@dataclass(frozen=True, eq=False)
 class Progress(Message):
-    """So many of a prompt's tokens are in the cache; with 0 it has been admitted."""
+    """So many of a prompt's tokens are in the cache; the first one says that it has been admitted.
+
+    Attributes:
+        cached: so many were there before.
+    """
 
     kind = "progress"
     id: int
     done: int
     total: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Failed(Message):
+    """The last message of a job that fails: the reason."""
+
+    kind = "failed"
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Unread(Message):
+    """A frame that is no message of those known here, in its place: whose it is, 0 where nobody's, and the reason."""
+
+    id: int
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +166,27 @@ class Stats(Message):
     values: dict[str, float]
 
 
-KINDS = {kind.kind: kind for kind in (Submit, Abort, Stop, Ready, Delta, Progress, Stats)}
+KINDS = {kind.kind: kind for kind in (Submit, Abort, Stop, Ready, Delta, Queued, Progress, Failed, Stats)}
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message."""
+    """The frame of a message; errors as of `pieces`."""
+    return b"".join(pieces(message))
+
+
+def pieces(message: Message) -> tuple[bytes, memoryview]:
+    """The frame of a message, in two pieces, of which the second one is the message's own ids.
+
+    Raises:
+        ValueError: it is larger than a frame may be.
+    """
     content = {f.name: getattr(message, f.name) for f in fields(message) if f.name != "ids"}
     header = json.dumps({"kind": message.kind, **content}, separators=(",", ":")).encode()
-    tail = getattr(message, "ids", NO_IDS).astype(np.int32, copy=False).tobytes()
-    return HEAD.pack(len(header), len(tail)) + header + tail
+    ids = np.ascontiguousarray(getattr(message, "ids", NO_IDS), dtype=np.int32)
+    for part, size, most in (("header", len(header), MOST_HEADER), ("tail", ids.nbytes, MOST_TAIL)):
+        if size > most:
+            raise ValueError(f"a frame's {part} of {size} bytes is larger than {most}")
+    return HEAD.pack(len(header), ids.nbytes, getattr(message, "id", 0)) + header, ids.view(np.uint8).data
 
 
 class Decoder:
@@ -153,38 +195,40 @@ class Decoder:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> list[Message]:
         """The messages that these bytes complete.
 
         Raises:
-            ValueError: they are no frame.
+            ValueError: they are no frame, and nothing that follows them can be.
         """
         self._bytes += data
-        begin = 0
+        begin, messages = 0, []
         while len(self._bytes) - begin >= HEAD.size:
-            header, tail = HEAD.unpack_from(self._bytes, begin)
+            header, tail, of = HEAD.unpack_from(self._bytes, begin)
             if header > MOST_HEADER or tail > MOST_TAIL or tail % 4:
                 raise ValueError(f"no frame: a header of {header} bytes and a tail of {tail}")
             middle = begin + HEAD.size + header
             if len(self._bytes) < middle + tail:
                 break
-            yield _message(self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail])
+            try:
+                message = _message(self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail])
+            except Exception as error:  # of whatever kind: one frame's is not the next one's
+                message = Unread(of, f"its frame cannot be read: {error}")
+            messages.append(message)
             begin = middle + tail
         del self._bytes[:begin]
+        return messages
 
 
 def _message(header: bytearray, tail: bytearray) -> Message:
     content = json.loads(header)
     kind = KINDS.get(content.pop("kind", None)) if isinstance(content, dict) else None
     if kind is None:
-        raise ValueError(f"no frame: its header is {header[:60]!r}")
+        raise ValueError(f"its header is {bytes(header[:60])!r}")
     values = {name: _frozen(value) for name, value in content.items()}
     if tail:
         values["ids"] = np.frombuffer(tail, dtype=np.int32)
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ValueError(f"no frame: {error}") from error
+    return kind(**values)
 
 
 def _frozen(value: Any) -> Any:

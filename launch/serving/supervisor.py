@@ -15,6 +15,7 @@ from pathlib import Path
 from helix.config import ServeConfig
 from launch.inputs.compose import ROOT
 from launch.serving.core import Core
+from launch.serving.frames import Submit
 
 ENTRY = ROOT / "torchrun_entry.py"
 LAUNCHER = "HELIX_LAUNCHER"  # variable of a launcher of ranks: the process that it may not outlive
@@ -59,8 +60,10 @@ class Supervisor:
                 return
             if self._core.ready is None and self._serve.attach is None:
                 raise GaveUp("the ranks did not start")
-            self._core.lost(why)
+            given_up = self._core.lost(why)
             print(f"{why}: {len(self._core.flights)} requests wait for it to come back", file=sys.stderr, flush=True)
+            if given_up is not None:
+                print(f"not tried again: {_described(given_up.submit)}", file=sys.stderr, flush=True)
             failures.append(time.monotonic())
             while failures[0] < time.monotonic() - WINDOW_S:
                 failures.popleft()
@@ -90,7 +93,7 @@ class Supervisor:
         try:
             await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
             why = working.result() if working.done() else ""
-            if working.done() and why == "":
+            if working.done():
                 await asyncio.wait((ended,), timeout=ENDING_S if self._stopping else LAST_WORDS_S)
             return why or f"the ranks ended ({_exit(process.returncode)})"
         finally:
@@ -120,12 +123,18 @@ class Supervisor:
                 silent = time.monotonic() - self._core.heard
                 if self._core.connected and self._core.flights and silent > self._serve.hang_s:
                     return f"the ranks made no progress for serve.hang_s={self._serve.hang_s:g} s"
-            await serving
-            return ""
+            return await serving
         finally:
             serving.cancel()
             with suppress(asyncio.CancelledError):
                 await serving
+
+
+def _described(submit: Submit) -> str:
+    """A request, without what it says."""
+    grammar = "none" if submit.grammar is None else f"{len(submit.grammar)} characters"
+    prompt = f"a prompt of {len(submit.ids)} tokens, {submit.max_new_tokens} to draw"
+    return f"request {submit.id}, {prompt}, grammar: {grammar}, sampling: {', '.join(submit.sampling) or 'greedy'}"
 
 
 def _exit(code: int | None) -> str:

@@ -28,6 +28,7 @@ from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Delta, Request
 from helix.sampling import SamplingParams
+from helix.scheduler import Scheduler
 from helix.speculation import DraftBudget, NgramDrafter
 from launch.measure.serving import Arrival, Client, Seen
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -178,12 +179,35 @@ def test_what_cannot_be_served_harms_nobody() -> None:
     assert left_behind(e) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("where", ["refusal", "scheduler"])
+def test_a_failure_while_one_request_is_read_is_its_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted, in what no request is known to do."""
+    wanted = oracle("qwen3", MOE_LENGTHS, MOE_TOKENS)[1]
+    e, inbox = alone(), Inbox()
+    of: Any = e if where == "refusal" else Scheduler
+    read = getattr(of, name := where if where == "refusal" else "submit")
+
+    def reading(*arguments: Any) -> str | None:
+        if arguments[-1 if of is e else 1].id == "bad":
+            raise MemoryError("planted")
+        return read(*arguments)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(of, name, reading)
+    for request in ("bad", "good"):
+        inbox.submit(Request(request, wanted.prompt, 12))
+    inbox.close()
+    deltas = list(e.serve(inbox))
+    assert {d.id: d.finish_reason for d in deltas if d.finish_reason} == {"bad": "error", "good": "length"}
+    assert [d.reason for d in deltas if d.id == "bad"] == ["it could not be read: MemoryError: planted"]
+    assert tuple(t for d in deltas for t in d.new_ids) == wanted.tokens and left_behind(e) == (0, 0, 0)
+
+
 def test_an_output_says_how_far_a_prompt_is() -> None:
     e = alone(prefill_chunk=64, page_size=64)
     prompt = tuple(range(1, 231))
     first, second = (serve(e, [Request(0, prompt, 2)]) for _ in range(2))
-    assert first.cached[0] == 0 and first.prefilled[0][:4] == [64, 128, 192, 230]
-    assert second.cached[0] == 229 and set(second.prefilled[0]) == {230}, "the last token is computed again"
+    assert first.cached[0] == 0 and first.prefilled[0][:5] == [0, 64, 128, 192, 230], "it begins with its admission"
+    assert second.cached[0] == 229 and [*dict.fromkeys(second.prefilled[0])] == [229, 230], "the last one is computed"
     assert first.tokens == second.tokens
 
 

@@ -9,7 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.serving.frames import HEAD, Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
+from launch.serving.frames import (
+    HEAD,
+    MOST_GRAMMAR,
+    MOST_HEADER,
+    Abort,
+    Decoder,
+    Delta,
+    Failed,
+    Message,
+    Progress,
+    Queued,
+    Ready,
+    Stats,
+    Stop,
+    Submit,
+    Unread,
+    encode,
+)
 
 IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
 MESSAGES: list[Message] = [
@@ -20,7 +37,9 @@ MESSAGES: list[Message] = [
     Ready("/models/m", "helix kvp=2", 2, 1 << 20, 1 << 19, 4096, 1 << 21, 8, (0, 7), True),
     Delta(1, None, None, 7, ((-0.5, ((3, -0.5), (1, -2.0))),), IDS[:1]),
     Delta(1, "error", "too long"),
-    Progress(1, 0, 10**6),
+    Queued(1),
+    Progress(1, 0, 10**6, 17),
+    Failed("NaN"),
     Stats({"running": 1, "hit_tokens": 0.0}),
 ]
 
@@ -49,19 +68,26 @@ def test_a_million_tokens_are_copied_and_not_parsed() -> None:
     assert isinstance(message, Submit) and np.array_equal(message.ids, ids)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        HEAD.pack(1 << 30, 0),
-        HEAD.pack(2, 3) + b"{}...",
-        HEAD.pack(2, 0) + b"{}",
-        HEAD.pack(2, 0) + b"[]",
-        HEAD.pack(2, 0) + b"no",
-        HEAD.pack(16, 0) + b'{"kind":"abort"}',
-        HEAD.pack(25, 0) + b'{"kind":"stop","more":12}',
-        b"GET / HTTP/1.1\r\n\r\n",
-    ],
-)
+@pytest.mark.parametrize("data", [HEAD.pack(1 << 30, 0, 1), HEAD.pack(2, 3, 1) + b"{}...", b"GET / HTTP/1.1\r\n\r\n"])
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
-        list(Decoder().feed(data))
+        Decoder().feed(data)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{}", b"[]", b"no", b"\xff", b"[" * 100_000, b'{"kind":"abort"}', b'{"kind":"stop","more":12}']
+)
+def test_a_frame_that_is_no_message_is_its_own_matter(header: bytes) -> None:
+    """Its request is known, and those before and behind it are read."""
+    bad = HEAD.pack(len(header), 4, 17) + header + b"tail"
+    first, unread, last = Decoder().feed(encode(MESSAGES[0]) + bad + encode(MESSAGES[2]))
+    assert same(first, MESSAGES[0]) and same(last, MESSAGES[2])
+    assert isinstance(unread, Unread) and unread.id == 17 and unread.reason
+
+
+def test_what_is_written_can_be_read() -> None:
+    """The longest grammar that may pass, however its characters are written; one that may not is not sent."""
+    (message,) = Decoder().feed(encode(Submit(1, 1, grammar="\U0001f600" * MOST_GRAMMAR)))
+    assert isinstance(message, Submit) and message.grammar == "\U0001f600" * MOST_GRAMMAR
+    with pytest.raises(ValueError, match=str(MOST_HEADER)):
+        encode(Submit(1, 1, grammar="x" * MOST_HEADER))

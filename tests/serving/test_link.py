@@ -1,0 +1,128 @@
+"""Rank 0's end of the socket: what is wrong with one request is nobody else's matter, and the log says the rest."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helix.inbox import Inbox
+from helix.request import Delta as Said
+from launch.job.serve import Link
+from launch.serving.frames import HEAD, Decoder, Delta, Failed, Message, Progress, Queued, Ready, Stats, Submit, encode
+from tests.serving.front import DEMO, READY
+
+pytestmark = pytest.mark.timeout(60)
+IDS = np.array([5, 6], dtype=np.int32)
+
+
+class Panicked(BaseException):
+    """No Exception, as the panics of llguidance are none."""
+
+
+class Front:
+    """The front end's end."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(30)
+        self._socket.connect(str(path))
+        self._messages = self._read()
+        assert isinstance(self.next(), Ready)
+
+    def send(self, *messages: Message | bytes) -> None:
+        self._socket.sendall(b"".join(m if isinstance(m, bytes) else encode(m) for m in messages))
+
+    def next(self) -> Message | None:
+        """The next one that is not of the clock; None at the end."""
+        return next(self._messages, None)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self) -> Iterator[Message]:
+        decoder = Decoder()
+        while data := self._socket.recv(1 << 16):
+            yield from (message for message in decoder.feed(data) if not isinstance(message, Stats))
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[tuple[Link, Inbox, Path]]:
+    inbox = Inbox()
+    link = Link(path := tmp_path / "job.sock", inbox)
+    assert link.learn(DEMO, READY.vocab, READY.eos)
+    link.open(READY, dict)
+    yield link, inbox, path
+    link.close()
+
+
+def requests(inbox: Inbox, count: int) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < count:
+        assert inbox.wait(30)
+        found += inbox.take()
+    return found
+
+
+def test_what_is_wrong_with_one_request_is_its_own(
+    link: tuple[Link, Inbox, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, inbox, path = link
+    begun = made._grammars.begun  # type: ignore[union-attr]
+
+    def failing(grammar: str, drawn: Any) -> Any:
+        if grammar == "planted":
+            raise Panicked("planted")
+        return begun(grammar, drawn)
+
+    monkeypatch.setattr(made._grammars, "begun", failing)
+    front = Front(path)
+    bad = [
+        Submit(1, 4, {"temperature": "hot"}, ids=IDS),
+        Submit(2, 4, {"heat": 1}, ids=IDS),
+        Submit(3, 4, {"logit_bias": [3]}, ids=IDS),
+        Submit(4, 4, grammar="no grammar", ids=IDS),
+        Submit(5, 4, grammar="planted", ids=IDS),
+        HEAD.pack(2, 4, 6) + b"{}" + IDS[:1].tobytes(),
+    ]
+    front.send(*bad, Submit(7, 4, ids=IDS))
+    told = [front.next() for _ in range(len(bad))]
+    refused = {message.id: message.reason for message in told if isinstance(message, Delta)}
+    assert [*refused] == [1, 2, 3, 4, 5, 6] and all(refused.values()), told
+    assert refused[5] == "Panicked: planted"
+    assert isinstance(front.next(), Queued) and [request.id for request in requests(inbox, 1)] == ["1:7"]
+    front.close()
+
+
+def test_a_request_is_said_to_be_read_and_then_to_be_admitted(link: tuple[Link, Inbox, Path]) -> None:
+    made, inbox, path = link
+    front = Front(path)
+    front.send(Submit(1, 4, ids=IDS))
+    (request,) = requests(inbox, 1)
+    assert isinstance(queued := front.next(), Queued) and queued.id == 1
+    made.pass_on(Said(request.id, 2, 1, 1, (), None, None))
+    admitted = front.next()
+    assert isinstance(admitted, Progress) and (admitted.done, admitted.total, admitted.cached) == (1, 2, 1)
+    made.fail("RuntimeError: planted")
+    assert isinstance(failed := front.next(), Failed) and failed.reason == "RuntimeError: planted"
+    front.close()
+
+
+def test_what_is_no_frame_ends_the_connection_and_the_log_says_why(
+    link: tuple[Link, Inbox, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next front end finds the ranks as they were."""
+    _, inbox, path = link
+    front = Front(path)
+    front.send(HEAD.pack(1 << 31, 0, 1))
+    assert front.next() is None
+    assert "no frame: a header of 2147483648 bytes" in capsys.readouterr().err
+    front.close()
+    front = Front(path)
+    front.send(Submit(1, 4, ids=IDS))
+    assert requests(inbox, 1)[0].id == "2:1"
+    front.close()
