@@ -25,10 +25,6 @@ from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.tiering import of_short_chunks
 from launch.job.task import Done, Task
-<<<<<<< HEAD
-from launch.serving.frames import Abort, Decoder, Delta, Message, Progress, Ready, Stats, Stop, Submit, encode
-from launch.serving.matcher import BegunGrammar, Grammars
-=======
 from launch.serving.frames import (
     Abort,
     Decoder,
@@ -44,7 +40,7 @@ from launch.serving.frames import (
     Unread,
     encode,
 )
->>>>>>> server
+from launch.serving.matcher import BegunGrammar, Grammars
 
 # Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
 PLAIN = {(False, False, False), (True, False, False), (True, True, False)}
@@ -233,13 +229,9 @@ class Link:
                         self._uncompiled.add(f"{self._prefix}{message.id}")
                         self._compiling.submit(self._submit, message, self._prefix)
                     case Submit():
-<<<<<<< HEAD
                         self._submit(message, self._prefix)
-=======
-                        self._submit(message)
                     case Unread():
                         self._send(Delta(message.id, "error", message.reason), self._prefix)
->>>>>>> server
                     case Abort():
                         self._abort(f"{self._prefix}{message.id}")
                     case Stop():
@@ -258,30 +250,11 @@ class Link:
     def _submit(self, message: Submit, prefix: str) -> None:
         name = f"{prefix}{message.id}"
         try:
-<<<<<<< HEAD
-            given = dict(message.sampling)
-            if "logit_bias" in given:
-                given["logit_bias"] = dict(given["logit_bias"])
-            sampling = SamplingParams(**given)
-            grammar = None
-            if message.grammar is not None:
-                if self._grammars is None:
-                    raise ValueError("no answer of this model can be made to follow a grammar")
-                answer = message.ids[len(message.ids) - message.drawn :]
-                grammar = self._grammars.begun(message.grammar, answer.tolist())
-            request = Request(
-                name,
-                message.ids,
-                message.max_new_tokens,
-                sampling,
-                priority=message.priority,
-                salt=message.salt,
-                drawn=message.drawn,
-                grammar=grammar,
-            )
-        except ValueError as error:
+            request, grammar = self._request(name, message)
+        except BaseException as error:  # panics of llguidance, too: one request's is not the others'
             self._uncompiled.discard(name)
-            self._send(Delta(message.id, "error", str(error)), name)
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self._send(Delta(message.id, "error", reason), name)
             return
         with self._passing:
             if self._closed or (grammar is not None and name not in self._uncompiled):
@@ -290,26 +263,20 @@ class Link:
             self._names[name] = message.id
             if grammar is not None:
                 self._followed[name] = grammar
-            self._inbox.submit(request)
-=======
-            request = self._request(name, message)
-            self._names[name] = message.id
             self._send(Queued(message.id), name)
             self._inbox.submit(request)
-        except BaseException as error:  # panics of llguidance, too: one request's is not the others'
-            self._names.pop(name, None)
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            self._send(Delta(message.id, "error", reason), name)
 
-    def _request(self, name: str, message: Submit) -> Request:
+    def _request(self, name: str, message: Submit) -> tuple[Request, BegunGrammar | None]:
         given = dict(message.sampling)
         if "logit_bias" in given:
             given["logit_bias"] = dict(given["logit_bias"])
         grammar = None
-        if message.grammar is not None and self._grammars is not None:
+        if message.grammar is not None:
+            if self._grammars is None:
+                raise ValueError("no answer of this model can be made to follow a grammar")
             answer = message.ids[len(message.ids) - message.drawn :]
             grammar = self._grammars.begun(message.grammar, answer.tolist())
-        return Request(
+        request = Request(
             name,
             message.ids,
             message.max_new_tokens,
@@ -319,7 +286,7 @@ class Link:
             drawn=message.drawn,
             grammar=grammar,
         )
->>>>>>> server
+        return request, grammar
 
 
 def _listen(path: Path) -> socket.socket:

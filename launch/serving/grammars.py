@@ -14,13 +14,7 @@ from llguidance import LLMatcher
 
 from launch.serving.compiler import MOST_BYTES, Parts
 from launch.serving.dialects import Calls, Dialect
-<<<<<<< HEAD
 from launch.serving.schemas import Shape, Tagged, Tool
-=======
-from launch.serving.errors import ApiError
-from launch.serving.frames import MOST_GRAMMAR, Ready
-from launch.serving.schemas import Tool
->>>>>>> server
 
 # Between the parts of JSON: a space, or the beginning of a line. Unbounded, some models write spaces for ever.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
@@ -104,7 +98,6 @@ def _behind_thought(rules: _Rules, dialect: Dialect, turn: str, eos: Collection[
 def _lark(start: str, rules: _Rules) -> dict[str, Any]:
     return {"lark_grammar": f"{HEAD}start: {start}\n{rules}"}
 
-<<<<<<< HEAD
 
 def _answer(shape: Shape, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
     """The part of an answer by itself."""
@@ -140,24 +133,6 @@ def _tagged(tags: Tagged, rules: _Rules, special: Collection[str]) -> dict[str, 
         rest = rules.text(tag.begin.removeprefix(trigger))
         ways.append(rules.add(f"{head} {rest} {_json(tag.schema_ or {})} {rules.text(tag.end)}"))
     return _lark(f"({' | '.join(ways)})* TEXT", rules)
-=======
-    Raises:
-        ApiError: 400, it is too long, it cannot be followed, or nobody knows within COMPILE_S.
-    """
-    if len(grammar) > MOST_GRAMMAR:
-        what = f"{param} makes a grammar of {len(grammar)} characters, and it may have {MOST_GRAMMAR}"
-        raise ApiError(400, what, param=param, code="too_large")
-    if not ready.guided:
-        what = f"no answer of this model can be made to follow {param}, for its tokens do not spell their text"
-        raise ApiError(400, f"{what}: leave {param} out", param=param)
-    try:
-        async with asyncio.timeout(COMPILE_S):
-            mistake = str(await asyncio.to_thread(LLMatcher.validate_grammar, grammar))
-    except TimeoutError:
-        mistake = f"it takes more than {COMPILE_S:g} s to compile"
-    if mistake:
-        raise ApiError(400, f"{param} cannot be followed: {' '.join(mistake.split()):.300}", param=param)
->>>>>>> server
 
 
 class _Rules:

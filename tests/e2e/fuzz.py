@@ -148,9 +148,9 @@ def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: fl
         done.put(None)
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Runs cases of one family or of all; returns 1 where any came out otherwise."""
-    options = parsed(arguments)
+    options = parsed(sys.argv[1:])
     quiet()
     families = [options.family] if options.family else list(MAKERS)
     cases: Cases = queue.SimpleQueue()
@@ -233,4 +233,4 @@ def quiet() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
