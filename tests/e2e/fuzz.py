@@ -35,6 +35,7 @@ from rich.table import Table
 if "device=interpreter" in sys.argv:  # Triton reads this when a kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
+from launch.inputs.arguments import helped
 from launch.job.report import provenance
 from tests.e2e.fuzz_cases import Case, case_of
 from tests.e2e.fuzz_checks import Outcome, outcome
@@ -150,6 +151,8 @@ def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: fl
 
 def main() -> int:
     """Runs cases of one family or of all; returns 1 where any came out otherwise."""
+    if helped(sys.argv[1:], __doc__):
+        return 0
     options = parsed(sys.argv[1:])
     quiet()
     families = [options.family] if options.family else list(MAKERS)
