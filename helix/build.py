@@ -132,6 +132,7 @@ def build_engine(
     wanted_tokens: int,
     tokenizer: Any | None = None,
     draft: DraftModel | None = None,
+    max_length: int | None = None,
 ) -> Engine:
     """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
 
@@ -139,6 +140,7 @@ def build_engine(
 
     Args:
         draft: of speculation.drafter=model; its cache has as many pages.
+        max_length: the most tokens of one sequence; None: as many as the model and the cache allow.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not a single page does; or a host does not give what kv.host_bytes says.
@@ -156,9 +158,11 @@ def build_engine(
     make = make_tiered if kv.tier == "host" else make_cache
     cache = make(config, spec, placement, comm, dtype, max_batch, wanted, drafts, of_draft, chunk, room)
     budget = min(wanted, cache.pages * placement.stripes.page_tokens)
-    max_length = min(budget, spec.max_positions)
+    most = min(budget, spec.max_positions)
+    if max_length is not None and max_length < most:
+        most, cache.remedy = max_length, "raise max_length"
     together = config.attention.policy != "dense" and config.attention.choice == "global"
-    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, max_length)
+    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, most)
     runner = ModelRunner(
         model,
         layout,
@@ -166,8 +170,8 @@ def build_engine(
         cache,
         placement,
         max_batch=max_batch,
-        max_length=max_length,
-        policy=make_policy(config.attention, placement, max_length, comm, kv),
+        max_length=most,
+        policy=make_policy(config.attention, placement, most, comm, kv),
         drafter=drafter,
         # One choice over all ranks is an exchange of its own in the middle of attention.
         hopb="none" if together else config.hopb.chunks,

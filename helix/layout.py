@@ -1,6 +1,6 @@
 """Who owns what: every sharding question of the runtime, answered by arithmetic alone.
 
-The N ranks are seen as two grids, one after the other, in every layer (papers: Helix Parallelism, section 2):
+The N ranks are seen as two grids, one after the other, in every layer (Helix Parallelism, arXiv:2507.07120, section 2):
 
     attention   KVP x TPA    rank = tpa_rank * kvp + kvp_rank: TPA splits heads, KVP splits the KV sequence
     FFN         TPF x EP     rank = ep_rank * tpf + tpf_rank: TPF splits columns, EP splits experts

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -64,7 +66,7 @@ class LLM:
         kvp, tpa, ep: widths of the layout, as in `HelixLayout`; kvp x tpa ranks, GPUs where there are as many.
         dtype: float32, bfloat16, float16, or auto: the checkpoint's on GPUs, float32 on CPUs.
         max_batch: sequences at a time; more prompts wait.
-        max_length: the most tokens of one sequence, prompt and new ones.
+        max_length: the most tokens of one sequence, prompt and new ones; in the model's context, if that is shorter.
         timeout_s: deadline of each collective, seconds.
 
     Raises:
@@ -84,10 +86,13 @@ class LLM:
         max_length: int = 8192,
         timeout_s: float = 300.0,
     ) -> None:
+        if max_batch < 1 or max_length < 1:
+            raise ValueError(f"max_batch={max_batch} and max_length={max_length} must be positive")
         layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
         spec = spec_from_config(read_config(Path(path)))
         layout.check_heads(spec.q_heads, spec.kv_heads)
-        settings = Settings(str(path), spec, layout, dtype, max_batch, min(max_length, spec.max_positions), timeout_s)
+        max_length = min(max_length, spec.max_positions)
+        settings = Settings(str(path), spec, layout, dtype, max_batch, max_length, timeout_s)
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._local: Rank | None = None
@@ -113,7 +118,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
@@ -121,20 +126,24 @@ class LLM:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> list[Output]:
-        """Continues prompts, texts or token ids; greedy unless a temperature says otherwise.
+        """Continues prompts, texts or lists of token ids; greedy unless a temperature says otherwise.
+
+        Args:
+            prompts: several, or one: a text alone is one prompt, and so is a list of token ids.
+            stop: texts that end a continuation, or one.
 
         Returns:
-            What became of each prompt, in order, with `output_ids`, `text` and `finish_reason`; one that was refused
+            An output for each prompt, in order, with `output_ids`, `text` and `finish_reason`; one that was refused
             has `finish_reason="error"` and a `reason`. Inside ranks: on rank 0, and nothing on the others.
 
         Raises:
-            ValueError: a sampling parameter is out of range.
+            ValueError: a prompt is neither a text nor token ids, or a sampling parameter is out of range.
             RuntimeError: a rank failed; the LLM is closed.
         """
         sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        request = list(prompts), max_new_tokens, sampling, tuple(stop)
+        request = as_prompts(prompts), max_new_tokens, sampling, (stop,) if isinstance(stop, str) else tuple(stop)
         if self._local is not None:
             return self._local.generate(*request)
         if not self._ranks:
@@ -184,6 +193,27 @@ class LLM:
         raise RuntimeError(f"the LLM's ranks failed: {answer}")
 
 
+def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list.
+
+    Raises:
+        ValueError: one is neither a text nor token ids.
+    """
+    several: list[Any] = [given] if isinstance(given, str) else list(given)
+    if several and all(isinstance(one, Integral) for one in several):
+        several = [several]
+    return [prompt if isinstance(prompt, str) else _as_ids(i, prompt) for i, prompt in enumerate(several)]
+
+
+def _as_ids(number: int, prompt: Any) -> list[int]:
+    try:
+        if not isinstance(prompt, bytes):
+            return [index(token) for token in prompt]
+    except TypeError:
+        pass
+    raise ValueError(f"prompt {number} is {prompt!r:.60}: give a text or a list of token ids")
+
+
 class Rank:
     """One rank's part of an LLM; the process group is that of the environment, or already there."""
 
@@ -207,8 +237,9 @@ class Rank:
         config = Config(model=ModelConfig(path=settings.path))
         wanted = settings.max_batch * settings.max_length
         self._engine: Engine = build_engine(
-            layout, self._comm, model, config, settings.max_batch, wanted, self._tokenizer
-        )
+            layout, self._comm, model, config, settings.max_batch, wanted, self._tokenizer,
+            max_length=settings.max_length,
+        )  # fmt: skip
 
     def generate(
         self, prompts: list[Prompt], max_new_tokens: int, sampling: SamplingParams, stop: tuple[str, ...]

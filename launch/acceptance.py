@@ -44,7 +44,17 @@ import torch
 from rich.console import Console
 
 from helix.config import MAX_QUERIES
-from launch.inputs.arguments import boolean, helped, numbers, one_of, parse, several, unknown, whole_numbers
+from launch.inputs.arguments import (
+    boolean,
+    helped,
+    need_checkout,
+    numbers,
+    one_of,
+    parse,
+    several,
+    unknown,
+    whole_numbers,
+)
 from launch.inputs.continuations import FACTS, TASKS
 from launch.job.report import provenance
 from launch.measure.acceptance_rows import DEFAULTS, rows, ways
@@ -132,6 +142,7 @@ def main() -> None:
     """Measures, prints the tables and appends the rows."""
     if helped(sys.argv[1:], __doc__):
         return
+    need_checkout("helix acceptance")
     try:
         values = parse(sys.argv[1:], KEYS, ("model",))
         for found in measure(values):

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent  # found here: the list of command
 COMMANDS = {
     "run": "decode prompts, or time a job: one run of one config",
     "serve": "serve a model over HTTP, with OpenAI's interface",
+    "convert": "make a checkpoint directory of a GGUF file",
     "sweep": "one job for each point of several values",
     "plan": "rank layouts by predicted time",
     "simulate": "price one layout, or redraw the paper's figures",

@@ -11,11 +11,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from launch import run
+from launch.inputs.arguments import need_checkout
 from launch.inputs.compose import ROOT
 from launch.inputs.needles import score
 
 
 def main() -> None:
+    need_checkout("helix demo")
     gpus, given = torch.cuda.device_count(), sys.argv[1:]
     kvp, tpa = (2, 2) if gpus == 0 else (gpus // 2, 2) if gpus % 2 == 0 else (gpus, 1)
     if any(text.startswith("layout") for text in given):  # then all of it is the user's

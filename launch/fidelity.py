@@ -49,7 +49,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from launch.inputs.arguments import helped, one_of, parse, several, unknown, whole_numbers
+from launch.inputs.arguments import helped, need_checkout, one_of, parse, several, unknown, whole_numbers
 from launch.inputs.haystacks import KINDS
 from launch.job.report import provenance
 from launch.measure.fidelity_tasks import TASKS, Task, policies
@@ -132,6 +132,7 @@ def main() -> None:
     """Measures, prints the tables and appends the rows."""
     if helped(sys.argv[1:], __doc__):
         return
+    need_checkout("helix fidelity")
     try:
         values = parse(sys.argv[1:], KEYS, ("model",))
         for rows in measure(values):

@@ -62,7 +62,7 @@ from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from helix.simulate.points import Tier
-from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs.arguments import helped, need_checkout, one_of, parse
 from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, as_config
 from launch.inputs.files import check_writable, write_atomically
@@ -210,7 +210,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
         settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
         settings += [f"hopb.chunks={chunks if chunks > 1 else 'none'}", f"kv.append_block={choice.append_block}"]
-        random = config.model.load == "random"  # a shape without weights: there is only time to see
+        random = config.model.path is None  # a shape without weights: there is only time to see
         if choice.gamma:
             settings += [f"speculation={'ngram' if share is None else 'sparse'}", f"speculation.gamma={choice.gamma}"]
         if choice.gamma and share is not None:
@@ -226,7 +226,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
             settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
             settings += ["kv.ahead=true"] if tier.ahead is not None else []
         if random:
-            return [*settings, "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
+            return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
 
     return plan(question), overrides
@@ -297,6 +297,8 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
 
 def check(files: Sequence[str]) -> None:
     """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
+    if not files:
+        need_checkout("helix plan check without files")
     cells = read_cells([Path(file) for file in files]) if files else read_cells()
     rows = regrets(cells)
     head, *body = check_table(rows)
@@ -311,6 +313,8 @@ def check(files: Sequence[str]) -> None:
 
 def bill(files: Sequence[str]) -> None:
     """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
+    if not files:
+        need_checkout("helix plan bill without files")
     found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
     for head, *body in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
         table = Table(*head)

@@ -109,7 +109,8 @@ def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: a
     body = json.dumps({"prompt": "def read_json(path):", "max_tokens": 64, "stream": True})
     room = f"context {ready.context:,} tokens, KV cache {ready.kv_tokens:,} tokens, {ready.max_batch} sequences"
     print(
-        f"{api.name} is served at {url}\n"
+        f"{api.name}{' with random weights' if ready.random else ''} is served at {url}\n"
+        f"in a browser, {url} is a page to talk to it\n"
         f"{ready.layout}, {ready.ranks} ranks\n"
         f"{room}\ncurl -N {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'",
         flush=True,

@@ -38,7 +38,7 @@ from rich.table import Table
 from helix.simulate.hardware import BYTES, PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.step import predict
-from launch.inputs.arguments import boolean, helped, one_of, parse, unknown
+from launch.inputs.arguments import boolean, helped, need_checkout, one_of, parse, unknown
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
@@ -93,6 +93,7 @@ def draw_figures(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: an argument is wrong.
     """
+    need_checkout("helix simulate figures")
     given = parse(arguments, {"results": Path, "figures": Path, "page": boolean})
     results = given.get("results", ROOT / "benchmarks" / "results" / "simulate")
     figures = given.get("figures", ROOT / "benchmarks" / "figures")

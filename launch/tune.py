@@ -2,7 +2,7 @@
 
   python -m launch.tune name=mine model.path=DIR decode.prompts=sample.jsonl layout.kvp=2 layout.tpa=4
   torchrun --nproc-per-node=8 -m launch.tune name=mine ...           on ranks that are there, as on several hosts
-  python -m launch.tune name=shape model=qwen2.5-7b layout.kvp=2 layout.tpa=4 speculation.forced=0.9 bench.points=[8x1M]
+  python -m launch.tune name=shape model=qwen2.5-7b model.load=random speculation.forced=0.9 bench.points=[1x1M]
                                                                      times alone, with drafts kept at a set rate
 
 Then `speculation=mine` decodes with what was found. The three steps are those of Vegas, section 3.4:

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 from tests.pool import Pool, close_all, pool
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(1)  # tests are small: threads that wait for each other cost more than they compute
 
 settings.register_profile("helix", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("first-failure", settings.get_profile("helix"), phases=[Phase.explicit, Phase.generate])

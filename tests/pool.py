@@ -11,7 +11,6 @@ starts a new one.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -31,6 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.ending import at_exit
 
 # A fork server, itself a fresh process that only imports: a worker then starts in milliseconds instead of the seconds
 # of another import, and yet is no copy of the test process with its threads. Beside GPUs it imports torch alone: what
@@ -159,6 +160,7 @@ def _work(rank: int, world_size: int, backend: str, directory: Path, connection:
 
 def _init(rank: int, world_size: int, backend: str, directory: Path) -> None:
     torch.set_num_threads(1)
+    tempfile.tempdir = str(directory)  # a worker is killed: what it leaves goes with its pool
     device = None
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -180,8 +182,10 @@ def pool(world_size: int, backend: str = "gloo") -> Pool:
     return _pools.setdefault((world_size, backend), Pool(world_size, backend))
 
 
-@atexit.register
 def close_all() -> None:
     """Kills the workers of all pools."""
     for each in _pools.values():
         each.close()
+
+
+at_exit(close_all)

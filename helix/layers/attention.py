@@ -1,4 +1,4 @@
-"""The attention phase of a layer (papers: Helix Parallelism, figure 4, top)."""
+"""The attention phase of a layer (arXiv:2507.07120, figure 4, top)."""
 
 from __future__ import annotations
 

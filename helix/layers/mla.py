@@ -40,7 +40,7 @@ from kernels.mla.per_head_linear import per_head_linear
 
 READ_RATE = 4.2e12  # bytes/s at which projections of a few rows stream weights
 WIRE_RATE = 2e11  # bytes/s that a rank's messages to all its peers add up to, beyond the first kilobytes
-CALL_S = 2.5e-6  # seconds of a small collective (both: docs/measurements.md)
+CALL_S = 2.5e-6  # seconds of a small collective (both: docs/results/kernels.md#collectives)
 ROWS = 8  # of a step, for which the making of queries is chosen: weights have to lie somewhere before rows are known
 
 

@@ -2,8 +2,8 @@
 
 A draft step is a forward pass of the target, with its weights, its cache and its ranks, under an attention policy that
 reads the chosen keys and all that came since. Verification overwrites what drafts appended. It leaves what its queries
-made of every key, and from that the keys of the next drafts are chosen, in all layers at once (papers: Vegas, section
-3). Each rank chooses among its own keys, unless all choose together.
+made of every key, and from that the keys of the next drafts are chosen, in all layers at once (Vegas, arXiv:2602.07223,
+section 3). Each rank chooses among its own keys, unless all choose together.
 """
 
 from __future__ import annotations

@@ -31,28 +31,32 @@ def flash_decode(
 
 
 def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> None:
-    """Leaves one sequence's scores: the mean over the heads of each KV head, and over the queries that count."""
+    """Leaves one sequence's scores: over the heads of each KV head, and over the queries that count."""
     lo, hi = keys.lo[b], keys.hi[b]
-    live = int((lo < hi).sum())
-    if live == 0:
+    reads = lo < hi  # any of the queries: before a rank's first key there are some that read none, and behind the last
+    if not reads.any():
         return
-    at = torch.arange(int(lo[:live].min()), int(hi[:live].max()), device=q.device)
+    at = torch.arange(int(lo[reads].min()), int(hi[reads].max()), device=q.device)
     page, slot = at // keys.page_size, at % keys.page_size
     heads = keys.k.shape[2]
-    of_heads = q.float().view(len(q), heads, -1, q.shape[-1]).mean(2) * keys.scale * math.log2(math.e)  # [T, Hkv, D]
-    counts = torch.ones(live) if scores.rows != "ends" else torch.eye(live)[[0, -1]].amax(0)
-    counts = counts.to(q.device)[:, None, None] / len(q)
-    found = of_heads[:live] * counts
-    found = found if scores.rows == "each" else found.sum(0, keepdim=True)  # [planes, Hkv, D]
     of_keys = keys.k[keys.table[b, page].long(), slot].float()  # [n, Hkv, D]
-    by_key = torch.einsum("phd,nhd->pnh", found, of_keys)
+    rows = q.float().masked_fill(~reads[:, None, None], 0).view(len(q), heads, -1, q.shape[-1])  # [T, Hkv, group, D]
+    share = keys.scale * math.log2(math.e) / (len(q) * rows.shape[2])
     if scores.rows == "any":
-        rows = q[:live].float().view(live, heads, -1, q.shape[-1])
-        each = torch.einsum("thgd,nhd->nhtg", rows, of_keys).flatten(2)
-        whole = len(q) * rows.shape[2]
-        tile = 1 << (-(-whole // len(scores.planes)) - 1).bit_length()  # rows that the kernel takes at once
-        best = torch.stack([part.amax(2) for part in each.split(tile, 2)])
-        by_key = best * keys.scale * math.log2(math.e) / whole
+        each = torch.einsum("thgd,nhd->nhtg", rows, of_keys)
+        each = each.masked_fill(~reads[:, None], -torch.inf).flatten(2)  # [n, Hkv, T * group]
+        tile = 1 << (-(-each.shape[2] // len(scores.planes)) - 1).bit_length()  # rows that the kernel takes at once
+        by_key = torch.stack([part.amax(2) for part in each.split(tile, 2)])
+        by_key = by_key.masked_fill(by_key == -torch.inf, 0)  # of a tile none may count
+    else:
+        counts = reads
+        if scores.rows == "ends":
+            first, last = reads.nonzero()[[0, -1], 0]
+            query = torch.arange(len(q), device=q.device)
+            counts = (query == first) | (query == last)
+        of_queries = rows.sum(2) * counts[:, None, None]  # [T, Hkv, D]
+        of_queries = of_queries if scores.rows == "each" else of_queries.sum(0, keepdim=True)
+        by_key = torch.einsum("phd,nhd->pnh", of_queries, of_keys)
     scores.planes[:, scores.table[b, page].long(), :, slot] = 0
-    for plane, mine in zip(scores.planes, by_key, strict=False):  # each [pages, Hkv, page_size] and [n, Hkv]
+    for plane, mine in zip(scores.planes, by_key * share, strict=False):  # each [pages, Hkv, page_size] and [n, Hkv]
         plane[scores.table[b, page].long(), :, slot] = mine.to(plane.dtype)

@@ -321,7 +321,7 @@ def select_blocks(
         [N, Hkv, width] int32: entries of the block table; what lies behind a query's own is not to be read.
 
     Source:
-        Gather-decode (papers/gather-decode.txt), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
+        Gather-decode (BRL-2026-07), sections 3.2 and 8.1; Quest (arXiv:2406.10774).
     """
     if not dispatch.on_gpu(q):
         return reference(q, bounds, block_table, first, last, pages, topk, width, score, counted, candidates=candidates)

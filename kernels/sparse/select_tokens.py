@@ -185,21 +185,21 @@ def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.c
 def _select_tokens_kernel(
     key_scores, weights, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
     row_counts, part_counts, all_counts, equals_before, of_all, overflow, layer_stride, plane_stride, page_stride,
-    head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail,
+    head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail, parts,
     STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr,
     WEIGHTED: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0) % parts  # one axis: rows of a large batch are more than the second one takes
+    row = (tl.program_id(0) // parts).to(tl.int64)
     if STAGE % 2 == 1:  # What was read last is still in the L2.
-        row = tl.num_programs(1) - 1 - row
+        row = tl.num_programs(0) // parts - 1 - row
     b = row // HEADS % B
     if STAGE == 0 or GUESS:
         wait_for_predecessor(PDL)
     n, k, room = tl.load(known + b), tl.load(of_all + b), tl.load(counts + b)
     sinks, windows, is_fresh = tl.load(sink_keys + b), tl.load(window_keys + b), tl.load(fresh + b).to(tl.int32)
-    run = tl.cdiv(tl.cdiv(n, TILE), tl.num_programs(0)) * TILE
+    run = tl.cdiv(tl.cdiv(n, TILE), parts) * TILE
     begin = part * run
     end = tl.minimum(begin + run, n)
     if STAGE > 0 and not GUESS:  # What stands above is older than the first launch.
@@ -212,7 +212,7 @@ def _select_tokens_kernel(
     table += row // HEADS // B * table_layer + row % (HEADS * B) * width
     row_counts += row * _ROW
     all_counts += row * _ROW  # of all ranks that choose together
-    part_counts += (row * tl.num_programs(0) + part) * _SIZE
+    part_counts += (row * parts + part) * _SIZE
     if WEIGHTED:
         weights += b * PLANES
     d = tl.arange(0, 16)
@@ -387,7 +387,7 @@ def select_tokens(
         together: one choice over several ranks; a collective among them.
 
     Source:
-        Vegas (papers/vegas.txt), section 3.2; radix select.
+        Vegas (arXiv:2602.07223), section 3.2; radix select.
     """
     layers, planes, _, kv_heads, page_size = scores.shape
     B, columns = score_tables.shape
@@ -423,10 +423,10 @@ def select_tokens(
             everyone = together.gather(row_counts[:, digits].contiguous())
             all_counts[:, digits] = everyone.sum(0)
             equals_before = everyone[: together.rank].sum(0, dtype=torch.int32) if stage == 3 else None
-        _select_tokens_kernel[parts, rows](
+        _select_tokens_kernel[(parts * rows,)](
             scores, weights, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
             all_counts, equals_before, of_all, overflow, *scores.stride()[:4], score_tables.stride(0),
-            block_tables.stride(0), table.stride(0), B, columns, width, tail,
+            block_tables.stride(0), table.stride(0), B, columns, width, tail, parts,
             STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads,
             WEIGHTED=weights is not None, PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE,
             BLOCK_PARTS=triton.next_power_of_2(parts), TOGETHER=together is not None, num_warps=4, **overlapped(scores),

@@ -27,9 +27,9 @@ def _shape_logits_kernel(
     logits, out, slots, last, positions, shaped, repetition, frequency, presence, ends_from, bias, seen, allowed,
     logits_n, words, first, V, T, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     b = row // T
-    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = v < V
     wait_for_predecessor(PDL)
     start_successor(PDL)
@@ -88,7 +88,7 @@ def shape_logits(
     tables = tuple(vars(shaping).values())
     assert all(t.is_contiguous() for t in (slots, last, positions, *tables)) and len(positions) == N
     out = torch.empty(N, V, dtype=torch.float32, device=logits.device)
-    _shape_logits_kernel[triton.cdiv(V, BLOCK), N](
+    _shape_logits_kernel[N, triton.cdiv(V, BLOCK)](
         logits, out, slots, last, positions, *tables, logits.stride(0), shaping.allowed.shape[1], first, V,
         N // len(slots), BLOCK=BLOCK, num_warps=4, **overlapped(logits),
     )  # fmt: skip

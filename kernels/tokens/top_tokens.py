@@ -42,8 +42,8 @@ def _store_least(words, to):
 
 @triton.jit
 def _top_of_blocks_kernel(logits, tokens, summaries, logits_b, first, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    b = tl.program_id(1).to(tl.int64)
-    v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_predecessor(PDL)
     start_successor(PDL)
     logit = tl.load(logits + b * logits_b + v, mask=v < V, other=float("-inf"))
@@ -51,7 +51,7 @@ def _top_of_blocks_kernel(logits, tokens, summaries, logits_b, first, V, BLOCK: 
     ids = (v + first).to(tl.int64)
     words = (tl.where(bits < 0, bits + 0x100000000, 0x7FFFFFFF - bits) << _ID_BITS) | ids
     words = tl.where(v < V, words, _NONE)
-    to = summaries + (tl.program_id(0) * tl.num_programs(1) + b) * _WIDTH
+    to = summaries + (tl.program_id(1) * tl.num_programs(0) + b) * _WIDTH
     tl.store(to, tl.min(tl.where(ids == tl.load(tokens + b), words, _NONE), 0))
     _store_least(words, to + 1)
     best = tl.maximum(tl.max(logit, 0).to(tl.float64), -1.7976931348623157e308)  # of nothing but -inf: no weight
@@ -92,7 +92,7 @@ def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch
     assert logits.dtype == torch.float32 and logits.stride(1) == 1 and tokens.is_contiguous() and len(tokens) == B
     blocks = triton.cdiv(V, BLOCK)
     summaries = torch.empty(blocks, B, WIDTH, dtype=torch.int64, device=logits.device)
-    _top_of_blocks_kernel[blocks, B](
+    _top_of_blocks_kernel[B, blocks](
         logits, tokens, summaries, logits.stride(0), first, V, BLOCK=BLOCK, num_warps=4, **overlapped(logits)
     )
     return top_of_ranks(summaries)

@@ -38,7 +38,7 @@ from launch.bench import (
 )
 from launch.bench.runner import Benchmark, Given, record, run
 from launch.inputs import parts
-from launch.inputs.arguments import helped, parse, several, unknown
+from launch.inputs.arguments import helped, need_checkout, parse, several, unknown
 from launch.inputs.compose import ROOT
 from launch.job import spawn
 
@@ -121,6 +121,7 @@ def main() -> None:
     what, arguments = next(iter(sys.argv[1:]), "--help"), sys.argv[2:]
     if helped([what, *arguments], taught(what if what in BENCHMARKS else None)):
         return
+    need_checkout("helix bench")
     gpus = torch.cuda.device_count()
     try:
         if what not in BENCHMARKS:

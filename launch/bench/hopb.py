@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.bench.runner import Benchmark, Given, Part, Row
-from launch.bench.workloads import SHAPES
+from launch.bench.workloads import SHAPES, named
 from launch.job import spawn
 from launch.measure.hopb import STEPS
 
@@ -29,15 +29,15 @@ def cases(given: Given) -> list[tuple[str, str]]:
 def measure(given: Given, model: str, backend: str) -> list[Row]:
     """Rows of a job; what does not depend on a model or on a backend counts once."""
     overrides = [
-        f"model={model}", "bench=hopb", f"layout.kvp={given.ranks}",
+        *named(model), "bench=hopb", f"layout.kvp={given.ranks}",
         f"bench.points=[{','.join(POINTS if given.gpu else ON_CPU)}]", f"bench.steps={STEPS if given.gpu else 3}",
         *([] if given.emulated else [f"comm.backend={backend}"]),
     ]  # fmt: skip
     rows: list[Row] = spawn.measure(given.ranks, overrides)["hopb"]
     first = cases(given)[0]
     kinds = {"ttl", "failed", *["mla"] * (model == first[0]), *["delay", "timeline"] * ((model, backend) == first)}
-    named = [row | {"model": model} if row["kind"] in ("ttl", "failed") else row for row in rows]
-    return [row for row in named if row["kind"] in kinds]
+    rows = [row | {"model": model} if row["kind"] in ("ttl", "failed") else row for row in rows]
+    return [row for row in rows if row["kind"] in kinds]
 
 
 COLUMNS = "model backend batch length chunks off_us on_us without_us hidden auto_us auto_chunks off_units on_units"

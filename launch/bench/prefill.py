@@ -23,6 +23,7 @@ from kernels.paged_keys import PagedKeys
 from launch.bench.attention import TORCH
 from launch.bench.clock import DIM, PAGE, replays
 from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.bench.workloads import named
 from launch.job import spawn
 
 K = 1024
@@ -150,7 +151,7 @@ def measure_prompts(given: Given) -> list[Row]:
     """Prompts of Qwen2.5-7B's shape, in one job; on a CPU one of the demo model."""
     model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
     points = ",".join(PROMPTS if given.gpu else ["1x600"])
-    overrides = [f"model={model}", f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{points}]"]
+    overrides = [*named(model), f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{points}]"]
     done = spawn.measure(ranks, overrides)
     rows = [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
     beside = VLLM_TP2_S if given.gpu and ranks == 2 and not given.emulated else {}

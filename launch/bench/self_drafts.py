@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.bench.speculate import expected_tokens, with_gains
-from launch.bench.workloads import K, M, fitting_spec, layouts
+from launch.bench.workloads import K, M, fitting_spec, layouts, named
 from launch.job import spawn
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
@@ -53,7 +53,7 @@ def measure(given: Given, model: str, sparsity: float) -> list[Row]:
         record = spawn.measure(
             ranks,
             [
-                f"model={model}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
+                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
                 "kv.append_block=64", "hopb=none", "bench=decode", "decode.stream=false",
                 f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.gammas={gammas}",
                 f"bench.steps={steps}", "speculation=sparse", f"speculation.gamma={max(gammas)}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.bench.workloads import named
 from launch.job import spawn
 
 COLUMNS = (
@@ -21,7 +22,7 @@ COLUMNS = (
 def measure(given: Given, ranks: int) -> Iterator[Row]:
     """All traces in a job."""
     model = "qwen2.5-7b" if given.gpu else "demo"
-    overrides = [f"model={model}", f"layout.kvp={ranks}", "bench=serve", "decode.max_batch=64"]
+    overrides = [*named(model), f"layout.kvp={ranks}", "bench=serve", "decode.max_batch=64"]
     for row in spawn.rows(overrides):
         yield {"model": model, "layout": f"helix kvp={ranks}", **row}
 

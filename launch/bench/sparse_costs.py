@@ -15,7 +15,7 @@ from functools import cache
 
 from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.bench.steps import ROOMY
-from launch.bench.workloads import K, M, fitting_spec, layouts
+from launch.bench.workloads import K, M, fitting_spec, layouts, named
 from launch.job import spawn
 
 MODELS = ("qwen2.5-7b",)
@@ -50,7 +50,7 @@ def times_us(model: str, ranks: int, steps: int, job: Job) -> dict[Point, float]
     record = spawn.measure(
         ranks,
         [
-            f"model={model}", f"layout.kvp={grid.kvp}", f"layout.tpa={grid.tpa}", "bench=decode",
+            *named(model), f"layout.kvp={grid.kvp}", f"layout.tpa={grid.tpa}", "bench=decode",
             f"bench.points=[{','.join(f'{b}x{length}' for b, length in job.points)}]", f"bench.gammas=[{job.gamma}]",
             f"bench.steps={steps}", *cut, *ROOMY, *job.overrides,
         ],

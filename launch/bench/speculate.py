@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.runner import Benchmark, Given, Part, Row
-from launch.bench.workloads import SHAPES, fitting_spec, layouts
+from launch.bench.workloads import SHAPES, fitting_spec, layouts, named
 from launch.inputs.copy_prompts import copy_prompts
 from launch.job import spawn
 
@@ -101,7 +101,7 @@ def synthetic(given: Given, model: str) -> list[Row]:
         record = _job(
             ranks,
             [
-                f"model={model}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
+                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
                 "hopb=none", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
                 f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=synthetic",
                 f"speculation.gamma={max(gammas)}", f"speculation.acceptance={ACCEPTANCE}", *overrides,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.bench.runner import Benchmark, Given, Part, Row
+from launch.bench.workloads import named
 from launch.job import spawn
 
 MODELS = "demo", "qwen2.5-7b"
@@ -28,7 +29,7 @@ def measure(given: Given, model: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         prompts, record = Path(directory) / "prompts.jsonl", Path(directory) / "record.json"
         prompts.write_text("".join(json.dumps({"prompt_ids": [*range(1, 20 + i)]}) + "\n" for i in range(PROMPTS)))
-        overrides = [f"model={model}", f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", f"record={record}"]
+        overrides = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", f"record={record}"]
         overrides += ["decode.stream=false", f"decode.max_new_tokens={NEW_TOKENS}"]
         for kernels in ("none", "compiled"):
             for _ in spawn.rows(overrides, TRITON_CACHE_DIR=str(Path(directory) / "kernels")):

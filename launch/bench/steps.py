@@ -25,7 +25,7 @@ import torch
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.bench.runner import Benchmark, Given, Part, Row
-from launch.bench.workloads import BASELINES, WORKLOADS, K, M, Workload, fitting_spec, floor_s, layouts
+from launch.bench.workloads import BASELINES, WORKLOADS, K, M, Workload, fitting_spec, floor_s, layouts, named
 from launch.inputs.auto_layout import budget
 from launch.inputs.compose import composed
 from launch.job import spawn
@@ -62,7 +62,7 @@ def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -
         found = spawn.measure(
             layout.world_size,
             [
-                f"model={works[0].model}", f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
+                *named(works[0].model), f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
                 f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
                 *overrides, f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
             ],

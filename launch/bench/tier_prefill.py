@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launch.bench.runner import Benchmark, Given, Part, Row
-from launch.bench.workloads import K
+from launch.bench.workloads import K, named
 from launch.job import spawn
 
 HOST = 20e9  # bytes: keys and values of 256K tokens, and room
@@ -20,7 +20,7 @@ GPU = 4e9
 def measure(given: Given, host: bool) -> Iterator[Row]:
     """A row of one job."""
     model, length, of_host, of_gpu = ("qwen2.5-7b", 256 * K, HOST, GPU) if given.gpu else ("demo", 2 * K, 1e9, 4e8)
-    job = [f"model={model}", "layout.kvp=1", "attention=block_sparse", "bench=prefill", f"bench.points=[1x{length}]"]
+    job = [*named(model), "layout.kvp=1", "attention=block_sparse", "bench=prefill", f"bench.points=[1x{length}]"]
     if host:
         job += ["kv.tier=host", f"kv.host_bytes={of_host:.0f}", f"kv.gpu_bytes={of_gpu:.0f}"]
     row: Row = {"kind": "tier-prefill", "model": model, "tier": "host" if host else "gpu"}

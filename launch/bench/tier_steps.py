@@ -31,7 +31,7 @@ from helix.simulate.step import predict
 from kernels.tier.copy_blocks import PROGRAMS
 from launch.bench import tier
 from launch.bench.runner import Benchmark, Given, Part, Row
-from launch.bench.workloads import K, M, fitting_spec, layouts
+from launch.bench.workloads import K, M, fitting_spec, layouts, named
 from launch.inputs.auto_layout import budget
 from launch.inputs.compose import composed
 from launch.inputs.hardware import hardware_of
@@ -54,7 +54,7 @@ def overrides(given: Given, layout: HelixLayout, batch: int, length: int, cells:
     texts = (f"attention.topk={topk} attention.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
     steps = ",".join(f'"{text}"' for text in texts)
     shared = [
-        f"model={MODEL if given.gpu else 'demo'}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
+        *named(MODEL if given.gpu else "demo"), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
         "attention=block_sparse", "attention.score=replay", f"attention.topk={max(cells)[0]}",
         "attention.from_tokens=0", "hopb.chunks=none", "decode.prefill_chunk=4096", "bench=decode",
         f"bench.points=[{batch}x{length}]", f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",

@@ -9,7 +9,7 @@ import torch
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from launch.bench.clock import READ_CEILING
-from launch.inputs.compose import ROOT
+from launch.inputs.compose import ROOT, composed
 from launch.inputs.shapes import spec_of
 
 K, M = 1024, 1 << 20
@@ -108,6 +108,12 @@ def fitting_spec(model: str, ranks: int) -> tuple[DecoderSpec, list[str]]:
             overrides = [f"model.config.num_hidden_layers={layers}"]
             return spec_of(model, *overrides), overrides
     return spec, []
+
+
+def named(model: str) -> list[str]:
+    """The overrides of a model: the demo model with its checkpoint, a shape with random weights."""
+    has_weights = composed([f"model={model}"]).model.path is not None
+    return [f"model={model}", *([] if has_weights else ["model.load=random"])]
 
 
 def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+HOME = Path(__file__).resolve().parents[2]  # the checkout, or where a wheel is installed
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -86,3 +89,9 @@ def helped(arguments: Sequence[str], text: str | None) -> bool:
     if wanted := not {"-h", "--help"}.isdisjoint(arguments):
         print(text)
     return wanted
+
+
+def need_checkout(command: str) -> None:
+    """Ends a command that reads or writes what a wheel does not have: records, pages, all sources, the demo model."""
+    if not (HOME / "pyproject.toml").exists():
+        sys.exit(f"error: {command} needs Helix's checkout, with its records, sources and demo model: {HOME} has none")

@@ -218,7 +218,7 @@ def _check_value(key: str, kind: Any, text: str, value: Any) -> None:
     optional = NoneType in get_args(kind)
     kind = next(k for k in get_args(kind) if k is not NoneType) if optional else kind
     try:
-        OmegaConf.update(OmegaConf.structured(Config), key, value)
+        OmegaConf.update(_schema(), key, value)
         fits = not (isinstance(value, list) and any(isinstance(one, list | dict) for one in value))
         fits &= not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
         fits &= not (key in PATHS and value == "")
@@ -235,6 +235,12 @@ def _parsed(text: str) -> Override:
     except HydraException as error:
         key = text.partition("=")[0]
         raise ValueError(f"{text}: the value cannot be read; put it in quotes, as in \"{key}='VALUE'\"") from error
+
+
+@cache
+def _schema() -> DictConfig:
+    """Takes any values that fit; which it holds means nothing. Making it takes longer than all checks together."""
+    return OmegaConf.structured(Config)
 
 
 @cache

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.arguments import helped, parse, several
+from launch.inputs.arguments import helped, need_checkout, parse, several
 from launch.inputs.compose import ROOT
 
 SOURCES = [ROOT / "helix", Path(sysconfig.get_path("stdlib"))]
@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command, *rest = arguments
     try:
         if command == "make":
-            given = DEFAULTS | parse(rest, KEYS, needed=("output",))
+            if not {"tokenizer", "source"} <= (given := parse(rest, KEYS, needed=("output",))).keys():
+                need_checkout("helix needles make without tokenizer and source")
+            given = DEFAULTS | given
             sources = [Path(directory) for directory in given["source"]]
             prompts = make(given["tokenizer"], sources, given["length"], given["count"])
             given["output"].write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")

@@ -33,6 +33,16 @@ def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.d
     return Decoder(spec, layout, comm, dtype, torch.device("meta")).weights
 
 
+def check_weights(config: ModelConfig, key: str) -> None:
+    """Raises ValueError, naming what to set under `key`, where a model has neither a checkpoint nor random weights."""
+    if config.path is None and config.load == "checkpoint":
+        place = " in place of model=NAME" if key == "model" else ""
+        raise ValueError(
+            f"a shape has no weights: set {key}.path=DIR{place}, a checkpoint's directory, or {key}.load=random for "
+            "random weights"
+        )
+
+
 def make_checkpoint(
     config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int
 ) -> tuple[Checkpoint | None, DecoderSpec]:
@@ -43,8 +53,7 @@ def make_checkpoint(
     """
     if config.load != "checkpoint":
         return None, spec
-    if config.path is None:
-        raise ValueError("model.load=checkpoint needs model.path=DIR; without weights, set model.load=random")
+    assert config.path is not None, "check_weights comes before"
     checkpoint = Checkpoint(Path(config.path))
     spec = checkpoint.with_head(spec)
     checkpoint.check(weights_of(spec, layout, rank, torch.float32).slices, spec.unused)

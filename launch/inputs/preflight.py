@@ -21,7 +21,7 @@ from helix.speculation import check_draft
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
-from launch.inputs.parts import make_checkpoint, make_draft_layout, make_layout, make_spec
+from launch.inputs.parts import check_weights, make_checkpoint, make_draft_layout, make_layout, make_spec
 from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
 from launch.inputs.tuning import check_tuning
 from launch.inputs.variants import variants
@@ -154,6 +154,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
         if speculation.model.path is None and not speculation.model.config:
             raise ValueError("speculation=model needs speculation.model.path=DIR")
         spec = make_spec(replace(config, model=speculation.model))
+        check_weights(speculation.model, "speculation.model")
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
         stripes = Stripes(of_target, config.kv.append_block, config.kv.page_size)
         check_draft(target.vocab, spec.vocab, layout, stripes)
@@ -212,12 +213,13 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
             f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {layout.world_size} ranks, but {world_size} were started: "
             f"use torchrun --nproc-per-node={layout.world_size} or change layout.kvp or layout.tpa"
         )
-    if config.model.path is not None and config.model.load == "random" and "architectures" in config.model.config:
+    if config.model.path is not None and "architectures" in config.model.config:
         raise ValueError(
-            f"model=NAME is a shape with random weights, which would not read model.path={config.model.path}: leave "
-            "out model=NAME"
+            f"model=NAME is a shape of its own, and model.path={config.model.path} a checkpoint of another: leave out "
+            "model=NAME"
         )
     spec = make_spec(config)
+    check_weights(config.model, "model")
     prompts = _prompts(config)
     reason = None
     if auto:

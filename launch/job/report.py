@@ -70,6 +70,10 @@ class Console:
         self._text = OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
+        if plan.checkpoint is None:
+            self._terminal.print("weights are random (model.load=random): times mean something, tokens do not")
+        if plan.draft is not None and plan.draft.checkpoint is None:
+            self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
         emulated = f", of which {job.place.world_size} are real" if job.backend == "emulated" else ""
@@ -280,10 +284,12 @@ def _commit() -> str | None:
     if "HELIX_COMMIT" in os.environ:
         return os.environ["HELIX_COMMIT"]
     root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # an unpacked archive, or a wheel, which may lie inside of another repository
+        return None
     git = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or an unpacked archive
+    except (OSError, subprocess.CalledProcessError):  # no git, or one that does not trust the owner
         return None
 
 

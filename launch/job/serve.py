@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
@@ -23,7 +24,6 @@ from helix.inbox import Inbox
 from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.tiering import of_short_chunks
-from launch.job.grammar import Grammars
 from launch.job.task import Done, Task
 from launch.serving.frames import (
     Abort,
@@ -40,6 +40,7 @@ from launch.serving.frames import (
     Unread,
     encode,
 )
+from launch.serving.matcher import BegunGrammar, Grammars
 
 # Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
 PLAIN = {(False, False, False), (True, False, False), (True, True, False)}
@@ -47,6 +48,7 @@ SHAPED = {(stochastic, filtered, True) for stochastic, filtered, _ in PLAIN}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes on their way to it
 PIECE = 1 << 20  # bytes read at a time
+COMPILING = 2  # grammars at a time
 
 
 def run(task: Task) -> Done:
@@ -65,16 +67,17 @@ def run(task: Task) -> Done:
         engine.warm_up(PLAIN, SHAPED, task.phases.mark)
     task.console.note(f"ready after {task.phases}")
     path = plan.config.model.path
-    serve(engine, inbox, link, None if path is None else Path(path).resolve())
+    serve(engine, inbox, link, None if path is None else Path(path).resolve(), random=plan.checkpoint is None)
     return {}, 0
 
 
-def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None) -> None:
+def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, random: bool = False) -> None:
     """Serves what comes over rank 0's link until the inbox is closed; a collective call, which closes the engine.
 
     Args:
         link: rank 0's, and the other ranks' None.
-        model: the checkpoint's directory; None for a shape with random weights.
+        model: the checkpoint's directory; None for a shape alone.
+        random: whether the weights are.
     """
     runner, spec = engine.runner, engine.runner.model.spec
     if link is not None:
@@ -89,6 +92,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None) -
             max_batch=runner.max_batch,
             eos=tuple(sorted(spec.eos)),
             guided=link.learn(model, spec.vocab, spec.eos),
+            random=random,
         )
         link.open(ready, lambda: _stats(engine))
     gc.freeze()  # what stays: to look through it again would stop everybody for some 10 ms
@@ -132,7 +136,11 @@ class Link:
         self._closed = False
         self._prefix = ""  # of the engine's names for this front end's requests
         self._names: dict[str | int, int] = {}
+        self._followed: dict[str | int, BegunGrammar] = {}
         self._grammars: Grammars | None = None
+        self._compiling = ThreadPoolExecutor(COMPILING, "grammars")  # beside them others are read
+        self._uncompiled: set[str] = set()
+        self._passing = Lock()  # while a request goes to the inbox, so that it is not aborted before
 
     def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> bool:
         """Reads what grammars need of a model; whether there can be any."""
@@ -161,12 +169,16 @@ class Link:
         name = self._names.get(delta.id)
         if name is None:
             return
-        if delta.finish_reason is not None:
+        finish_reason, reason = delta.finish_reason, delta.reason
+        if finish_reason is not None:
             self._names.pop(delta.id, None)
-        if delta.new_ids or delta.finish_reason is not None:
+            followed = self._followed.pop(delta.id, None)
+            if followed is not None and followed.mistake is not None and finish_reason in ("stop", "length"):
+                finish_reason, reason = "error", followed.mistake
+        if delta.new_ids or finish_reason is not None:
             ids = np.asarray(delta.new_ids, dtype=np.int32)
             logprobs = tuple((of.drawn, of.best) for of in delta.logprobs)
-            told: Message = Delta(name, delta.finish_reason, delta.reason, delta.cached_tokens, logprobs, ids)
+            told: Message = Delta(name, finish_reason, reason, delta.cached_tokens, logprobs, ids)
         else:
             told = Progress(name, delta.prefilled, delta.prompt_tokens, delta.cached_tokens)
         self._send(told, delta.id)
@@ -205,49 +217,68 @@ class Link:
                     print(f"serve.socket={self._path}: what came is {error}", file=sys.stderr, flush=True)
                 with self._lock:
                     self._peer = None
-                for name in [*self._names]:
-                    self._inbox.abort(name)
+                for left in [*self._uncompiled, *self._names]:
+                    self._abort(left)
 
     def _read(self, peer: socket.socket) -> None:
         decoder = Decoder()
         while data := peer.recv(PIECE):
             for message in decoder.feed(data):
                 match message:
+                    case Submit() if message.grammar is not None:
+                        self._uncompiled.add(f"{self._prefix}{message.id}")
+                        self._compiling.submit(self._submit, message, self._prefix)
                     case Submit():
-                        self._submit(message)
+                        self._submit(message, self._prefix)
                     case Unread():
                         self._send(Delta(message.id, "error", message.reason), self._prefix)
                     case Abort():
-                        self._inbox.abort(f"{self._prefix}{message.id}")
+                        self._abort(f"{self._prefix}{message.id}")
                     case Stop():
                         self._closed = True
                         self._inbox.close()
                         for name in [*self._names]:
                             self._inbox.abort(name)
 
-    def _submit(self, message: Submit) -> None:
-        name = f"{self._prefix}{message.id}"
-        if self._closed:
-            return
+    def _abort(self, name: str | int) -> None:
+        with self._passing:
+            if name in self._uncompiled:
+                self._uncompiled.remove(str(name))
+            else:
+                self._inbox.abort(name)
+
+    def _submit(self, message: Submit, prefix: str) -> None:
+        name = f"{prefix}{message.id}"
         try:
-            request = self._request(name, message)
-            self._names[name] = message.id
-            self._send(Queued(message.id), name)
-            self._inbox.submit(request)
+            request, grammar = self._request(name, message)
+            with self._passing:
+                if self._closed or (grammar is not None and name not in self._uncompiled):
+                    return
+                self._uncompiled.discard(name)
+                self._names[name] = message.id
+                if grammar is not None:
+                    self._followed[name] = grammar
+                self._send(Queued(message.id), name)
+                self._inbox.submit(request)
         except BaseException as error:  # panics of llguidance, too: one request's is not the others'
-            self._names.pop(name, None)
+            with self._passing:
+                self._uncompiled.discard(name)
+                self._names.pop(name, None)
+                self._followed.pop(name, None)
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._send(Delta(message.id, "error", reason), name)
 
-    def _request(self, name: str, message: Submit) -> Request:
+    def _request(self, name: str, message: Submit) -> tuple[Request, BegunGrammar | None]:
         given = dict(message.sampling)
         if "logit_bias" in given:
             given["logit_bias"] = dict(given["logit_bias"])
         grammar = None
-        if message.grammar is not None and self._grammars is not None:
+        if message.grammar is not None:
+            if self._grammars is None:
+                raise ValueError("no answer of this model can be made to follow a grammar")
             answer = message.ids[len(message.ids) - message.drawn :]
             grammar = self._grammars.begun(message.grammar, answer.tolist())
-        return Request(
+        request = Request(
             name,
             message.ids,
             message.max_new_tokens,
@@ -257,6 +288,7 @@ class Link:
             drawn=message.drawn,
             grammar=grammar,
         )
+        return request, grammar
 
 
 def _listen(path: Path) -> socket.socket:

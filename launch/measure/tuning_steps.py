@@ -1,4 +1,4 @@
-"""The search for how many keys and how many drafts a model should draft for itself with (papers: Vegas, section 3.4).
+"""The search for the keys and drafts with which a model drafts for itself best (Vegas, arXiv:2602.07223, section 3.4).
 
 It says what it wants to know next, and is told; it does not care where that comes from. So it goes on where another run
 stopped, and says the same of the same measurements.

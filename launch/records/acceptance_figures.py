@@ -74,7 +74,7 @@ def _keys(figure: Figure, rows: Sequence[Row]) -> None:
 def places(rows: list[Row]) -> Figure:
     """Drafts that hold where all before them did, by place, with ranges; a panel for each task.
 
-    Source: Vegas (papers/vegas.txt), figure 4.
+    Source: Vegas (arXiv:2602.07223), figure 4.
     """
     rows = _longest([r for r in rows if is_usual(r)])
     figure, found = _of_tasks(rows)
@@ -98,7 +98,7 @@ def places(rows: list[Row]) -> Figure:
 def sparsities(rows: list[Row]) -> Figure:
     """Tokens an iteration over the share of keys that drafts read, of the length that has most; a panel for each task.
 
-    Source: Vegas (papers/vegas.txt), figure 8.
+    Source: Vegas (arXiv:2602.07223), figure 8.
     """
     lengths = [r["length"] for r in rows]
     rows = _longest([r for r in rows if r["length"] == max(lengths, key=lengths.count)])

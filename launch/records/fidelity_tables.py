@@ -141,7 +141,7 @@ def policies() -> list[str]:
     """What the product offers at two budgets, on one rank: needles in code beside the shortest and the longest texts.
 
     Source:
-        Gather-decode (papers/gather-decode.txt), table 4.
+        Gather-decode (BRL-2026-07), table 4.
     """
     recorded = [r for r in results("fidelity", *KEY) if r["kvp"] == 1]
     texts = [r for r in recorded if r["kind"] == "text" and r["policy"] in MATCHED]

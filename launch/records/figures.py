@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from launch.inputs.arguments import helped, parse, unknown
+from launch.inputs.arguments import helped, need_checkout, parse, unknown
 from launch.inputs.compose import ROOT
 from launch.records import acceptance_figures
 from launch.records.acceptance_tables import KEY as ACCEPTANCE
@@ -353,7 +353,7 @@ def speculate(rows: list[Row]) -> Figure:
 def sparse_map(rows: list[Row]) -> Figure:
     """Time of a dense step over that of a block-sparse one, by batch and length; projected without overhead as well.
 
-    Source: gather-decode (papers/gather-decode.txt), figure 3.
+    Source: gather-decode (BRL-2026-07), figure 3.
     """
     machines: dict[str, list[Account]] = {}
     for account in accounts(cell_of(row) for row in rows if "failed" not in row):
@@ -516,6 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if helped(arguments, f"{__doc__}\nfigures: {', '.join(DRAWINGS)}"):
         return
+    need_checkout("helix plot")
     names = [text for text in arguments if "=" not in text]
     try:
         given = parse([text for text in arguments if "=" in text], {"results": Path, "figures": Path})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,19 @@ def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = 
     off = [abs(compare(cell, describe(cell.device))["error"]) for cell in drafted]
     median, most = np.percentile(off, (50, 90))
     return f"{len(off)} steps with drafts of the model itself: off by {median:.1%} (median), {most:.1%} (p90)"
+
+
+def errors_table(steps: Mapping[str, Sequence[Cell]], hardware: Hardware) -> list[Sequence[str]]:
+    """Cells of a table of how far predictions are off, its head first.
+
+    Args:
+        steps: by what they are called.
+    """
+    table: list[Sequence[str]] = [("steps", "cells", "median", "90th percentile")]
+    for name, cells in steps.items():
+        median, most = np.percentile([abs(compare(cell, hardware)["error"]) for cell in cells], (50, 90))
+        table.append((name, str(len(cells)), f"{median:.1%}", f"{most:.1%}"))
+    return table
 
 
 def check_table(rows: Sequence[dict[str, Any]]) -> list[Sequence[str]]:

@@ -4,7 +4,7 @@ A dense step takes `overhead + bytes / bandwidth`: both are fitted on dense step
 bytes and pays for finding them: once, for each sequence, and for bounds that it goes through more slowly than it reads.
 These are fitted on block-sparse steps. Bytes are counted by the cost model, on the rank that reads most.
 
-Source: gather-decode (papers/gather-decode.txt), sections 2 and 9, where the price of finding is one number.
+Source: gather-decode (BRL-2026-07), sections 2 and 9, where the price of finding is one number.
 """
 
 from __future__ import annotations

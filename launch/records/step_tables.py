@@ -14,7 +14,7 @@ from launch.records.rows import WORKLOAD, Row, results, workload
 
 HEADLINE = [
     ("qwen2.5-7b", 1, 1 << 20),
-    ("qwen2.5-7b", 8, 1 << 17),
+    ("llama-3.1-8b", 1, 1 << 20),
     ("deepseek-v2-lite", 1, 1 << 20),
     ("gpt-oss-20b", 1, 1 << 20),
 ]
@@ -99,13 +99,14 @@ def _plain_tp() -> dict[tuple[Any, ...], str]:
 
 
 def headline() -> list[str]:
-    """Four of the best Helix layouts over eight GPUs, beside plain TP and vLLM."""
+    """Four of the best Helix layouts over eight GPUs, beside plain TP, and vLLM on as many as divide the heads."""
     plain = _plain_tp()
     rows = ["| model | context | Helix | plain TP=8 | vLLM 0.25.1 |", "|---|---|---|---|---|"]
     for r in _best():
         if (key := tuple(r[k] for k in WORKLOAD[:3])) in HEADLINE:
-            vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
-            rows.append(f"| {workload(r)} | {_ttl(r)} | {plain[key]} | {vllm} |")
+            heads = load_spec(r["model"]).q_heads
+            vllm = f"{r['vllm_ms']:.2f} ms, {8 if heads % 8 == 0 else 4} GPUs" if r["vllm_ms"] else "-"
+            rows.append(f"| {workload(r)} | {_ttl(r)} | {plain.get(key, '-')} | {vllm} |")
     return rows
 
 

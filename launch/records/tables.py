@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from launch.bench.speculate import PARTS, REST
-from launch.inputs.arguments import helped
+from launch.inputs.arguments import helped, need_checkout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.records import (
@@ -24,10 +24,11 @@ from launch.records import (
     sparse_tables,
     step_tables,
 )
-from launch.records.planner_check import check_table, regrets, summary
-from launch.records.recorded_steps import read_cells
+from launch.records.planner_check import check_table, errors_table, regrets, summary
+from launch.records.recorded_steps import Cell, halves, read_cells
 from launch.records.rows import results, workload
 from launch.records.sparse_bill import Account, Table
+from launch.serving.fields import table
 
 RESULTS = [
     f"docs/results/{name}.md"
@@ -152,6 +153,20 @@ def planner(*names: str) -> list[str]:
     return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {line}" for line in summary(rows).splitlines())]
 
 
+def planner_errors() -> list[str]:
+    """Errors of recorded steps that the shipped description of an H200 was not fitted on, dense ones and others."""
+    steps: dict[str, list[Cell]] = {}
+    for where, suffix in (("over eight GPUs", ""), ("emulated on two GPUs", ".emulated-8")):
+        files = [ROOT / "benchmarks" / "results" / f"{name}{suffix}.jsonl" for name in ("step", "baselines")]
+        cells = read_cells(files)
+        dense = [cell for cell in cells if cell.is_dense]
+        name = f"{where}: dense" + ("" if suffix else ", the half that was not fitted on")
+        steps[name] = dense if suffix else halves(dense)[1]
+        steps[f"{where}: with experts or latents"] = [cell for cell in cells if not cell.is_dense]
+    head, *body = errors_table(steps, load_hardware("h200"))
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+
+
 def bill(table: Callable[[Sequence[Account]], Table]) -> list[str]:
     """A table of what block-sparse steps pay; nothing where none are recorded."""
     found = sparse_bill.recorded()
@@ -200,7 +215,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     **serving_tables.PAGE,
     "sparse-bill": partial(bill, sparse_bill.bill_table),
     "sparse-crossover": partial(bill, sparse_bill.crossover_table),
+    "request-fields": table,
     "planner": partial(planner, "step", "baselines"),
+    "planner-errors": planner_errors,
     "planner.emulated-8": partial(planner, "step.emulated-8", "baselines.emulated-8"),
 }
 
@@ -217,5 +234,6 @@ def with_tables(page: str) -> str:
 def main() -> None:
     """Writes all pages' tables."""
     if not helped(sys.argv[1:], __doc__):
+        need_checkout("helix tables")
         for page in PAGES:
             (ROOT / page).write_text(with_tables(page))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.serving.choice import Choice, News
+from launch.serving.dialects import Part
 from launch.serving.errors import ApiError
 from launch.serving.streams import COMMENT, DONE
 from launch.serving.tokens import Tokens
@@ -23,6 +24,7 @@ class Answer:
     Attributes:
         chat: whether it is a chat's, or a completion's.
         echoed: of a completion, the prompt's text of each choice.
+        tells_thoughts: whether what a chat's model thinks is told.
         prompt_tokens: of all prompts, each counted once.
         changed: set where something is new.
         close: gives up what is still under way; whoever has the answer told calls it in the end.
@@ -40,6 +42,7 @@ class Answer:
     progress: bool = False
     echoed: list[str] = field(default_factory=list)
     with_logprobs: bool = False
+    tells_thoughts: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.monotonic)
 
@@ -117,7 +120,7 @@ class Answer:
         if not self.chat:
             text = "".join(one.text for one in news)
             return choice | {"text": self._echo(index) + text, "logprobs": logprobs}
-        parts = [part for one in news for part in one.parts]
+        parts = self._parts(news)
         message: dict[str, Any] = {"role": "assistant", "content": None}
         for kind, name in (("content", "content"), ("thinking", "reasoning_content")):
             if texts := [part.text for part in parts if part.kind == kind]:
@@ -134,13 +137,17 @@ class Answer:
         if not self.chat:
             return choice | {"text": (self._echo(index) if first else "") + news.text, "logprobs": logprobs}
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        for part in news.parts:
+        for part in self._parts([news]):
             if part.kind == "call":
                 delta.setdefault("tool_calls", []).append({"index": self._calls(index)} | _call(part))
             else:
                 name = "content" if part.kind == "content" else "reasoning_content"
                 delta[name] = delta.get(name, "") + part.text
         return choice | {"delta": delta, "logprobs": logprobs}
+
+    def _parts(self, news: list[News]) -> list[Part]:
+        parts = [part for one in news for part in one.parts]
+        return [part for part in parts if self.tells_thoughts or part.kind != "thinking"]
 
     def _calls(self, index: int) -> int:
         """The number of a choice's next call."""

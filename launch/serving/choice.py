@@ -39,6 +39,7 @@ class Choice:
     Args:
         abort: called where it ends before the engine says so.
         parser: takes the text apart; None: it is a completion's.
+        special: whether special tokens are text too.
 
     Attributes:
         tokens: drawn so far.
@@ -55,6 +56,7 @@ class Choice:
         eos: Sequence[int],
         abort: Callable[[Flight, str], None],
         parser: Parser | None = None,
+        special: bool = False,
     ) -> None:
         self.index = index
         self.flight = flight
@@ -64,7 +66,8 @@ class Choice:
         self._stop_ids = frozenset(stop_ids)
         self._eos = frozenset(eos)
         self._abort = abort
-        self._text = TextStream(tokens.tokenizer, tuple(stop), special=parser is not None and parser.wants_special)
+        special = special or (parser is not None and parser.wants_special)
+        self._text = TextStream(tokens.tokenizer, tuple(stop), special=special)
 
     def take(self) -> News:
         """What has come since the last call."""

@@ -14,6 +14,8 @@ CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 THINKING = {"open": "<think>", "close": "</think>"}
 BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # nothing
 JSON = {"content": "json", "content_args": {"allow_non_json": True}}
+NO_ANCHOR = "\0"  # in the place of one: what is parsed begins with the turn
+UNTOLD = 1024  # characters of a prompt that are looked at, where nothing tells where the turn begins
 
 
 THOUGHT = ("<think>", "</think>", "\n\n")
@@ -28,7 +30,6 @@ class Calls:
         before, after: what stands around all calls.
         between: what stands between two calls; None: there is one alone.
         argument: one argument, with KEY and VALUE; None: ARGUMENTS are a JSON object.
-        thought: what opens and closes a thought before the calls, and what stands behind it; None: there is none.
     """
 
     call: str
@@ -36,7 +37,6 @@ class Calls:
     after: str = ""
     between: str | None = None
     argument: str | None = None
-    thought: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,16 @@ class Dialect:
         marks: texts that its chat template has, all of them.
         template: as transformers' `response_template`, with the fields content, thinking and tool_calls.
         calls: None where it has none.
+        thought: what opens and closes a thought before the answer, and what stands behind it; None: there is none.
+        said: what stands before an answer's text.
     """
 
     name: str
     marks: tuple[str, ...]
     template: dict[str, Any]
     calls: Calls | None = None
+    thought: tuple[str, str, str] | None = None
+    said: str = ""
 
 
 def _fields(anchor: str, **fields: dict[str, Any]) -> dict[str, Any]:
@@ -89,10 +93,9 @@ DIALECTS = (
                 },
             },
         },
-        Calls(
-            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
-            thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
-        ),
+        Calls("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
+        ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+        "<|channel|>final<|message|>",
     ),
     Dialect(
         "qwen3-coder",
@@ -115,8 +118,8 @@ DIALECTS = (
             "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
             between="\n",
             argument="<parameter=KEY>\nVALUE\n</parameter>\n",
-            thought=THOUGHT,
         ),
+        THOUGHT,
     ),
     Dialect(
         "qwen",
@@ -126,11 +129,8 @@ DIALECTS = (
             thinking=THINKING,
             tool_calls={"open": "<tool_call>", "close": "</tool_call>", "repeats": True, **JSON},
         ),
-        Calls(
-            '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
-            between="\n",
-            thought=THOUGHT,
-        ),
+        Calls('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', between="\n"),
+        THOUGHT,
     ),
     Dialect(
         "mistral",
@@ -146,7 +146,8 @@ DIALECTS = (
                 **JSON,
             },
         ),
-        Calls("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="", thought=("[THINK]", "[/THINK]", "")),
+        Calls("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between=""),
+        ("[THINK]", "[/THINK]", ""),
     ),
     Dialect(
         "mistral-list",
@@ -177,8 +178,8 @@ DIALECTS = (
             before="<｜tool▁calls▁begin｜>",
             between="",
             after="<｜tool▁calls▁end｜>",
-            thought=("<think>", "</think>", ""),
         ),
+        ("<think>", "</think>", ""),
     ),
     Dialect(
         "deepseek",
@@ -201,8 +202,8 @@ DIALECTS = (
             before="<｜tool▁calls▁begin｜>",
             between="\n",
             after="<｜tool▁calls▁end｜>",
-            thought=THOUGHT,
         ),
+        THOUGHT,
     ),
     Dialect(
         "llama3",
@@ -216,13 +217,27 @@ DIALECTS = (
         ),
         Calls('{"name": "NAME", "parameters": ARGUMENTS}'),
     ),
-    Dialect("thinking", ("<think>",), _fields("\n", thinking=THINKING)),
+    Dialect("thinking", ("<think>",), _fields("\n", thinking=THINKING), thought=("<think>", "</think>", "")),
 )
 
 
 def dialect_of(template: str) -> Dialect | None:
     """The dialect of a chat template; None where it is plain text."""
     return next((d for d in DIALECTS if all(mark in template for mark in d.marks)), None)
+
+
+def turn_of(template: dict[str, Any], prompt: str, begun: str | None = None) -> str:
+    """The end of a conversation's text that belongs to the answer's turn.
+
+    Args:
+        template: the response template.
+        begun: the message that the answer goes on with; None: it begins one.
+    """
+    _, found, turn = prompt.rpartition(template["start_anchor"])
+    said = (begun or "").strip()
+    if said and said not in turn and said in prompt:  # it holds what else tells where turns begin
+        return prompt[prompt.rindex(said) :]
+    return turn if found else turn[-UNTOLD:]
 
 
 @dataclass
@@ -240,7 +255,7 @@ class Parser:
 
     Args:
         template: the response template; None: all of it is content.
-        prompt: the conversation's text, the last part of which the answer continues.
+        turn: what the prompt says already of the turn, by `turn_of`.
         tools: that may be called; without any, calls are content.
         many: whether it may call more than once; if not, nothing behind the first call is part of the answer.
 
@@ -248,19 +263,28 @@ class Parser:
         calls: so many tools have been called.
     """
 
-    def __init__(self, template: dict[str, Any] | None, prompt: str, tools: Sequence[Tool], many: bool = True) -> None:
+    def __init__(self, template: dict[str, Any] | None, turn: str, tools: Sequence[Tool], many: bool = True) -> None:
         self.calls = 0
         self._many = many
         self._parser: Any = None
         self._raw = ""  # of the call that is being read
         self._kind = ""  # of the last part
         self._spaces = ""  # behind it, which are nobody's unless it goes on
+        self._held = (
+            0  # characters of the turn that may begin a mark, and come with the answer's first where they do not
+        )
         if template is not None:
             from transformers.utils.chat_parsing import ResponseParser  # seconds
 
             fields = {name: f for name, f in template["fields"].items() if tools or name != "tool_calls"}
             given = [tool.model_dump(exclude_none=True) for tool in tools]
-            self._parser = ResponseParser(template | {"fields": fields}, prefix=prompt[-1024:], tools=given)
+            spec = template | {"fields": fields, "start_anchor": NO_ANCHOR}
+            self._parser = ResponseParser(spec, prefix=turn, tools=given)
+            self._parts(self._parser.initial_events)
+            self.calls, self._spaces = 0, ""  # spaces behind what is said already are the answer's
+            if turn:
+                held = ResponseParser(spec, prefix=turn).finalize()[1]
+                self._held = sum(len(event["text"]) for event in held if event["type"] == "region_chunk")
 
     @property
     def wants_special(self) -> bool:
@@ -291,9 +315,13 @@ class Parser:
                 case "region_chunk", "tool_calls":
                     self._raw += event["text"]
                 case "region_chunk", ("content" | "thinking") as kind:
-                    parts += self._said(kind, event["text"])
-                case "region_close", "tool_calls":
-                    parts += self._called(event["value"])
+                    held, self._held = self._held, max(0, self._held - len(event["text"]))
+                    parts += self._said(kind, event["text"][held:])
+                case "region_close", field:
+                    self._held = 0
+                    parts += self._called(event["value"]) if field == "tool_calls" else []
+                case "region_open", field if field != "content":
+                    self._held = 0
         return parts
 
     def _said(self, kind: str, text: str) -> list[Part]:

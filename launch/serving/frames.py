@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 HEAD = struct.Struct("=IIq")
-MOST_GRAMMAR = 1 << 21  # characters
-MOST_HEADER, MOST_TAIL = 16 * MOST_GRAMMAR, 1 << 30  # bytes; JSON has 12 for a character of a grammar, at most
+MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; grammars, of which headers are made, are far below
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -73,7 +72,7 @@ class Ready(Message):
     """The first message of a job: what it serves.
 
     Attributes:
-        model: the checkpoint's directory; None for a shape with random weights.
+        model: the checkpoint's directory; None for a shape alone.
         layout: in words, as the job prints it.
         context: most tokens of a sequence, as the model has it, and
         max_length: as the cache has room for.
@@ -81,6 +80,7 @@ class Ready(Message):
         max_batch: sequences at a time.
         eos: the model's own ends.
         guided: whether continuations can follow a grammar.
+        random: whether the weights are.
     """
 
     kind = "ready"
@@ -94,6 +94,7 @@ class Ready(Message):
     max_batch: int
     eos: tuple[int, ...]
     guided: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,10 @@
-"""What an answer has to look like, as llguidance reads it: JSON by a schema, or calls of tools in a model's dialect."""
+"""What an answer has to look like, as llguidance reads it: a form of a request's, or calls of tools in a dialect.
+
+A grammar is made of parts, the first of which begins it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,35 +12,59 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from launch.serving.compiler import MOST_BYTES, Parts
 from launch.serving.dialects import Calls, Dialect
-from launch.serving.errors import ApiError
-from launch.serving.frames import MOST_GRAMMAR, Ready
-from launch.serving.schemas import Tool
+from launch.serving.schemas import Shape, Tagged, Tool
 
-COMPILE_S = 2.0
 # Between the parts of JSON: a space, or the beginning of a line. Unbounded, some models write spaces for ever.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
+# Texts that are certain are not looked for ahead: each mask would take as long as they are.
+HEAD = '%llguidance {"no_forcing": true}\n'
+SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")  # characters of a regular expression
 
 
-def of_schema(schema: dict[str, Any]) -> str:
-    """The grammar of JSON that follows a schema."""
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(SPACES | schema)))
+def of_shape(
+    shape: Shape,
+    added: Mapping[str, int],
+    special: Collection[str],
+    eos: Collection[int],
+    dialect: Dialect | None = None,
+    turn: str = "",
+    begun: bool = False,
+) -> Parts:
+    """The grammar of an answer of a shape, behind what it thinks.
+
+    Args:
+        added: the tokenizer's own tokens, by their texts.
+        special: those of them that are no text.
+        eos: the model's own ends, which no thought holds.
+        dialect: None where nothing stands before the answer, as in completions.
+        turn: what the prompt says already of the turn.
+        begun: whether the prompt ends within the answer's text, unless it ends within a thought.
+    """
+    rules = _Rules(added)
+    start, thinks = "@answer", False
+    if dialect is not None:
+        thinks = _within_thought(dialect, turn)
+        if thinks or not begun:
+            start = _behind_thought(rules, dialect, turn, eos, f"{rules.text(dialect.said)} {start}")
+    return [_lark(start, rules), {"name": "answer"} | _answer(shape, rules, special)]
 
 
 def of_calls(
     dialect: Dialect,
     tools: Sequence[Tool],
     many: bool,
-    prompt: str,
+    turn: str,
     added: Mapping[str, int],
     eos: Collection[int],
-) -> str:
+) -> Parts:
     """The grammar of an answer that calls tools and says nothing else, behind what it thinks.
 
     Args:
         many: whether it may call more than once, where the dialect can.
-        prompt: the conversation's text, whose end tells whether the answer begins within a thought.
+        turn: what the prompt says already of the turn, whose end tells whether the answer begins within a thought.
         added: the tokenizer's own tokens, by their texts.
         eos: the model's own ends, which no thought holds.
     """
@@ -48,43 +74,75 @@ def of_calls(
     one = rules.add(" | ".join(_call(rules, calls, tool) for tool in tools))
     several = f"{one} ({rules.text(calls.between)} {one})*" if many and calls.between is not None else one
     start = f"{rules.text(calls.before)} {several} {rules.text(calls.after)}"
-    if calls.thought is not None and (close := added.get(calls.thought[1])) is not None:
-        begin, end, behind = calls.thought
+    return [_lark(_behind_thought(rules, dialect, turn, eos, start), rules)]
+
+
+def _within_thought(dialect: Dialect, turn: str) -> bool:
+    return dialect.thought is not None and dialect.thought[0] in turn and dialect.thought[1] not in turn
+
+
+def _behind_thought(rules: _Rules, dialect: Dialect, turn: str, eos: Collection[int], start: str) -> str:
+    if dialect.thought is None or dialect.thought[1] in turn:
+        return start
+    begin, end, behind = dialect.thought
+    close = rules.added.get(end)
+    if close is not None:
         thought = f"<[^{','.join(map(str, sorted({close, *eos})))}]>* <[{close}]> {rules.text(behind)}"
-        turn = prompt.rpartition(dialect.template["start_anchor"])[2]
-        if end not in turn:
-            start = f"{thought} {start}" if begin in turn else f"({rules.text(begin)} {thought})? {start}"
-    return str(LLMatcher.grammar_from_lark(f"start: {start}\n{rules}"))
+        return f"{thought} {start}" if begin in turn else f"({rules.text(begin)} {thought})? {start}"
+    if begin in turn:  # its marks are texts like others
+        thought = rules.add("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
+        return f"{thought} {rules.text(behind)} {start}"
+    return start
 
 
-async def check(grammar: str, param: str, ready: Ready) -> None:
-    """Checks a grammar that comes of a field.
+def _lark(start: str, rules: _Rules) -> dict[str, Any]:
+    return {"lark_grammar": f"{HEAD}start: {start}\n{rules}"}
 
-    Raises:
-        ApiError: 400, it is too long, it cannot be followed, or nobody knows within COMPILE_S.
-    """
-    if len(grammar) > MOST_GRAMMAR:
-        what = f"{param} makes a grammar of {len(grammar)} characters, and it may have {MOST_GRAMMAR}"
-        raise ApiError(400, what, param=param, code="too_large")
-    if not ready.guided:
-        what = f"no answer of this model can be made to follow {param}, for its tokens do not spell their text"
-        raise ApiError(400, f"{what}: leave {param} out", param=param)
-    try:
-        async with asyncio.timeout(COMPILE_S):
-            mistake = str(await asyncio.to_thread(LLMatcher.validate_grammar, grammar))
-    except TimeoutError:
-        mistake = f"it takes more than {COMPILE_S:g} s to compile"
-    if mistake:
-        raise ApiError(400, f"{param} cannot be followed: {' '.join(mistake.split()):.300}", param=param)
+
+def _answer(shape: Shape, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
+    """The part of an answer by itself."""
+    match shape.kind:
+        case "json":
+            return {"json_schema": SPACES | shape.options | shape.value}
+        case "regex":
+            return _regex(shape.value)
+        case "choice":
+            return _regex("|".join(SPECIAL.sub(r"\\\1", text) for text in shape.value))
+        case "grammar":
+            return {"ebnf": shape.value}
+        case "structural_tag":
+            return _tagged(shape.value, _Rules(rules.added), special)
+    raise AssertionError(shape.kind)
+
+
+def _regex(expression: str) -> dict[str, Any]:
+    (part,) = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"]
+    return {"lark_grammar": part["lark_grammar"]}
+
+
+def _tagged(tags: Tagged, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
+    """Free text, in which JSON stands between marks."""
+    rules.define("TEXT", "/(?s:.*)/")
+    ways = []
+    for tag in tags.structures:
+        trigger = next(trigger for trigger in tags.triggers if tag.begin.startswith(trigger))
+        if trigger in special:
+            head = f"TEXT {rules.text(trigger)}"
+        else:
+            head = rules.add(f"TEXT {json.dumps(trigger)}", "[lazy]")
+        rest = rules.text(tag.begin.removeprefix(trigger))
+        ways.append(rules.add(f"{head} {rest} {_json(tag.schema_ or {})} {rules.text(tag.end)}"))
+    return _lark(f"({' | '.join(ways)})* TEXT", rules)
 
 
 class _Rules:
     """Rules of a grammar in Lark's syntax, and texts as it writes them."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
-        self._added = added
+        self.added = added
         self._pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
         self._rules: list[str] = []
+        self._room = MOST_BYTES
 
     def __str__(self) -> str:
         return "".join(f"{rule}\n" for rule in self._rules)
@@ -92,8 +150,19 @@ class _Rules:
     def add(self, body: str, options: str = "") -> str:
         """The name of a new rule."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
+        self.define(f"{name}{options}", body)
         return name
+
+    def define(self, name: str, body: str) -> None:
+        """Adds a rule.
+
+        Raises:
+            ValueError: all of them are too large: what arguments share is written for each of them.
+        """
+        self._room -= len(body)
+        if self._room < 0:
+            raise ValueError(f"its grammar has more than {MOST_BYTES} characters")
+        self._rules.append(f"{name}: {body}")
 
     def text(self, text: str) -> str:
         """A text, in which the tokenizer's own tokens stand for themselves."""
@@ -103,7 +172,7 @@ class _Rules:
         end = 0
         for found in self._pattern.finditer(text):
             yield from self._literal(text[end : found.start()])
-            yield f"<[{self._added[found[0]]}]>"
+            yield f"<[{self.added[found[0]]}]>"
             end = found.end()
         yield from self._literal(text[end:])
 
@@ -117,7 +186,7 @@ def _call(rules: _Rules, calls: Calls, tool: Tool) -> str:
     function = tool.function
     parameters = (NO_PARAMETERS if function.parameters is None else function.parameters) | {"type": "object"}
     arguments = _json(parameters) if calls.argument is None else _arguments(rules, calls.argument, parameters)
-    before, after = calls.call.replace("NAME", function.name).split("ARGUMENTS")
+    before, after = (text.replace("NAME", function.name) for text in calls.call.split("ARGUMENTS"))
     return rules.add(f"{rules.text(before)} {arguments} {rules.text(after)}")
 
 
@@ -125,18 +194,19 @@ def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
     """Arguments that are written one by one, in the order of the schema; texts as they are, all else as JSON."""
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     written = []
-    for name, schema in parameters.get("properties", {}).items():
-        before, after = argument.replace("KEY", name).split("VALUE")
+    properties, required = parameters.get("properties"), parameters.get("required")
+    for name, schema in properties.items() if isinstance(properties, dict) else ():
+        before, after = (text.replace("KEY", name) for text in argument.split("VALUE"))
         schema = schema if isinstance(schema, dict) else {}
-        texts = schema.get("enum", ())
-        if texts and all(isinstance(text, str) for text in texts):
+        texts = schema.get("enum")
+        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
             value = "(" + " | ".join(map(rules.text, texts)) + f") {rules.text(after)}"
         elif schema.get("type") == "string":
             value = rules.add("/(?s:.*)/", f"[suffix={json.dumps(after)}]")
         else:
             value = f"{_json(schema | shared)} {rules.text(after)}"
         one = rules.add(f"{rules.text(before)} {value}")
-        written.append(one if name in parameters.get("required", ()) else f"{one}?")
+        written.append(one if isinstance(required, list) and name in required else f"{one}?")
     return " ".join(written) or '""'
 
 

@@ -21,17 +21,18 @@ from starlette.types import ASGIApp
 from helix.config import ServeConfig
 from launch.serving.answers import Answer
 from launch.serving.choice import Choice
+from launch.serving.compiler import Compiler
 from launch.serving.core import Core, Flight
 from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
-from launch.serving.grammars import check, of_calls, of_schema
+from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
 from launch.serving.reader import Reader
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
-from launch.serving.tokens import Tokens, read_defaults
+from launch.serving.tokens import read_defaults
 
 UNSET_TOKENS = 16  # that a completion draws where its request does not say
 MIB = 1 << 20
@@ -59,6 +60,7 @@ class Api:
         self._keys = keys
         self._reader: Reader | None = None
         self._dialect: Dialect | None = None
+        self._compiler: Compiler | None = None
         self._defaults: dict[str, Any] = {}
         self._started = int(time.time())
         self.name = serve.name or "model"
@@ -75,6 +77,8 @@ class Api:
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # what it imports takes seconds: not with the first chat
         self._defaults = read_defaults(ready.model)
+        if ready.guided and ready.model is not None:
+            self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
 
     def start(self) -> None:
         """Makes ready, once the model is known, what reads large requests; else the first of them waits for it."""
@@ -85,6 +89,8 @@ class Api:
         """Ends what `start` and requests have started."""
         if self._reader is not None:
             await self._reader.close()
+        if self._compiler is not None:
+            await self._compiler.close()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -118,7 +124,8 @@ class Api:
         prompts: list[np.ndarray] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
-                prompts.append(await reader.run(len(prompt), reader.tokens.encode, prompt, ready.max_length))
+                encode = reader.tokens.encode, prompt, ready.max_length, body.add_special_tokens
+                prompts.append(await reader.run(len(prompt), *encode))
             elif len(prompt) and (largest := prompt.max()) >= ready.vocab:
                 what = f"prompt has {largest}, and the vocabulary is [0, {ready.vocab})"
                 raise ApiError(400, what, param="prompt")
@@ -130,17 +137,19 @@ class Api:
             told if isinstance(told, str) else await reader.run(told.nbytes, reader.tokens.decode, told)
             for told in (body.prompts if body.echo else [])
         ]
-        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None)
+        form = None
+        if body.shape is not None:
+            form = await reader.run(request.state.size, form_of, reader.tokens, body, ready.eos)
+        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form)
 
     async def _chat(self, request: Request) -> ASGIApp:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
         reader = self._known(body.model)
         tools = [] if body.tool_choice == "none" else body.tools or []
-        conversation = body.messages, tools, body.chat_template_kwargs, ready.max_length
-        ids, text = await reader.run(request.state.size, reader.tokens.encode_chat, *conversation)
+        of_chat = reader.tokens, self._dialect, body, tools, ready.max_length, ready.eos
+        ids, turn, form = await reader.run(request.state.size, read_chat, *of_chat)
         template = self._dialect.template if self._dialect is not None else None
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        grammar = self._calls(body, ready, text) if body.has_to_call else None
         return await self._answer(
             request,
             body,
@@ -149,22 +158,24 @@ class Api:
             None,
             wanted,
             [],
-            lambda: Parser(template, text, tools, body.may_call_again),
-            grammar,
+            lambda: Parser(template, turn, tools, body.may_call_again),
+            form,
         )
 
-    def _calls(self, body: Chat, ready: Ready, prompt: str) -> str:
-        """The grammar of the calls that a chat has to be answered with.
+    async def _grammar(self, form: Form) -> str:
+        """The grammar of a form.
 
         Raises:
-            ApiError: 400, nobody knows how the model writes calls.
+            ApiError: 400, it cannot be followed.
         """
-        assert self._reader is not None, "known since there is a job"
-        if self._dialect is None or self._dialect.calls is None:
-            what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
-            raise ApiError(400, what, param="tool_choice")
-        many = body.may_call_again
-        return of_calls(self._dialect, body.callable_tools, many, prompt, self._reader.tokens.added, ready.eos)
+        param = form.param
+        if self._compiler is None:
+            what = f"no answer of this model can be made to follow {param}, for its tokens do not spell their text"
+            raise ApiError(400, f"{what}: leave {param} out", param=param)
+        try:
+            return await self._compiler.compile(form.parts)
+        except ValueError as error:
+            raise unfollowed(param, error) from error
 
     async def _answer(
         self,
@@ -176,18 +187,13 @@ class Api:
         logprobs: int | None,
         echoed: list[str],
         parser: Callable[[], Parser] | None,
-        grammar: str | None = None,
+        form: Form | None,
     ) -> ASGIApp:
         """Starts the continuations of all prompts, `n` of each, and tells them in the form that the request wants."""
         assert self._reader is not None, "known since there is a job"
         tokens = self._reader.tokens
         n, changed, submits = body.n or 1, asyncio.Event(), []
-        param = "response_format" if grammar is None else "tool_choice"
-        if grammar is None and body.response_format is not None:
-            schema = body.response_format.schema_to_follow
-            grammar = None if schema is None else of_schema(schema)
-        if grammar is not None:
-            await check(grammar, param, ready)
+        grammar = None if form is None else await self._grammar(form)
         salt = json.dumps([request.state.owner, body.cache_salt]) if request.state.owner or body.cache_salt else None
         for prompt in prompts:
             limit = limit_of(body, len(prompt), unset, ready)
@@ -206,6 +212,7 @@ class Api:
                 ready.eos,
                 self._core.abort,
                 own,
+                not body.skip_special_tokens,
             )
             for index, (flight, own) in enumerate(zip(flights, parsers, strict=True))
         ]
@@ -222,6 +229,7 @@ class Api:
             progress=body.return_progress,
             echoed=[text for text in echoed for _ in range(n)],
             with_logprobs=logprobs is not None,
+            tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
         )
         ignored = ",".join(map(_header, unknown(body)[:MOST_TOLD]))
         headers = {"x-ignored-fields": ignored} if ignored else {}
@@ -256,7 +264,7 @@ class Api:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Tokenize)
         reader, most = self._known(body.model), max(ready.context, COUNTED_IDS)
         work = reader.tokens, body, ready.max_length, most
-        return Response(await reader.run(request.state.size, _ids_of, *work), media_type="application/json")
+        return Response(await reader.run(request.state.size, ids_of, *work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> ASGIApp:
         ready = self._core.refuse_unless_ready()
@@ -326,15 +334,6 @@ class Api:
             raise ApiError(408, f"the body did not come within serve.receive_s={self._serve.receive_s:g} s") from None
         request.state.size = len(body)
         return await reader.run(len(body), parsed, schema, bytes(body), most_ids)
-
-
-def _ids_of(tokens: Tokens, body: Tokenize, max_length: int, most: int) -> bytes:
-    """The answer of /tokenize."""
-    if body.messages is not None:
-        ids, _ = tokens.encode_chat(body.messages, body.tools, body.chat_template_kwargs, most)
-    else:
-        ids = tokens.encode(body.prompt or "", most, body.add_special_tokens)
-    return json.dumps({"count": len(ids), "max_model_len": max_length, "tokens": ids.tolist()}).encode()
 
 
 def _header(name: str) -> str:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment
+from jinja2.meta import find_undeclared_variables
 
 from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
 from launch.serving.errors import ApiError
-from launch.serving.schemas import Message, Tool
+from launch.serving.schemas import Conversation, Message, Tool
 
 KEPT_BYTES = 1 << 28  # of segments whose ids are kept, 4 bytes a token
 SHORT = 64  # characters; shorter segments are not worth keeping
 DENSE = 16  # characters of a token, at which a text is counted before it is read whole
 COUNTED = 1 << 14  # characters at a time
-# Arguments of `apply_chat_template` that are not the template's.
-TAKEN = ("conversation", "messages", "tools", "chat_template", "tokenize", "return_dict", "add_generation_prompt")
+# Variables of templates that requests set by other fields, and functions that transformers gives them.
+OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
+SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
 # Around special tokens, where tokenizers differ in what they strip and prefix.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
@@ -34,6 +40,7 @@ class Tokens:
     Attributes:
         tokenizer: the transformers library's; None where the directory has none.
         added: its own tokens, such as ends of turns, by their texts.
+        special: those of them that are no text.
 
     Raises:
         ValueError: it cannot be read.
@@ -47,12 +54,15 @@ class Tokens:
         self._held = 0  # bytes of these
         self._special: re.Pattern[str] | None = None
         self.added: dict[str, int] = {}
+        self.special: frozenset[str] = frozenset()
         self._lock = Lock()
         if self.tokenizer is not None:
             backend = self.tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()
-            self.added = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
+            own = self.tokenizer.added_tokens_decoder
+            self.added = {token.content: i for i, token in own.items()}
+            self.special = frozenset(token.content for token in own.values() if token.special)
             longest_first = sorted(self.added, key=len, reverse=True)
             pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
             self._special = pattern if self._falls_into_segments(pattern) else None
@@ -85,9 +95,7 @@ class Tokens:
         """The text of one token by itself; its number where there is no tokenizer."""
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
-    def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, more: Mapping[str, Any] | None, most: int
-    ) -> tuple[np.ndarray, str]:
+    def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, most: int) -> tuple[np.ndarray, str]:
         """The ids [n] int32 of a conversation up to where the answer begins, and its text.
 
         Raises:
@@ -98,21 +106,28 @@ class Tokens:
             raise ApiError(
                 400, "the model has no chat template: continue texts with /v1/completions", code="no_chat_template"
             )
-        more = dict(more or {})
-        if taken := sorted(more.keys() & set(TAKEN)):
-            raise ApiError(
-                400, f"chat_template_kwargs has {taken[0]}, which is no variable", param="chat_template_kwargs"
-            )
-        conversation = [_plain(message) for message in messages]
+        conversation = [_plain(message) for message in chat.said]
         given = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
         try:
+            read = variables(tokenizer.get_chat_template(tools=given))
+        except Exception as error:  # of jinja2, or of a checkpoint with several templates
+            what = f"the chat template cannot be read: {_line(error)}"
+            raise ApiError(400, what, code="no_chat_template") from error
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters
+        more = _variables(chat, read - OTHERS - taken.keys(), read)
+        try:
             text = tokenizer.apply_chat_template(
-                conversation, tools=given, tokenize=False, add_generation_prompt=True, **more
+                conversation,
+                tools=given,
+                tokenize=False,
+                add_generation_prompt=chat.prompts_answer,
+                continue_final_message=chat.continue_final_message,
+                **more,
             )
         except Exception as error:  # a template is a program, and says so in whatever way it likes
-            what = " ".join(str(error).split())
-            raise ApiError(400, f"the chat template refuses the messages: {what:.300}", param="messages") from error
+            what = f"the chat template refuses the messages: {_line(error)}"
+            raise ApiError(400, what, param="messages") from error
         self._check_length(text, most, "messages")
         return self.encode_segments(text), text
 
@@ -184,11 +199,55 @@ def read_defaults(path: str | None) -> dict[str, Any]:
     return {name: content[name] for name in names if content.get(name) is not None}
 
 
+@lru_cache
+def variables(template: str) -> frozenset[str]:
+    """The variables that a chat template reads."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return frozenset(find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
+
+
+def _variables(chat: Conversation, free: frozenset[str], read: frozenset[str]) -> dict[str, Any]:
+    """What a request sets of a template's variables.
+
+    Args:
+        free: those that requests may set by their names.
+        read: all of them.
+
+    Raises:
+        ApiError: 400, the template does not read it.
+    """
+    found: dict[str, Any] = dict(chat.chat_template_kwargs or {})
+    if unread := sorted(found.keys() - free):
+        what = f"chat_template_kwargs has {unread[0]!r:.80}, and the chat template's variables are {_names(free)}"
+        raise ApiError(400, what, param="chat_template_kwargs")
+    if chat.documents is not None:
+        if "documents" not in read:
+            raise ApiError(400, "documents are given, and the chat template does not read them", param="documents")
+        found["documents"] = chat.documents
+    if chat.reasoning_effort is not None:
+        names = {name for name in ("reasoning_effort", *SWITCHES) if name in free}
+        if not names or "reasoning_effort" in found:
+            twice = "is in chat_template_kwargs too"
+            what = twice if names else f"is given, and the chat template's variables are {_names(free)}"
+            raise ApiError(400, f"reasoning_effort {what}", param="reasoning_effort")
+        effort, switch = chat.reasoning_effort, chat.reasoning_effort != "none"
+        found = {name: effort if name == "reasoning_effort" else switch for name in names} | found
+    return found
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.300}"
+
+
 def _plain(message: Message) -> dict[str, Any]:
     """A message as templates take it: text in one piece, arguments of tool calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
+        plain["content"] = message.text
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])

@@ -265,7 +265,7 @@ BAD_COMMAND_LINES = [
     (
         ["model=llama-3.1-8b"],
         1,
-        "model=NAME is a shape with random weights, which would not read model.path=MODEL: leave ou",
+        "model=NAME is a shape of its own, and model.path=MODEL a checkpoint of another: leave out m",
     ),
     (
         ["~model.config.nothing"],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.e2e.checkpoints import checkpoint
 from tests.pool import Pool, PoolError, pool
 
 
@@ -41,6 +45,21 @@ def _unpicklable(rank: int, world_size: int) -> object:
 
 def _settings(rank: int, world_size: int) -> tuple[int, bool, str]:
     return torch.get_num_threads(), torch.cuda.is_available(), os.environ["TRITON_INTERPRET"]
+
+
+def _outlives_a_copy(rank: int, world_size: int) -> tuple[Path, bool]:
+    """The folder of a checkpoint made here, and whether it stands after a copy of this process has ended."""
+    directory = checkpoint("qwen3")
+    copy = os.fork()
+    if copy == 0:
+        atexit._run_exitfuncs()  # as the interpreter does where a process ends
+        os._exit(0)
+    assert os.waitpid(copy, 0)[1] == 0
+    return directory, (directory / "config.json").exists()
+
+
+def _scratch(rank: int, world_size: int) -> Path:
+    return Path(tempfile.mkdtemp())
 
 
 def _gone(pid: int) -> bool:
@@ -123,10 +142,16 @@ def test_an_unpicklable_task_costs_no_worker() -> None:
 def test_close_leaves_no_process_and_no_file() -> None:
     own = Pool(2)
     pids = [pid for pid, _ in own.run(_sum_of_ranks, 1.0)]
-    directory = own._directory
-    assert directory.exists() and not any(_gone(pid) for pid in pids)
+    directory, *others = [own._directory, *own.run(_scratch)]
+    assert all(path.exists() for path in (directory, *others)) and not any(_gone(pid) for pid in pids)
     own.close()
-    assert all(_gone(pid) for pid in pids) and not directory.exists()
+    assert all(_gone(pid) for pid in pids) and not any(path.exists() for path in (directory, *others))
     own.close()
     assert len(own.run(_sum_of_ranks, 1.0)) == 2
     own.close()
+
+
+def test_a_checkpoint_stands_until_the_process_that_made_it_ends() -> None:
+    """A copy of that process has its handlers too, and ends before it."""
+    directory, stands = pool(1).run(_outlives_a_copy)[0]
+    assert stands and directory.exists()

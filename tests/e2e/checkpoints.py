@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tenso
 
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import Continuation
+from tests.ending import folder
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 
@@ -132,8 +130,7 @@ def checkpoint(family: str) -> Path:
     """Directory of the family's random checkpoint (or of the demo model), the same for the whole test session."""
     if family == "demo":
         return DEMO
-    directory = Path(tempfile.mkdtemp(prefix=f"helix-{family}-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = folder(f"helix-{family}-")
     if family.endswith(MXFP4):
         pack(checkpoint(family.removesuffix(MXFP4)), directory)
         return directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -14,19 +15,43 @@ Json = dict[str, Any]
 ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()}
 
 
-def config_of(model_type: str, rng: random.Random) -> Json:
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes for which kernels are compiled: cases that share them share what was compiled.
+
+    Attributes:
+        rng: draws more of them, the same for all cases of a family that share these.
+    """
+
+    head_dim: int
+    kv_heads: int
+    group: int
+    rng: random.Random
+
+    @classmethod
+    def draw(cls, model_type: str, number: object) -> Shapes:
+        """The `number`-th of these; all families with heads have the same, as far as they have these sizes."""
+        rng = random.Random(f"shapes {number}")
+        dim = rng.choice((4, 8, 16, 16, 64, 96, 128))
+        large = dim > 16
+        kv_heads, group = rng.choice((1, 2, 3, 6) if large else (1, 2, 3, 4, 6)), rng.choice((1, 2, 3, 4))
+        return cls(
+            dim, kv_heads, min(group, 6 // kv_heads) if large else group, random.Random(f"{model_type} {number}")
+        )
+
+
+def config_of(model_type: str, rng: random.Random, shapes: Shapes) -> Json:
     """All keys of a legal config of a small model."""
-    return {**_common(rng), **MAKERS[model_type](rng)}
+    return {**_common(rng, shapes), **MAKERS[model_type](rng, shapes)}
 
 
-def _common(rng: random.Random) -> Json:
-    kv_heads = rng.choice((1, 2, 3, 4, 6))
+def _common(rng: random.Random, shapes: Shapes) -> Json:
     return {
         "vocab_size": rng.randint(40, 300),
         "intermediate_size": rng.randint(3, 90),
         "num_hidden_layers": rng.randint(1, 3),
-        "num_key_value_heads": kv_heads,
-        "num_attention_heads": kv_heads * rng.choice((1, 2, 3, 4)),
+        "num_key_value_heads": shapes.kv_heads,
+        "num_attention_heads": shapes.kv_heads * shapes.group,
         "rms_norm_eps": rng.choice((1e-6, 1e-5, 3e-2)),
         "max_position_embeddings": rng.choice((512, 2048, 4096, 32768, 131072)),
         "hidden_act": rng.choice(("silu", "silu", "silu", "swish")),
@@ -37,33 +62,34 @@ def _common(rng: random.Random) -> Json:
     }
 
 
-def _heads(rng: random.Random, config: Json) -> Json:
+def _heads(rng: random.Random, config: Json, dim: int) -> Json:
     """Hidden size and head dim; the one divides the other half of the time."""
-    dim = rng.choice((4, 8, 16))
     plain = rng.random() < 0.5
     hidden = config["num_attention_heads"] * (dim if plain else rng.choice((4, 8)))
     return {"hidden_size": hidden, "head_dim": dim}
 
 
-def _llama(rng: random.Random) -> Json:
-    config = _common(rng)
-    return config | _heads(rng, config) | {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
+def _llama(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    biases = {"attention_bias": rng.random() < 0.3, "mlp_bias": rng.random() < 0.3}
+    return config | _heads(rng, config, shapes.head_dim) | biases
 
 
-def _mistral(rng: random.Random) -> Json:
-    config = _common(rng)
-    return config | _heads(rng, config) | {"sliding_window": rng.choice((None, 5, 19, 64, 4096))}
+def _mistral(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    window = rng.choice((None, None, 5, 19, 64, 4096))
+    return config | _heads(rng, config, shapes.head_dim) | {"sliding_window": window}
 
 
-def _qwen2(rng: random.Random) -> Json:
-    config = _common(rng)
-    dim = rng.choice((4, 8, 16))
-    return config | {"hidden_size": config["num_attention_heads"] * dim} | _layer_windows(rng, config)
+def _qwen2(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    hidden = config["num_attention_heads"] * shapes.head_dim
+    return config | {"hidden_size": hidden} | _layer_windows(rng, config)
 
 
-def _qwen3(rng: random.Random) -> Json:
-    config = _common(rng)
-    more = {"head_dim": rng.choice((8, 16, 128)), "hidden_size": rng.choice((24, 32, 50))}
+def _qwen3(rng: random.Random, shapes: Shapes) -> Json:
+    config = _common(rng, shapes)
+    more = {"head_dim": max(shapes.head_dim, 8), "hidden_size": shapes.rng.choice((24, 32, 50))}
     return config | more | {"attention_bias": rng.random() < 0.3} | _layer_windows(rng, config)
 
 
@@ -75,16 +101,17 @@ def _layer_windows(rng: random.Random, config: Json) -> Json:
     return {"use_sliding_window": use, "sliding_window": window, "max_window_layers": full, "layer_types": kinds}
 
 
-def _qwen3_moe(rng: random.Random) -> Json:
-    experts, use, layers = rng.randint(2, 11), rng.random() < 0.3, rng.randint(1, 3)
+def _qwen3_moe(rng: random.Random, shapes: Shapes) -> Json:
+    experts, use, layers = shapes.rng.randint(2, 11), rng.random() < 0.3, rng.randint(1, 3)
     dense = rng.choice(([], [], [0], list(range(layers))))
     return {
         "num_hidden_layers": layers,
-        "hidden_size": rng.choice((24, 33)),
-        "head_dim": rng.choice((8, 16)),
+        "hidden_size": shapes.rng.choice((24, 33)),
+        "head_dim": max(shapes.head_dim, 8),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 3e-2, 0.1)),
         "attention_bias": rng.random() < 0.3,
         "num_experts": experts,
-        "num_experts_per_tok": rng.randint(1, experts),
+        "num_experts_per_tok": shapes.rng.randint(1, experts),
         "moe_intermediate_size": rng.randint(3, 50),
         "norm_topk_prob": rng.random() < 0.5,
         "decoder_sparse_step": rng.choice((1, 1, 2)),
@@ -94,52 +121,53 @@ def _qwen3_moe(rng: random.Random) -> Json:
     }
 
 
-def _mixtral(rng: random.Random) -> Json:
-    experts = rng.choice((2, 5, 8, 8))
-    config = _common(rng)
+def _mixtral(rng: random.Random, shapes: Shapes) -> Json:
+    experts = shapes.rng.choice((2, 5, 8, 8))
+    config = _common(rng, shapes)
     return (
         config
-        | _heads(rng, config)
+        | _heads(rng, config, shapes.head_dim)
         | {
             "num_local_experts": experts,
-            "num_experts_per_tok": rng.choice((2, rng.randint(1, experts))),
+            "num_experts_per_tok": shapes.rng.choice((2, shapes.rng.randint(1, experts))),
             "sliding_window": rng.choice((None, None, 19)),
         }
     )
 
 
-def _gpt_oss(rng: random.Random) -> Json:
-    experts, layers = rng.randint(4, 10), rng.randint(1, 3)
+def _gpt_oss(rng: random.Random, shapes: Shapes) -> Json:
+    experts, layers = shapes.rng.randint(4, 10), rng.randint(1, 3)
     alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     return {
         "num_hidden_layers": layers,
-        "hidden_size": rng.choice((24, 32)),
+        "hidden_size": shapes.rng.choice((24, 32)),
         "intermediate_size": rng.choice((10, 32)),
-        "head_dim": rng.choice((8, 64)),
+        "head_dim": max(shapes.head_dim, 8),
         "num_local_experts": experts,
-        "num_experts_per_tok": rng.choice((4, rng.randint(1, experts))),
+        "num_experts_per_tok": shapes.rng.choice((4, shapes.rng.randint(1, experts))),
         "sliding_window": rng.choice((6, 24, 128)),
         "layer_types": rng.choice((alternate, alternate, ["full_attention"] * layers)),
         "attention_bias": rng.random() < 0.8,
     }
 
 
-def _deepseek(rng: random.Random) -> Json:
-    groups = rng.choice((1, 2, 4, 8))
-    experts, top_groups = groups * rng.randint(2, 3), rng.randint(1, groups)
+def _deepseek(rng: random.Random, shapes: Shapes) -> Json:
+    sizes = shapes.rng
+    groups = sizes.choice((1, 2, 4, 8))
+    experts, top_groups = groups * sizes.randint(2, 3), sizes.randint(1, groups)
     layers = rng.randint(1, 3)
     return {
         "num_hidden_layers": layers,
-        "hidden_size": 4 * rng.randint(8, 14),
-        "num_attention_heads": rng.choice((2, 4)),
-        "kv_lora_rank": rng.choice((16, 20)),
+        "hidden_size": 4 * sizes.randint(8, 14),
+        "num_attention_heads": sizes.choice((2, 4)),
+        "kv_lora_rank": sizes.choice((16, 20)),
         "q_lora_rank": rng.choice((None, 12)),
-        "qk_rope_head_dim": rng.choice((4, 8)),
-        "qk_nope_head_dim": rng.choice((6, 8)),
-        "v_head_dim": rng.choice((6, 10)),
+        "qk_rope_head_dim": sizes.choice((4, 8)),
+        "qk_nope_head_dim": sizes.choice((6, 8)),
+        "v_head_dim": sizes.choice((6, 10)),
         "n_routed_experts": experts,
         "n_shared_experts": rng.choice((1, 2)),
-        "num_experts_per_tok": rng.randint(1, experts // groups * top_groups),
+        "num_experts_per_tok": sizes.randint(1, experts // groups * top_groups),
         "moe_intermediate_size": rng.randint(3, 20),
         "first_k_dense_replace": rng.choice((0, 1, layers)),
         "routed_scaling_factor": rng.choice((1.0, 2.5, 1.7)),
@@ -149,19 +177,19 @@ def _deepseek(rng: random.Random) -> Json:
     }
 
 
-def _deepseek_v2(rng: random.Random) -> Json:
-    config = _deepseek(rng) | {"topk_method": "group_limited_greedy"}
+def _deepseek_v2(rng: random.Random, shapes: Shapes) -> Json:
+    config = _deepseek(rng, shapes) | {"topk_method": "group_limited_greedy"}
     if rng.random() < 0.5:
         config |= {"topk_method": "greedy", "n_group": None, "topk_group": None, "num_experts_per_tok": 2}
     return config
 
 
-def _deepseek_v3(rng: random.Random) -> Json:
+def _deepseek_v3(rng: random.Random, shapes: Shapes) -> Json:
     flags = {"norm_topk_prob": rng.random() < 0.7, "rope_interleave": rng.random() < 0.7}
-    return _deepseek(rng) | flags | {"num_nextn_predict_layers": rng.choice((0, 1))}
+    return _deepseek(rng, shapes) | flags | {"num_nextn_predict_layers": rng.choice((0, 1))}
 
 
-MAKERS: dict[str, Callable[[random.Random], Json]] = {
+MAKERS: dict[str, Callable[[random.Random, Shapes], Json]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

@@ -190,13 +190,13 @@ def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:
     return Result(tokens, logits)
 
 
-def check(results: Sequence[Result], wanted: Sequence[Continuation]) -> None:
-    """Every token equal, every logit within LOGIT_TOLERANCE, and nothing missing."""
+def check(results: Sequence[Result], wanted: Sequence[Continuation], tolerance: float = LOGIT_TOLERANCE) -> None:
+    """Every token equal, every logit within `tolerance`, and nothing missing."""
     for i, c in enumerate(wanted):
         assert results[0].tokens[i] == c.tokens, f"prompt {i} of {len(c.prompt)} tokens"
         ours = torch.stack([torch.cat([r.logits[i, n] for r in results]) for n in range(len(c.tokens))])
         worst = (ours - c.logits).abs().max().item()
-        assert worst <= LOGIT_TOLERANCE, f"prompt {i} of {len(c.prompt)} tokens: logits off by {worst}"
+        assert worst <= tolerance, f"prompt {i} of {len(c.prompt)} tokens: logits off by {worst}"
 
 
 def loopback(

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -280,15 +281,20 @@ def test_loopback_ranks_on_one_gpu(family: str, choice: str) -> None:
 
 
 def captured_rank(
-    rank: int, world_size: int, kind: type[TorchDistCommunicator], sparse: Sparse, drafts: int, dtype: torch.dtype
+    rank: int,
+    world_size: int,
+    path: Path,
+    kind: type[TorchDistCommunicator],
+    sparse: Sparse,
+    drafts: int,
+    dtype: torch.dtype,
 ) -> list[Tokens]:
     """Tokens of a run whose steps are captured as they come, and of two that replay them."""
     layout = HelixLayout.create("helix", world_size)
     comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
     drafter = NgramDrafter(drafts, 1) if drafts else None
     engine = build_engine(
-        checkpoint("qwen2"), layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False,
-        dtype=dtype,
+        path, layout, comm, PAGE, page_size=PAGE, sparse=sparse, drafter=drafter, adaptive=False, dtype=dtype
     )  # fmt: skip
     assert engine.runner.graphs is not None
     found = [generate(engine) for _ in range(3)]
@@ -308,7 +314,8 @@ KINDS = [
 def test_captured_steps(drafts: int, kind: type[TorchDistCommunicator], world: int) -> None:
     """One graph serves sequences of 7 to 278 tokens, with and without drafts, dense and sparse ones in one batch."""
     for budget in (replace(BUDGET, local_blocks=2), replace(BUDGET, from_tokens=140)):
-        found = pool(world, "nccl").run(captured_rank, kind, Sparse(budget), drafts, torch.float32, timeout_s=120.0)[0]
+        task = captured_rank, checkpoint("qwen2"), kind, Sparse(budget), drafts, torch.float32
+        found = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
         assert found == [wanted("qwen2", budget)] * 3
 
 
@@ -316,7 +323,7 @@ def test_captured_steps(drafts: int, kind: type[TorchDistCommunicator], world: i
 def test_all_blocks_is_dense_in_bf16(kind: type[TorchDistCommunicator], world: int) -> None:
     everything = Sparse(replace(BUDGET, topk=40), choice="local")
     nothing = Sparse(replace(BUDGET, from_tokens=10_000), choice="local")  # dense throughout
-    task = captured_rank, kind
+    task = captured_rank, checkpoint("qwen2"), kind
     sparse, plain = (
         pool(world, "nccl").run(*task, policy, 0, torch.bfloat16, timeout_s=120.0)[0]
         for policy in (everything, nothing)

@@ -196,7 +196,9 @@ def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: P
 
 def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None:
     """DeepSeek-R1 over two ranks: half of 1.3 TB on each, of which nothing is taken."""
-    ended = run(tmp_path, "model=deepseek-r1", "layout.kvp=2", "bench=decode", "bench.points=[1x64]")
+    ended = run(
+        tmp_path, "model=deepseek-r1", "model.load=random", "layout.kvp=2", "bench=decode", "bench.points=[1x64]"
+    )
     assert ended.code == 1 and ended.output.count("error: the weights of rank") == 1, ended.output
     assert "take 67" in ended.output and "GB in bfloat16 (helix kvp=2 tpa=1" in ended.output, ended.output
     assert "Traceback" not in ended.output
@@ -279,6 +281,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         'bench.variants=["attention.topk=4","attention.topk=2"]',
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output
+    assert ended.output.startswith("weights are random (model.load=random)")
     points = json.loads(record.read_text())["points"]
     assert [(p["batch"], p["gamma"], "failed" in p) for p in points] == [
         (batch, gamma, batch == 1) for batch in (3, 1) for _ in range(2) for gamma in (3, 0, 1)

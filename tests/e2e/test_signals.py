@@ -146,10 +146,10 @@ def test_pinned_memory_goes_back(number: signal.Signals, world: int, tmp_path: P
     lines = [{"id": "short", "prompt_ids": [1, 2], "max_new_tokens": 2}, {"id": "endless", "prompt_ids": [5, 6]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = Job(
-        ENTRY, "model=qwen2.5-7b", f"layout.kvp={world}", "attention=block_sparse", "attention.from_tokens=0",
-        "kv.tier=host", f"kv.host_bytes={62e9 / world:.0f}", "kv.tokens=1048576", f"decode.prompts={prompts}",
-        f"decode.output={out}", "decode.max_batch=2", "decode.max_new_tokens=1000000", "decode.stream=false",
-        log=tmp_path / "log", gpus=True,
+        ENTRY, "model=qwen2.5-7b", "model.load=random", f"layout.kvp={world}", "attention=block_sparse",
+        "attention.from_tokens=0", "kv.tier=host", f"kv.host_bytes={62e9 / world:.0f}", "kv.tokens=1048576",
+        f"decode.prompts={prompts}", f"decode.output={out}", "decode.max_batch=2", "decode.max_new_tokens=1000000",
+        "decode.stream=false", log=tmp_path / "log", gpus=True,
     )  # fmt: skip
     try:
         job.wait_for(out, "short", timeout_s=300.0)

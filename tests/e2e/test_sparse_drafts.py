@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,26 +299,37 @@ def test_phases_of_an_iteration() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_loopback_ranks_on_one_gpu(policy: str) -> None:
     wanted = oracle("qwen2", LENGTHS, NEW_TOKENS)
-    for kvp, tpa in ((1, 1), (3, 1), (4, 2)):
+    for kvp, tpa, block in ((1, 1, 16), (3, 1, 17), (4, 2, 5)):  # groups of drafts pass on to ranks without keys
         layout, drafts = HelixLayout.create("helix", kvp, tpa), SelfDrafts(3, replace(FEW, policy=policy))
 
-        def body(world: LoopbackWorld, rank: int, layout: HelixLayout = layout, drafts: SelfDrafts = drafts) -> Result:
+        def body(
+            world: LoopbackWorld,
+            rank: int,
+            layout: HelixLayout = layout,
+            drafts: SelfDrafts = drafts,
+            block: int = block,
+        ) -> Result:
             comm = world.communicator(rank, layout.kvp_group(rank))
-            engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
+            engine = build_engine(checkpoint("qwen2"), layout, comm, block, drafter=drafts, adaptive=False)
             return generate(engine, wanted)
 
         check(run_ranks(layout.world_size, body, timeout_s=120.0, device="cuda"), wanted)
 
 
 def captured_rank(
-    rank: int, world_size: int, kind: type[TorchDistCommunicator], drafts: SelfDrafts
+    rank: int,
+    world_size: int,
+    path: Path,
+    kind: type[TorchDistCommunicator],
+    drafts: SelfDrafts,
+    wanted: list[Request],
 ) -> tuple[list[Tokens], list[float]]:
     """Tokens of a run whose steps are captured as they come, and of two that replay them; shares that were kept."""
     layout = HelixLayout.create("helix", world_size)
     comm = kind(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    engine = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=drafts, adaptive=False)
+    engine = build_engine(path, layout, comm, 16, drafter=drafts, adaptive=False)
     assert engine.runner.graphs is not None
-    found = [{int(o.id): o.output_ids for o in engine.generate(requests())} for _ in range(3)]
+    found = [{int(o.id): o.output_ids for o in engine.generate(wanted)} for _ in range(3)]
     seen = engine.timings.acceptance
     engine.close()
     comm.close()
@@ -335,7 +347,7 @@ KINDS = [
 def test_captured(policy: str, kind: type[TorchDistCommunicator], world: int) -> None:
     """One graph holds the drafts, their verification and the choice for the next; every key read, every draft holds."""
     for sparsity in (0.1, 1.0):
-        task = captured_rank, kind, SelfDrafts(3, DraftBudget(policy, sparsity))
+        task = captured_rank, checkpoint("qwen2"), kind, SelfDrafts(3, DraftBudget(policy, sparsity)), requests()
         found, kept = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
         assert found == [plain()] * 3
         assert sparsity < 1 or kept == [1.0] * 3

@@ -311,7 +311,8 @@ def test_captured_steps(drafts: int, overlap: bool, ahead: bool, kind: type[Torc
     budget = replace(BUDGET, local_blocks=2)
     # Four queries read 8 + 3 * 5 blocks of a sequence, where it has so many: five sequences 23 + 18 + 9 + 6 + 3.
     sparse = Sparse(budget, hot=60 if drafts else 30, overlap=overlap, ahead=ahead)
-    found = pool(world, "nccl").run(captured_rank, kind, sparse, drafts, torch.float32, timeout_s=120.0)[0]
+    task = captured_rank, checkpoint("qwen2"), kind, sparse, drafts, torch.float32
+    found = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
     assert found == [wanted("qwen2", budget)] * 3
 
 
@@ -319,7 +320,7 @@ def test_captured_steps(drafts: int, overlap: bool, ahead: bool, kind: type[Torc
 @pytest.mark.parametrize("overlap, ahead", [(False, False), (True, True)])
 def test_captured_chunks(overlap: bool, ahead: bool) -> None:
     sparse = Sparse(SHORT_WINDOW, hot=70, overlap=overlap, ahead=ahead, chunks="2")
-    task = captured_rank, TorchDistCommunicator, sparse, 0, torch.float32
+    task = captured_rank, checkpoint("qwen2"), TorchDistCommunicator, sparse, 0, torch.float32
     assert pool(1, "nccl").run(*task, timeout_s=120.0)[0] == [wanted("qwen2", SHORT_WINDOW)] * 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,11 +199,11 @@ def test_planted_errors_show(tamper: Callable[[Engine], None], options: dict[str
         check(ranks, insistent())
 
 
-def captured_rank(rank: int, world_size: int) -> list[dict[Any, tuple[int, ...]]]:
+def captured_rank(rank: int, world_size: int, path: Path) -> list[dict[Any, tuple[int, ...]]]:
     """Tokens of each round: one in which steps are captured as they come, two that replay them, one that is eager."""
     layout = HelixLayout.create("helix", world_size)
     comm = TorchDistCommunicator(layout.kvp_groups(), torch.device("cuda", rank), timedelta(seconds=60))
-    engine = build_engine(checkpoint("qwen2"), layout, comm, 4, max_batch=8, drafter=NgramDrafter(2, 2), adaptive=False)
+    engine = build_engine(path, layout, comm, 4, max_batch=8, drafter=NgramDrafter(2, 2), adaptive=False)
     engine.runner.model.spec = replace(engine.runner.model.spec, eos=EOS)
     found = []
     for _ in range(3):
@@ -218,7 +219,7 @@ def captured_rank(rank: int, world_size: int) -> list[dict[Any, tuple[int, ...]]
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_steps_in_two_graphs_draw_what_eager_ones_draw(world: int) -> None:
     """A step is captured up to its logits, and from there on: the second half reads what the first one left."""
-    *captured, eager = pool(world, "nccl").run(captured_rank, timeout_s=180.0)[0]
+    *captured, eager = pool(world, "nccl").run(captured_rank, checkpoint("qwen2"), timeout_s=180.0)[0]
     assert all(len(eager[name]) >= 6 for name in PARAMS if "guided" in name)
     assert captured == 3 * [eager]
 

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from kernels import dispatch
+from tests.kernels.quick_interpreter import quick
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_patched_once() -> Iterator[None]:
-    """Or the interpreter patches Triton's language at each call of a device function: as long again as the call."""
-    patch_for = interpreter._patch_lang
-
-    @cache
-    def patched_for(fn: Any) -> interpreter._LangPatchScope:
-        patch_for(fn)
-        return interpreter._LangPatchScope()  # which restores nothing
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patched_for)
+def interpreter() -> Iterator[None]:
+    with quick():
         yield
 
 

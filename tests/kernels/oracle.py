@@ -76,10 +76,14 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
     sinks: bool = False,
+    reads: list[list[int]] | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
-    """Sequences of `lengths` keys with `counts` causal queries at their end: the last one reads all, or its window."""
+    """Sequences of `lengths` keys with `counts` causal queries at their end: the last one reads all, or its window.
+
+    With `reads`, the queries of each sequence read as many of its first keys as that says.
+    """
     gen = torch.Generator().manual_seed(seed)
     q_heads, kv_heads = heads
     needed = [-(-length // page_size) for length in lengths]
@@ -101,7 +105,7 @@ def make_case(
             part = slice(page * page_size, min((page + 1) * page_size, length))
             k_cache[where, : part.stop - part.start] = k[part]
             v_cache[where, : part.stop - part.start] = v[part]
-        hi = (torch.arange(count) + length - count + 1).clamp(min=0)
+        hi = torch.tensor(reads[i]) if reads else (torch.arange(count) + length - count + 1).clamp(min=0)
         his.append(hi)
         los.append((hi - window).clamp(min=0) if window else torch.zeros_like(hi))
     total = sum(counts)

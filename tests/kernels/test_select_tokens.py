@@ -366,3 +366,19 @@ def test_replayed_while_sequences_grow() -> None:
         c["table"].fill_(-7)
         reference(**c)
         assert torch.equal(found, c["table"]), share
+
+
+@pytest.mark.gpu
+def test_more_rows_than_the_second_axis_of_a_grid_takes() -> None:
+    """32 layers of 8 KV heads and 260 sequences: 66,560 rows."""
+    layers, B, heads, page = 32, 260, 8, 16
+    gen = torch.Generator("cuda").manual_seed(3)
+    scores = torch.randn(layers, 1, B, heads, page, device="cuda", generator=gen).half()
+    tables = torch.arange(B, device="cuda", dtype=torch.int32)[:, None]
+    known, counts, none = (torch.full((B,), n, device="cuda", dtype=torch.int32) for n in (page, 5, 0))
+    found = torch.zeros(layers, B, heads, 5, device="cuda", dtype=torch.int32)
+    select_tokens(scores, None, tables, tables, known, counts, none, none, none.bool(), found, 0)
+    best = scores[:, 0].topk(5).indices.sort().values  # [layers, B, heads, 5]
+    # Of equal scores any may be topk's: their values are compared.
+    chosen = found - tables[None, :, None] * page
+    assert torch.equal(scores[:, 0].gather(3, chosen.long()).sort().values, scores[:, 0].gather(3, best).sort().values)

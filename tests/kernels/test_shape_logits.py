@@ -198,7 +198,7 @@ def test_tokens_that_end_give_way_only_to_others(op: Any, device: torch.device) 
 @OPS
 def test_a_rank_without_columns(op: Any, device: torch.device) -> None:
     empty = torch.empty(2, 0, device=device)
-    state = tables({0: Wish()}, 2, 5, range(5, 5))
+    state = Shaping(**{name: t.to(device) for name, t in vars(tables({0: Wish()}, 2, 5, range(5, 5))).items()})
     slots = torch.arange(2, device=device)
     assert op(empty, state, slots, slots, slots, 5).shape == (2, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from launch.job.grammar import BegunGrammar, Grammars
-from launch.serving.dialects import DIALECTS, Dialect, Parser, Part
-from launch.serving.grammars import of_calls
-from launch.serving.schemas import Tool
+from launch.serving.dialects import DIALECTS, Dialect, Parser, Part, turn_of
+from launch.serving.grammars import of_calls, of_shape
+from launch.serving.matcher import BegunGrammar, Grammars
+from launch.serving.schemas import Shape, Tool
 from tests.e2e.checkpoints import DEMO
 from tests.serving.test_dialects import RECORDED, TOOLS
 
@@ -58,9 +59,9 @@ def dialect_of(name: str) -> Dialect:
 @cache
 def tokenizer_of(name: str) -> tuple[Tokenizer, dict[str, int]]:
     """The demo model's, with the tokens of a family; Qwen's are not special, all others' are."""
-    calls = dialect_of(name).calls
-    assert calls is not None
-    marks = MARK.findall(" ".join([calls.call, calls.before, calls.after, *(calls.thought or ())]))
+    dialect = dialect_of(name)
+    calls = [] if dialect.calls is None else [dialect.calls.call, dialect.calls.before, dialect.calls.after]
+    marks = MARK.findall(" ".join([*calls, *(dialect.thought or ()), dialect.said]))
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(mark, special="qwen" not in name) for mark in dict.fromkeys(marks)])
     return tokenizer, {mark: tokenizer.token_to_id(mark) for mark in marks}
@@ -75,7 +76,9 @@ def grammars_of(name: str) -> Grammars:
 
 
 def grammar_of(name: str, tools: list[Tool], many: bool = True, prompt: str = "") -> str:
-    return of_calls(dialect_of(name), tools, many, prompt, tokenizer_of(name)[1], [EOS])
+    dialect = dialect_of(name)
+    turn = turn_of(dialect.template, prompt)
+    return json.dumps({"grammars": of_calls(dialect, tools, many, turn, tokenizer_of(name)[1], [EOS])})
 
 
 def allowed(grammar: BegunGrammar) -> np.ndarray:
@@ -85,8 +88,8 @@ def allowed(grammar: BegunGrammar) -> np.ndarray:
 def walk(name: str, grammar: BegunGrammar, seed: int, most: int = 300) -> str | None:
     """A random answer; None where it comes to no end."""
     tokenizer, marks = tokenizer_of(name)
-    calls = dialect_of(name).calls
-    close = marks[calls.thought[1]] if calls is not None and calls.thought is not None else EOS
+    thought = dialect_of(name).thought
+    close = marks[thought[1]] if thought is not None else EOS
     rng, drawn = random.Random(seed), list[int]()
     while (may := allowed(grammar)).tolist() != [EOS]:
         if len(drawn) == most:
@@ -101,7 +104,8 @@ def walk(name: str, grammar: BegunGrammar, seed: int, most: int = 300) -> str | 
 
 
 def read(name: str, prompt: str, answer: str, tools: list[Tool]) -> tuple[str, list[tuple[str, Any]]]:
-    parser = Parser(dialect_of(name).template, prompt, tools)
+    template = dialect_of(name).template
+    parser = Parser(template, turn_of(template, prompt), tools)
     parts: list[Part] = [*parser.feed(answer), *parser.finish()]
     content = "".join(part.text for part in parts if part.kind == "content")
     return content, [(part.name, json.loads(part.text)) for part in parts if part.kind == "call"]
@@ -123,9 +127,9 @@ def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> Non
     dialect = dialect_of(name)
     calls = dialect.calls
     assert calls is not None
-    if inside and calls.thought is None:
+    if inside and dialect.thought is None:
         return
-    prompt = dialect.template["start_anchor"] + (calls.thought[0] + "\n" if inside and calls.thought else "")
+    prompt = dialect.template["start_anchor"] + (dialect.thought[0] + "\n" if inside and dialect.thought else "")
     numbers = set()
     for many in (False, True):
         grammar = grammar_of(name, STRICT, many, prompt)
@@ -138,6 +142,27 @@ def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> Non
             assert all(fits(*call) for call in called), answer
             numbers.add(len(called))
     assert 1 in numbers and (calls.between is None or len(numbers) > 1), "several calls, where there can be"
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in DIALECTS if dialect.thought is not None])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_form_begins_behind_a_thought(name: str, inside: bool) -> None:
+    """What is thought is free; what is said is the form alone, in the family's own marks."""
+    dialect = dialect_of(name)
+    assert dialect.thought is not None
+    _, marks = tokenizer_of(name)
+    turn = dialect.thought[0] + "\n" if inside else ""
+    parts = of_shape(Shape("x", "choice", ["Yes", "No"]), marks, (), [EOS], dialect, turn)
+    thoughts = set()
+    for seed in range(30):
+        answer = walk(name, grammars_of(name).begun(json.dumps({"grammars": parts})), seed)
+        if answer is None:
+            continue
+        parser = Parser(dialect.template, turn, [])
+        said = [*parser.feed(answer), *parser.finish()]
+        assert "".join(part.text for part in said if part.kind == "content") in ("Yes", "No"), answer
+        thoughts.add(dialect.thought[1] in answer)
+    assert thoughts == ({True} if inside else {False, True})
 
 
 def test_recorded_calls_are_among_what_may_come() -> None:
@@ -164,3 +189,20 @@ def test_parameters_that_cannot_be_followed_are_named(name: str) -> None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "x", "parameters": parameters}})
     with pytest.raises(ValueError, match="nonsense"):
         grammars_of(name).begun(grammar_of(name, [tool]))
+
+
+@pytest.mark.parametrize("name", [dialect.name for dialect in WITH_CALLS])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"properties": {"a": 5}, "required": 5},
+        {"properties": {"VALUE": {"type": "integer", "enum": 5}}},
+    ],
+)
+def test_parameters_of_any_kind_are_followed_or_refused(name: str, parameters: dict[str, Any]) -> None:
+    function = {"name": "ARGUMENTS.NAME", "parameters": parameters}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    grammar = grammar_of(name, [tool])
+    with suppress(ValueError):  # which the server tells
+        grammars_of(name).begun(grammar)

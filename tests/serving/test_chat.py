@@ -227,6 +227,160 @@ def test_a_template_that_refuses_is_400(tmp_path: Path, model: Path) -> None:
     run(check, tmp_path, model, "x")
 
 
+# Templates as families have them: of thoughts that a switch turns off, of an effort, of texts that are trimmed.
+SWITCHED = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- if m.role == 'assistant' and '</think>' in m.content %}
+{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}
+{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}{# <tool_call> #}"""
+OF_EFFORT = """\
+{%- if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}
+{%- macro head(role) %}<|im_start|>{{ role }}
+{% endmacro %}Reasoning: {{ reasoning_effort }}, {{ style or 'plain' }}
+{%- for d in documents or [] %} [{{ d.title }}]{% endfor %}
+{% for m in messages %}{{ head(m.role) }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}
+{%- endgeneration %}{%- else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
+TRIMMED = """\
+{% for m in messages %}<|im_start|>{{ m.role }}
+
+{{ m.content | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+
+{% endif %}"""
+BEGUN = {"role": "assistant", "content": "It is  sunny, and "}
+PLAIN: dict[str, Any] = {"add_generation_prompt": True}
+
+
+@pytest.mark.parametrize(
+    "template, turns, wanted, rendered",
+    [
+        (SWITCHED, [USER], {}, PLAIN),
+        (SWITCHED, [USER], {"add_generation_prompt": False}, {}),
+        (SWITCHED, [USER, BEGUN], {"continue_final_message": True}, {"continue_final_message": True}),
+        (
+            TRIMMED, [USER, BEGUN], {"continue_final_message": True, "add_generation_prompt": False},
+            {"continue_final_message": True},
+        ),
+        (SWITCHED, [USER], {"reasoning_effort": "none"}, PLAIN | {"enable_thinking": False}),
+        (SWITCHED, [USER], {"reasoning_effort": "low"}, PLAIN | {"enable_thinking": True}),
+        (
+            SWITCHED, [USER], {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            PLAIN | {"enable_thinking": False},
+        ),
+        (OF_EFFORT, [USER], {}, PLAIN),
+        (OF_EFFORT, [USER], {"reasoning_effort": "high"}, PLAIN | {"reasoning_effort": "high"}),
+        (OF_EFFORT, [USER], {"chat_template_kwargs": {"style": "terse"}}, PLAIN | {"style": "terse"}),
+        (OF_EFFORT, [USER], {"documents": [{"title": "T"}]}, PLAIN | {"documents": [{"title": "T"}]}),
+        (OF_EFFORT, [USER, BEGUN], {"continue_final_message": True}, {"continue_final_message": True}),
+    ],
+)  # fmt: skip
+def test_prompts_are_those_of_transformers(
+    template: str, turns: list[Any], wanted: dict[str, Any], rendered: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    async def check(front: Front) -> None:
+        tokenizer = front.api._reader.tokens.tokenizer
+        tokenizer.chat_template = template
+        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **rendered)
+        for route in ("/v1/chat/completions", "/tokenize"):
+            answer = await front.post(route, {"messages": turns} | wanted)
+            assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
+        assert front.job.submits[-1].ids.tolist() == answer.json()["tokens"] == ids
+
+    run(check, tmp_path, model, "x")
+
+
+@pytest.mark.parametrize(
+    "template, wanted, words",
+    [
+        (TRIMMED, {"reasoning_effort": "low"}, "is given, and the chat template's variables are none"),
+        (TRIMMED, {"documents": [{"title": "T"}]}, "the chat template does not read them"),
+        (TRIMMED, {"chat_template_kwargs": {"enable_thinking": False}}, "has 'enable_thinking', and the chat"),
+        (OF_EFFORT, {"chat_template_kwargs": {"enable": 1}}, "template's variables are reasoning_effort, style"),
+        (OF_EFFORT, {"chat_template_kwargs": {"add_generation_prompt": False}}, "has 'add_generation_prompt'"),
+        (OF_EFFORT, {"chat_template_kwargs": {"tokenize": True}}, "has 'tokenize'"),
+        (OF_EFFORT + "{{ padding }}", {"chat_template_kwargs": {"padding": True}}, "has 'padding'"),
+        (
+            OF_EFFORT, {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"},
+            "reasoning_effort is in chat_template_kwargs too",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            {"messages": [USER, BEGUN], "continue_final_message": True}, "the chat template refuses the messages",
+        ),
+        ("{% if %}", {}, "the chat template cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_no_template_reads_is_refused(
+    template: str, wanted: dict[str, Any], words: str, tmp_path: Path, model: Path
+) -> None:
+    async def check(front: Front) -> None:
+        front.api._reader.tokens.tokenizer.chat_template = template
+        answer = await front.post("/v1/chat/completions", {"messages": [USER]} | wanted)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+        assert front.job.submits == []
+
+    run(check, tmp_path, model, "x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "begun, says, thinking, content",
+    [
+        ("Hello,", " world. ", "", " world."),
+        ("<think>\nIs it", "  so?\n</think>\n\nYes.", "  so?", "Yes."),
+        ("Is a <", " b?", "", " b?"),
+        ("<think>\nYes.</th", "ink>\n\nNo.", "", "No."),
+        ("Text, then <tool_", 'call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>', "", ""),
+    ],
+)
+def test_an_answer_goes_on_where_a_message_ends(
+    begun: str, says: str, thinking: str, content: str, stream: bool, tmp_path: Path, model: Path
+) -> None:
+    """What is new is told, with its spaces, and as part of what the message was at."""
+
+    async def check(front: Front) -> None:
+        body = {"messages": [USER, {"role": "assistant", "content": begun}], "continue_final_message": True}
+        answer = await front.post("/v1/chat/completions", body | {"tools": [WEATHER], "stream": stream})
+        events = (
+            [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] if stream else [answer.text]
+        )
+        said = [json.loads(event)["choices"][0]["delta" if stream else "message"] for event in events]
+        assert "".join(one.get("reasoning_content") or "" for one in said) == thinking
+        assert "".join(one.get("content") or "" for one in said) == content
+        calls = [call["function"]["name"] for one in said for call in one.get("tool_calls", ())]
+        assert calls == ["get_weather"] * ("call>" in says)
+
+    run(check, tmp_path, model, says)
+
+
+def test_thoughts_are_told_unless_nobody_wants_them(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        for stream in (False, True):
+            for wanted in (True, False):
+                body = {"messages": [USER], "include_reasoning": wanted, "stream": stream}
+                answer = await front.post("/v1/chat/completions", body)
+                assert ("Hm" in answer.text) == wanted and "Yes" in answer.text
+
+    run(check, tmp_path, model, "<think>\nHm.\n</think>\n\nYes.")
+
+
+def test_special_tokens_are_text_where_they_are_wanted(tmp_path: Path, model: Path) -> None:
+    async def check(front: Front) -> None:
+        for wanted, text in ((True, "ab"), (False, "a<|im_start|>b")):
+            body = {"prompt": "x", "skip_special_tokens": wanted, "max_tokens": 9}
+            answer = await front.post("/v1/completions", body)
+            assert answer.json()["choices"][0]["text"] == text
+
+    run(check, tmp_path, model, "a<|im_start|>b")
+
+
 def test_what_cannot_be_followed_is_400(tmp_path: Path, model: Path) -> None:
     async def check(front: Front) -> None:
         bad = {"type": "object", "properties": {"a": {"type": "nonsense"}}}

@@ -15,16 +15,23 @@ from typing import Any
 
 import pytest
 import uvloop
+from transformers import AutoTokenizer
 
 from launch.serving.errors import ApiError
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
 from launch.serving.reader import LARGE, Reader
 from launch.serving.schemas import MOST_SCHEMA, MOST_VALUES
-from tests.serving.front import READY, FakeJob, Front, front, until
+from tests.serving.front import DEMO, READY, FakeJob, Front, front, until
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
 LATE_S = 0.2  # that others may wait
+CHATML = """{% for document in documents or [] %}{{ document.text }}{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if thinking %}<think>{% endif %}{% endif %}{# <tool_call> <function= #}"""
 TRIES = 3  # of which one has to do: this machine may have other work, but no more than once in a while
 
 
@@ -48,6 +55,20 @@ def text(size: int) -> bytes:
     return (b"def read(path): return open(path)\\n" * (size // 30))[:size].rstrip(b"\\")
 
 
+def chat(more: dict[str, Any], content: str = "x") -> bytes:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": content}]} | more
+    return post("/v1/chat/completions", json.dumps(body).encode())
+
+
+def called(parameters: dict[str, Any]) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return {"tools": tools, "tool_choice": "required"}
+
+
+def form(**kinds: Any) -> dict[str, Any]:
+    return {"structured_outputs": kinds}
+
+
 # Name, request, status of its answer and words of it. Each kept the loop for longer than LATE_S when it was read there.
 ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("lists", lambda: completion(b'"prompt":"x","more":[' + b"[]," * (4 * MIB) + b"[]]"), 400, f"{MOST_VALUES} and"),
@@ -63,6 +84,23 @@ ATTACKS: list[tuple[str, Callable[[], bytes], int, str]] = [
     ("url", lambda: b"GET /" + b"a" * (100 * MIB), 414, f"{MOST_URL} bytes"),
     ("header", lambda: b"GET / HTTP/1.1\r\na: " + b"a" * (100 * MIB), 431, f"{MOST_HEAD} bytes"),
     ("headers", lambda: b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 100_000, 431, f"{MOST_HEADERS} headers"),
+]  # fmt: skip
+
+WORDS = "def read(path): return open(path)\n"
+FLAT = {"properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(30)]} for i in range(1000)}}
+SHARED = {"$defs": {"d": {"const": "x" * 200_000}}, "properties": {f"p{i}": {} for i in range(20_000)}}
+SAID = {"messages": [{"role": "assistant", "content": WORDS * 6_000}], "continue_final_message": True}
+OF_CHATS: list[tuple[str, Callable[[], bytes], int, str]] = [
+    ("text", lambda: chat({}, WORDS * 250_000), 400, "characters are more than"),
+    ("documents", lambda: chat({"documents": [{"text": WORDS * 250_000}]}), 400, "characters are more than"),
+    ("variables", lambda: chat({"chat_template_kwargs": {"thinking": "x" * (1 << 24)}}), 400, "and may have 65536"),
+    ("schema as a text", lambda: chat(form(json='{"enum":[' + "[]," * (1 << 22) + "[]]}")), 400, "may have 524288"),
+    ("marks", lambda: chat(form(structural_tag={"structures": [], "triggers": ["x" * MIB]})), 400, "may have 524288"),
+    ("a text for each choice", lambda: chat(form(choice=["x" * 100] * 600)), 200, '"choices"'),
+    ("an expression", lambda: chat(form(regex="(a|b)" * 13_000)), 200, '"choices"'),
+    ("texts of arguments", lambda: chat(called(FLAT)), 200, '"choices"'),
+    ("what arguments share", lambda: chat(called(SHARED)), 400, "524288"),
+    ("a message that goes on", lambda: chat(SAID), 200, '"choices"'),
 ]  # fmt: skip
 
 
@@ -107,23 +145,46 @@ def run(check: Callable[[Front], Any], directory: Path, job: FakeJob | None = No
         runner.run(with_front())
 
 
+async def answered_meanwhile(front: Front, attacks: list[tuple[str, Callable[[], bytes], int, str]]) -> None:
+    late = {}
+    for name, make, status, words in attacks:
+        request, waits = make(), []
+        for _ in range(TRIES):
+            attacking = asyncio.create_task(attack(front.port, request))
+            waits.append(await asyncio.to_thread(slowest_health_s, front.port, attacking.done))
+            answer = await attacking
+            assert answer.startswith(b"HTTP/1.1 %d" % status) and words.encode() in answer, (name, answer[:500])
+            if waits[-1] < LATE_S:
+                break
+        else:
+            late[name] = waits
+    assert not late
+
+
 def test_everybody_else_is_answered_meanwhile(tmp_path: Path) -> None:
     async def check(front: Front) -> None:
-        late = {}
-        for name, make, status, words in ATTACKS:
-            request, waits = make(), []
-            for _ in range(TRIES):
-                attacking = asyncio.create_task(attack(front.port, request))
-                waits.append(await asyncio.to_thread(slowest_health_s, front.port, attacking.done))
-                answer = await attacking
-                assert answer.startswith(b"HTTP/1.1 %d" % status) and words.encode() in answer, (name, answer[:500])
-                if waits[-1] < LATE_S:
-                    break
-            else:
-                late[name] = waits
-        assert not late and front.job.submits == [] and front.core.flights == {}
+        await answered_meanwhile(front, ATTACKS)
+        assert front.job.submits == [] and front.core.flights == {}
 
     run(check, tmp_path)
+
+
+def test_everybody_else_is_answered_while_chats_are_made(tmp_path: Path, model: Path) -> None:
+    most = 1 << 17
+
+    async def check(front: Front) -> None:
+        await answered_meanwhile(front, OF_CHATS)
+
+    run(check, tmp_path, FakeJob(ready=replace(READY, model=str(model), guided=True, context=most, max_length=most)))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The demo model's tokenizer, and a template of a family that reads documents."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 def test_ids_that_fill_the_context_are_a_legal_prompt(tmp_path: Path) -> None:
@@ -183,20 +244,20 @@ def test_a_process_that_fails_is_another_one_for_the_next() -> None:
     async def check() -> None:
         reader = Reader(None, 60.0)
         assert await reader.run(LARGE + 1, abs, -3) == 3
-        (first,) = reader._all
+        (first,) = reader.workers.processes
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await reader.run(LARGE + 1, time.sleep, 0.5)  # nobody waits for its end, and there it goes on
-        await until(lambda: reader._idle == [first])
+        await until(lambda: reader.workers.idle == [first])
         with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
             await reader.run(LARGE + 1, int, "x")
         with pytest.raises(ApiError) as refused:
             await reader.run(LARGE + 1, os._exit, 3)
-        assert refused.value.status == 500 and reader._all == set() and first.returncode == 3
-        reader._deadline_s = 0.5
-        with pytest.raises(ApiError, match=r"serve\.receive_s=0\.5 s") as refused:
+        assert refused.value.status == 500 and reader.workers.processes == set() and first.returncode == 3
+        reader.workers._work_s = 0.5
+        with pytest.raises(ApiError, match=r"serve\.receive_s=60 s") as refused:
             await reader.run(LARGE + 1, time.sleep, 60)
-        assert refused.value.status == 413 and reader._all == set()
+        assert refused.value.status == 413 and reader.workers.processes == set()
         await reader.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -50,16 +50,28 @@ WRONG: dict[str, list[Any]] = {
     "cache_salt": [3, "", "x" * 257, []],
     "return_progress": ["x", 1, None],
     "response_format": ["x", 3, {}, {"type": "x"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}],
+    "structured_outputs": ["x", 3, [], {}, {"x": 1}, {"regex": 3}, {"choice": [3]}, {"json": 3}, {"json": "["}],
+    "guided_json": [3, [], "x"],
+    "guided_regex": [3, [], {}],
+    "guided_choice": [3, [], {}, "x", [3]],
+    "guided_grammar": [3, [], {}],
+    "skip_special_tokens": ["x", 1, None],
+    "add_generation_prompt": ["x", 1, []],
+    "continue_final_message": ["x", 1, True, None],
+    "reasoning_effort": ["x", 3, []],
+    "documents": ["x", 3, {}, [3], [{"a": 1}]],
+    "include_reasoning": ["x", 1, None],
     "echo": ["x", 1, None],
     "logprobs": ["x", -1, 21, [], {}],
     "suffix": ["x"],
     "best_of": [2],
 }
+OF_CHATS = "add_generation_prompt", "continue_final_message", "reasoning_effort", "documents", "include_reasoning"
 OF = {
-    "/tokenize": ("prompt", "messages", "model"),
+    "/tokenize": ("prompt", "messages", "model", "add_generation_prompt", "continue_final_message"),
     "/detokenize": ("tokens", "model"),
     "/v1/chat/completions": tuple({*WRONG} - {"prompt", "tokens", "echo", "suffix", "best_of"}),
-    "/v1/completions": tuple({*WRONG} - {"messages", "tokens"}),
+    "/v1/completions": tuple({*WRONG} - {"messages", "tokens", *OF_CHATS}),
 }
 
 

@@ -110,18 +110,18 @@ def test_an_answer_follows_its_schema(server: Server, temperature: float) -> Non
 
 
 def schema_of(size: int) -> dict[str, Any]:
-    """A format whose schema has some two characters of JSON for each of so many."""
+    """A format whose schema has so many characters, two bytes each as JSON."""
     schema = {"name": "x", "schema": {"enum": ["yes"], "description": '"' * size}}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def test_a_schema_that_is_too_large_reaches_no_rank(server: Server) -> None:
     """One that is as large as may be is followed, in frames that the ranks read."""
-    for size in (1 << 23, 1 << 19):
-        with pytest.raises(BadRequestError, match="may have 1048576") as refused:
+    for size in (1 << 24, (1 << 19) + 1):
+        with pytest.raises(BadRequestError, match="may have 524288") as refused:
             server.complete("x", extra_body=schema_of(size))
         assert refused.value.param == "response_format" and server.health()[0] == 200
-    assert server.complete("x", extra_body=schema_of((1 << 19) - 100)).choices[0].text == '"yes"'
+    assert server.complete("x", extra_body=schema_of((1 << 18) - 500)).choices[0].text == '"yes"'
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=5) as answer:
         assert "helix:restarts_total 0.0" in answer.read().decode()
 
@@ -198,7 +198,10 @@ def test_a_signal_lets_running_requests_end(tmp_path: Path) -> None:
 
 
 def test_a_front_end_that_dies_takes_the_ranks_along(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    """Its weights are random, which its first line says."""
+    server = Server(tmp_path, "model.load=random")
+    said = server.log.read_text()
+    assert said.startswith("weights are random (model.load=random)") and "with random weights is served at" in said
     server.process.kill()
     deadline = time.monotonic() + 15
     while left := server.members():

@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few sources, short files to copy, and sequences of hundreds of tokens that leave keys out."""
     monkeypatch.setattr(haystacks, "SOURCES", [ROOT / "helix" / "layers"])
     for module, name, count in (
-        (copy_prompts, "LINES", 12), (continuations, "LINES", 12), (copy_prompts, "GIVEN", 4)
+        (copy_prompts, "LINES", 16), (continuations, "LINES", 16), (copy_prompts, "GIVEN", 4)
     ):  # fmt: skip
         monkeypatch.setattr(module, name, count)
     monkeypatch.setattr("helix.speculation.sparse.LEAST_KEYS", 16)
@@ -249,7 +249,7 @@ def test_prompts(tokenizer: Any) -> None:
         ({"length": [40000]}, "length=40000 must be within"),
         ({"meter": True, "kvp": [1, 4]}, "meter=true computes on one rank"),
         ({"policies": ["quest"], "sparsity": [0.3], "length": [32768]}, "are more than the 128 that a query chooses"),
-        ({"prompts": 50, "task": ["copy"]}, "50 files of 12 lines to copy are more than"),
+        ({"prompts": 50, "task": ["copy"]}, "50 files of 16 lines to copy are more than"),
     ],
 )
 def test_what_cannot_be_measured(more: dict[str, Any], words: str) -> None:

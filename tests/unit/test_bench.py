@@ -172,9 +172,10 @@ def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.Mo
     kinds = ("ttl", "mla", "delay", "timeline")
     job = {"hopb": [{"kind": kind} for kind in kinds]}
     monkeypatch.setattr(spawn, "measure", lambda ranks, overrides: job)
-    given = Given(parts.torch.device("cuda"), 2, ["a", "b"])
+    given = Given(parts.torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
     monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: 2)
     counted = {case: [row["kind"] for row in hopb.measure(given, *case)] for case in hopb.cases(given)}
     assert counted == {
-        ("a", "symm_mem"): [*kinds], ("a", "nccl"): ["ttl", "mla"], ("b", "symm_mem"): ["ttl"], ("b", "nccl"): ["ttl"]
+        ("qwen2.5-3b", "symm_mem"): [*kinds], ("qwen2.5-3b", "nccl"): ["ttl", "mla"],
+        ("qwen2.5-7b", "symm_mem"): ["ttl"], ("qwen2.5-7b", "nccl"): ["ttl"],
     }  # fmt: skip

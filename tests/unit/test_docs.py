@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import io
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ import pytest
 from helix.layout import HelixLayout
 from launch import reference
 from launch.inputs.compose import composed, sweep_points
+from launch.inputs.shapes import load_spec
+from launch.records.step_tables import headline
 from launch.records.tables import PAGES, with_tables
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +29,10 @@ ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
 DOCS = [*ROOT_PAGES, *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 FOLDERS = "assets|benchmarks|comm|conf|docs|helix|kernels|launch|tests"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
+KINDS = "csv|html|json|jsonl|md|pdf|png|py|sbatch|sh|toml|txt|yaml|yml"
+FILE = re.compile(
+    rf"(?<![\w./:-])((?:[\w*.-]+/)+[\w*.-]*\.(?:{KINDS}))\b(?:#([\w-]+))?"
+)  # in any folder, also one not here
 PLACEHOLDER = re.compile(r"\b(?:x|test_x|x_sm90|mine)\.|[A-Z]{2,}")  # in `helix/models/x.py`, `conf/GROUP/`
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|takes minutes)$")
@@ -34,6 +42,7 @@ WORDS = re.compile(
     r"""\b(?:asked|bars|(?<!['"])(?<!progress )bar(?!['"])|missed|likewise|play(?:s|ed|ing)?|stand-ins?)\b""", re.I
 )
 CODE = "helix", "kernels", "comm", "launch", "conf"
+BESIDE = "torchrun_entry.py", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"  # code that is in no room
 
 
 def read(page: str) -> str:
@@ -60,6 +69,16 @@ def test_the_readme_is_short() -> None:
     assert len(read("README.md").splitlines()) <= 110
 
 
+def test_the_readme_says_on_how_many_gpus_vllm_ran() -> None:
+    """On eight, and on four where eight do not divide the heads."""
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in headline()[2:]]
+    ran = {model: vllm for model, *_, vllm in rows if vllm != "-"}
+    assert len(ran) > 1
+    for model, vllm in ran.items():
+        gpus = int(vllm.removesuffix(" GPUs").split(", ")[1])
+        assert gpus == (8 if load_spec(model).q_heads % 8 == 0 else 4), model
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_tables_are_the_recorded_ones(page: str) -> None:
     assert with_tables(page) == read(page), "run `make docs`"
@@ -83,10 +102,52 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", DOCS)
 def test_paths_are_there(page: str) -> None:
-    prose = re.sub(r"<!-- table .*?<!-- end -->|^```.*?^```", "", read(page), flags=re.M | re.S)
+    prose = re.sub(r"<!-- table .*?<!-- end -->|^```.*?^```|\]\([^)]*\)", "", read(page), flags=re.M | re.S)
     named = {path for code in re.findall(r"`([^`]+)`", prose) for path in PATH.findall(code)}
     named |= {path for command, _ in commands(page) for path in PATH.findall(command)}
-    assert not [p for p in named if not PLACEHOLDER.search(p) and not list(ROOT.glob(p))]
+    assert missing(named) + dead_files(prose) == []
+
+
+def missing(paths: Iterable[str]) -> list[str]:
+    return sorted(path for path in paths if not PLACEHOLDER.search(path) and not list(ROOT.glob(path)))
+
+
+def dead_files(text: str) -> list[str]:
+    """Files and headings of pages that a text names and that are not there."""
+    named = FILE.findall(text)
+    dead = [
+        f"{path}#{anchor}"
+        for path, anchor in named
+        if anchor and (ROOT / path).exists() and anchor not in anchors(read(path))
+    ]
+    return missing(path for path, _ in named) + dead
+
+
+def remarks(file: Path) -> str:
+    """What a file says to its readers: comments and docstrings; all of a text."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".txt":
+        return text
+    if file.suffix != ".py":
+        return "\n".join(re.findall(r"(?:^|\s)(#.*)$", text, re.M))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return "\n".join([*comments, *docstrings])
+
+
+def test_what_code_names_is_there() -> None:
+    """Paths, links and headings in comments and docstrings of all rooms and of conf/; papers are named by their ids."""
+    files = [ROOT / name for name in BESIDE]
+    files += [f for room in (*CODE, "tests") for f in (ROOT / room).rglob("*.*") if f.is_file() and f.suffix != ".pyc"]
+    found = []
+    for file in files:
+        said = remarks(file)
+        links = [link for link, _ in LINK.findall(said) if link and not (file.parent / link).exists()]
+        dead = [*dead_files(said), *missing(PATH.findall(said)), *links, *re.findall(r"\(papers\b.*", said)]
+        found += [f"{file.relative_to(ROOT)}: {name}" for name in dict.fromkeys(dead)]
+    assert found == []
 
 
 def test_words_are_plain() -> None:
@@ -158,7 +219,8 @@ def _composes(overrides: list[str], sweeps: bool) -> None:
     if overrides == ["--help"]:
         return
     for point in sweep_points(overrides)[0] if sweeps else [overrides]:
-        composed(point)
+        config = composed(point)
+        assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 
 
 def _has_options(

@@ -82,6 +82,10 @@ def test_unset_under_an_automatic_layout() -> None:
         (["speculation.layout.kvp=0"], ["speculation.layout", "kvp=0"]),
         (["speculation.layout.ep=2"], ["speculation.layout", "ep=2", "no experts"]),
         (["speculation.model.path=null"], ["draft model", "speculation.model.path=DIR"]),
+        (
+            ["speculation.model.path=null", "speculation.model.config.architectures=[Qwen3ForCausalLM]"],
+            ["draft model", "set speculation.model.path=DIR", "speculation.model.load=random"],
+        ),
         (["speculation.model.path=/nowhere"], ["draft model", "/nowhere is not a directory"]),
         (["+speculation.model.config.vocab_size=300"], ["300 token ids", "the target 257"]),
         (["+speculation.model.config.architectures=[GPT2LMHeadModel]"], ["draft model", "GPT2LMHeadModel", "Qwen3"]),

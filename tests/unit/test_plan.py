@@ -327,6 +327,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(path.read_text())
     for choice in found["choices"]:
         assert choice["command"].startswith("torchrun --nproc-per-node=4 torchrun_entry.py model=qwen2.5-7b layout=")
+        assert " model.load=random bench=decode " in choice["command"]
         assert f"{1e3 * choice['ttl_s']:.2f} ms" in out and choice["in_time"] == (choice["ttl_s"] <= 5.1e-3)
     assert "(late)" in out and found["choices"][0]["command"] in out
     assert found["reason"] in out and found["verdict"] in out and found["hardware"] == "NVIDIA H200"

@@ -19,6 +19,7 @@ from helix.kv_cache import Placement
 from helix.layout import HelixLayout
 from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MOST_PAGES
+from launch.inputs.compose import GROUPS
 from launch.inputs.preflight import check_tokenizers, preflight
 from launch.job import spawn
 from launch.run import main
@@ -55,6 +56,20 @@ def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
         messages.add(str(caught.value))
     assert len(messages) == 1, messages
     return messages.pop()
+
+
+SHAPES = [name for name in GROUPS["model"] if name != "demo"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_no_weights_until_somebody_says_which(name: str, tmp_path: Path) -> None:
+    """In a benchmark too; and before its prompts, whose text it has no tokenizer for."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "a"}\n')
+    for work in ("bench=decode", f"decode.prompts={text}"):
+        with pytest.raises(ValueError, match=r"set model\.path=DIR .* or model\.load=random for random weights"):
+            preflight(composed(f"model={name}", work), 0, 1)
+    assert preflight(composed(f"model={name}", "model.load=random", "bench=decode"), 0, 1).checkpoint is None
 
 
 def test_a_good_plan(model: Path, prompts: Path) -> None:

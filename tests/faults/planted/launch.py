@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.planted.fault import Fault
 
+CONVERT = "tests/unit/test_convert.py::"
 PROMPTS = ("tests/unit/test_prompts.py",)
 CALLS = "tests/serving/test_calls.py::test_any_walk_is_calls_that_the_parser_reads"
 FRONT = "tests/serving/test_front.py::"
@@ -23,6 +24,27 @@ FAULTS = [
     Fault(
         "refusals count as results", "launch/inputs/prompts.py",
         'if reason in ("stop", "length"):', "if reason is not None:", PROMPTS,
+    ),
+    # ---- GGUF files
+    Fault(
+        "rotated pairs stay side by side", "launch/inputs/gguf_model.py",
+        '== "llama" and re.search', '== "none" and re.search',
+        (CONVERT + "test_the_model_is_the_one_that_was_written[llama]",),
+    ),
+    Fault(
+        "tensors are left out", "launch/inputs/gguf_model.py",
+        "sorted(name for name in wanted.keys() | shapes.keys()", "sorted(name for name in wanted.keys()",
+        (CONVERT + "test_what_would_be_left_out_is_refused",),
+    ),
+    Fault(
+        "numbers are words", "launch/inputs/gguf_tokenizer.py",
+        '"smollm": Splitting(digits=True)', '"smollm": Splitting()',
+        (CONVERT + "test_texts_become_the_tokens_of_the_reference[smollm]",),
+    ),
+    Fault(
+        "special tokens are text", "launch/inputs/gguf_tokenizer.py",
+        "special=type_ != USER_DEFINED", "special=False",
+        (CONVERT + "test_special_tokens_are_tokens_and_others_are_text",),
     ),
     # ---- jobs
     Fault(
@@ -44,11 +66,47 @@ FAULTS = [
         "        listener.close()", "        pass", ("tests/unit/test_spawn.py",),
     ),
     Fault(
-        "a resumed answer begins its grammar anew", "launch/job/grammar.py",
+        "a resumed answer begins its grammar anew", "launch/serving/matcher.py",
         "        for token in drawn:\n", "        for token in ():\n",
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),
+    Fault(
+        "who is bound to no form any more ends well", "launch/job/serve.py",
+        'finish_reason in ("stop", "length"):', "False:",
+        ("tests/serving/test_forms.py::test_an_answer_that_leaves_its_form_is_an_error",),
+    ),
     # ---- serving
+    Fault(
+        "what is certain is looked for ahead", "launch/serving/grammars.py",
+        '"no_forcing": true', '"no_forcing": false',
+        ("tests/serving/test_grammar.py::test_what_is_certain_is_not_looked_for_ahead",),
+    ),
+    Fault(
+        "a compilation that takes long goes on", "launch/serving/workers.py",
+        "                await self._end(process)\n            if isinstance",
+        "                pass\n            if isinstance",
+        ("tests/serving/test_compiler.py::test_nobody_waits_for_a_form_that_takes_long",),
+    ),
+    Fault(
+        "an answer that goes on begins a message", "launch/serving/tokens.py",
+        "continue_final_message=chat.continue_final_message", "continue_final_message=False",
+        ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
+    ),
+    Fault(
+        "spaces where a message goes on are lost", "launch/serving/dialects.py",
+        "self._parts(self._parser.initial_events)", "pass",
+        ("tests/serving/test_chat.py::test_an_answer_goes_on_where_a_message_ends",),
+    ),
+    Fault(
+        "a form begins within a thought", "launch/serving/grammars.py",
+        "start = _behind_thought(rules, dialect, turn, eos, f", "start = (lambda *a: a[-1])(f",
+        ("tests/serving/test_calls.py::test_a_form_begins_behind_a_thought",),
+    ),
+    Fault(
+        "unknown variables of templates are dropped", "launch/serving/tokens.py",
+        "if unread := sorted(found.keys() - free):", "if unread := []:",
+        ("tests/serving/test_chat.py::test_what_no_template_reads_is_refused",),
+    ),
     Fault(
         "ranks that are started again begin at the prompt", "launch/serving/core.py",
         "np.concatenate([before.ids, np", "np.concatenate([before.ids[:0], np",

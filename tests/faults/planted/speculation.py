@@ -71,8 +71,13 @@ FAULTS = [
     ),
     Fault(
         "the bonus row is the last of the tile", "kernels/attention/flash_decode.py",
-        "(t == 0) | (t == reading - 1)", "(t == 0) | (t == T - 1)",
-        ("tests/kernels/test_key_scores.py",),
+        "tl.max(tl.where(los < his, query, -1), 0)", "T - 1",
+        ("tests/kernels/test_key_scores.py::test_scores",),
+    ),
+    Fault(
+        "queries that read a key are taken for the first", "kernels/attention/flash_decode.py",
+        "wanted = reads[:, None]", "wanted = (t < tl.sum((los < his).to(tl.int32), 0))[:, None]",
+        ("tests/kernels/test_key_scores.py::test_groups_that_straddle_append_blocks",),
     ),
     Fault(
         "a draft too many is read", "helix/attention/chosen.py",

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 PROBE = ' \n\t{"a": [1, "é😀", null]}'  # of what answers are made
+KEPT = 8  # grammars that are not compiled again
+# While rank 0 makes a mask everybody waits: it takes some 10 ms at most. Memory: some 2 KB a state of the lexer.
+LIMITS = LLParserLimits(
+    step_lexer_fuel=100_000,
+    step_max_items=100_000,
+    max_items_in_row=20_000,  # an object with 5,000 properties, none of them required
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
 
 
 class Grammars:
@@ -32,6 +42,7 @@ class Grammars:
         self._ends = np.zeros(-(-vocab // 32), np.uint32)
         for token in eos:
             self._ends[token // 32] |= np.uint32(1 << token % 32)
+        self._compiled = lru_cache(KEPT)(self._compile)
 
     def begun(self, grammar: str, drawn: Collection[int] = ()) -> BegunGrammar:
         """The rest of an answer of which some tokens are drawn already.
@@ -42,13 +53,18 @@ class Grammars:
         Raises:
             ValueError: it cannot be followed.
         """
-        matcher = LLMatcher(self._tokenizer, grammar)
-        if matcher.is_error():
-            raise ValueError(f"the grammar cannot be followed: {matcher.get_error()}")
-        begun = BegunGrammar(matcher, self._ends.view(np.int32))
+        begun = BegunGrammar(self._compiled(grammar).deep_copy(), self._ends.view(np.int32))
         for token in drawn:
             begun.take(token)
         return begun
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what of it no token can begin is found here
+        if matcher.is_error():
+            raise ValueError(_told(matcher))
+        return matcher
 
 
 class BegunGrammar:
@@ -57,6 +73,11 @@ class BegunGrammar:
     def __init__(self, matcher: LLMatcher, ends: np.ndarray) -> None:
         self._matcher = matcher
         self._ends = ends
+
+    @property
+    def mistake(self) -> str | None:
+        """Why it could not be followed to its end, so that the answer ends without it; None where all is well."""
+        return f"its form cannot be followed further: {_told(self._matcher)}" if self._matcher.is_error() else None
 
     def allowed(self) -> np.ndarray:
         if self._matcher.is_stopped():
@@ -67,3 +88,12 @@ class BegunGrammar:
     def take(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+
+
+def _told(matcher: LLMatcher) -> str:
+    """What llguidance says, without the grammar's text."""
+    error = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    if error.startswith("NoExtension"):
+        return "no text follows it"
+    _, of_expression, what = error.rpartition("\nerror: ")
+    return (what if of_expression else error).partition("\n ")[0]

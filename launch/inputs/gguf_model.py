@@ -1,0 +1,293 @@
+"""A model in a GGUF file: its config and its weights, as a Hugging Face checkpoint has them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helix.files import check_file
+from helix.layers.rotary import RopeSpec
+from helix.layout import HelixLayout
+from helix.models import FAMILIES, DecoderSpec, spec_from_config
+from launch.inputs.parts import weights_of
+
+# Architectures, as llama.cpp names them, that both this converter and the runtime know.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+# Keys behind the architecture's name that are understood; any other would change what is computed.
+KEYS = {
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "attention.value_length", "block_count", "context_length", "embedding_length", "expert_count",
+    "expert_feed_forward_length", "expert_used_count", "feed_forward_length", "rope.dimension_count", "rope.freq_base",
+    "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.type",
+    "vocab_size",
+}  # fmt: skip
+# Parts of tensors' names. Experts lie in one tensor [E, out, in].
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"  # by which a Llama 3.1 divides its frequencies
+EXACT = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NEEDED = "to read GGUF, the package gguf is needed: pip install 'gguf>=0.17' (the extra helix-runtime[gguf])"
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """A GGUF file, read but for its weights, which are read as they are taken.
+
+    Attributes:
+        metadata: values by their keys.
+        config: as of `config.json`.
+        spec: what the runtime makes of it.
+        shapes: of the weights, by the names that a Hugging Face checkpoint gives them.
+        dtype: of the matrices; bfloat16 where they are quantised.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    config: dict[str, Any]
+    spec: DecoderSpec
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    _tensors: dict[str, Any] = field(repr=False)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors the file has."""
+        return len(self._tensors)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+        """The weights of one tensor of the file after another, by the names of `shapes`.
+
+        Raises:
+            ValueError: a value does not fit the dtype, or nobody can read how it is quantised.
+        """
+        for name, tensor in self._tensors.items():
+            values = torch.tensor(_values(tensor, self.path))
+            if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", name):
+                values = _halves_apart(values, self.spec.q_heads if ".attn_q." in name else self.spec.kv_heads)
+            finite, values = values.isfinite(), values.to(dtype)
+            if not torch.equal(values.isfinite(), finite):
+                raise ValueError(f"{name} in {self.path} has values beyond {dtype}: set dtype=bfloat16")
+            names = _names(name, tensor)
+            parts = [values] if values.dim() < 3 else [expert.clone() for expert in values]
+            yield dict(zip(names, parts, strict=True))
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Reads a file's metadata, and checks that nothing in it is left out.
+
+    Raises:
+        ValueError: the file is no GGUF model, or one that the runtime or the converter does not know.
+    """
+    reader = _reader(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{path} has the architecture {architecture}; those that can be converted: {known}")
+    if metadata.get("general.type", "model") != "model":
+        raise ValueError(f"{path} is no model: it says general.type={metadata['general.type']}")
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise ValueError(f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge` first")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(ROPE_FACTORS, None)
+    stretched = None if factors is None else _values(factors, path)
+    try:
+        config = _config(metadata, architecture, tensors, stretched)
+        spec = spec_from_config(config)
+        shapes = {name: shape for tensor in tensors.values() for name, shape in _shapes(tensor).items()}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    stored = weights_of(spec, HelixLayout.create(), 0, torch.float32).slices
+    wanted = {name: shape for s in stored for name, shape in s.stored.items()}
+    if differing := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
+        first, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+        what = f"{first} is {_shape(shapes.get(first))} and should be {_shape(wanted.get(first))}{more}"
+        raise ValueError(f"{path} has not the tensors of a {ARCHITECTURES[architecture]}: {what}")
+    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    dtype = EXACT.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+    return GGUFModel(path, metadata, config, spec, shapes, dtype, tensors)
+
+
+def _reader(path: Path) -> Any:
+    try:
+        check_file(path)
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{path} is no GGUF file: it does not begin with GGUF")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        from gguf import GGUFReader  # an extra of its own
+    except ModuleNotFoundError as error:
+        raise ValueError(NEEDED) from error
+    try:
+        return GGUFReader(path)
+    except Exception as error:  # of any kind: the library trusts what it reads
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} is truncated or damaged ({what:.200})") from error
+
+
+def _config(
+    metadata: dict[str, Any], architecture: str, tensors: dict[str, Any], stretched: np.ndarray | None
+) -> dict[str, Any]:
+    """The content of `config.json`; nothing is left to defaults, which are those of one checkpoint."""
+    own = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
+    if unknown := sorted(own.keys() - KEYS):
+        raise ValueError(f"{architecture}.{unknown[0]}={own[unknown[0]]} is not supported")
+
+    def value(key: str, default: Any = None) -> Any:
+        found = own.get(key, default)
+        if isinstance(found, list) or found is None:
+            what = "is missing" if found is None else "differs from layer to layer, which is not supported"
+            raise ValueError(f"{architecture}.{key} {what}")
+        return _short(found) if isinstance(found, float) else found
+
+    heads, hidden = value("attention.head_count"), value("embedding_length")
+    head_dim = value("attention.key_length", value("rope.dimension_count", hidden // max(heads, 1)))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if value(key, head_dim) != head_dim:
+            raise ValueError(f"{architecture}.{key}={own[key]} is not the heads' size {head_dim}: not supported")
+    if "token_embd.weight" not in tensors:
+        raise ValueError("there is no tensor token_embd.weight")
+    config = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": FAMILIES[ARCHITECTURES[architecture]][0],
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length"),
+        "num_hidden_layers": value("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": value("context_length"),
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(value, head_dim, stretched),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "hidden_act": "silu",
+    } | special_ids(metadata)
+    if architecture == "qwen3moe":
+        config |= {
+            "num_experts": value("expert_count"),
+            "num_experts_per_tok": value("expert_used_count"),
+            "moe_intermediate_size": value("expert_feed_forward_length"),
+            "norm_topk_prob": True,  # llama.cpp's qwen3moe knows nothing else
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    elif value("expert_count", 0):
+        raise ValueError(f"{architecture}.expert_count={own['expert_count']} is not supported")
+    return config
+
+
+def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Ids of what begins, pads and ends texts (a list where several do), named as in `generation_config.json`."""
+
+    def token(name: str) -> int | None:
+        return metadata.get(f"tokenizer.ggml.{name}_token_id")
+
+    ends = list(dict.fromkeys(end for name in ("eos", "eot", "eom") if (end := token(name)) is not None))
+    several = ends if len(ends) > 1 else None
+    one = ends[0] if ends else None
+    return {"bos_token_id": token("bos"), "pad_token_id": token("padding"), "eos_token_id": several or one}
+
+
+def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, Any]:
+    kind, theta = value("rope.scaling.type", "none"), value("rope.freq_base", 10000.0)
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": value("rope.scaling.factor")}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": value("rope.scaling.factor"),
+            "original_max_position_embeddings": value("rope.scaling.original_context_length"),
+        }
+    if kind != "none":
+        raise ValueError(f"rope.scaling.type={kind} is not supported; supported: none, linear, yarn")
+    if stretched is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    # The file has what became of Llama 3.1's parameters; all of its kind have the same but for the factor.
+    factor = _short(float(stretched.max()))
+    scaling = {
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain, _ = RopeSpec("default", theta, head_dim).frequencies()
+    scaled, _ = RopeSpec("llama3", theta, head_dim, scaling).frequencies()
+    if stretched.shape != plain.shape or not np.allclose(plain / scaled, stretched, rtol=1e-4):
+        raise ValueError(f"the factors in {ROPE_FACTORS} are not those of a Llama 3.1, which is not supported")
+    return {"rope_type": "llama3", "rope_theta": theta, **scaling}
+
+
+def _short(value: float) -> float:
+    """The shortest number that is the same in fp32, in which GGUF stores it: 1e-05 instead of 9.999999747e-06."""
+    return float(str(np.float32(value)))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))
+
+
+def _names(name: str, tensor: Any) -> list[str]:
+    """The Hugging Face names of a tensor's parts: one, or one for each expert."""
+    stem, _, kind = name.rpartition(".")
+    layer, _, inner = stem.removeprefix("blk.").partition(".")
+    template = OUTER.get(stem) if not stem.startswith("blk.") else INNER.get(inner)
+    if template is None:
+        raise ValueError(f"the tensor {name} is not supported")
+    template = template if stem in OUTER else f"model.layers.{layer}.{template}"
+    count = int(tensor.shape[-1]) if "{}" in template else 1
+    return [f"{template.format(expert)}.{kind}" for expert in range(count)]
+
+
+def _shapes(tensor: Any) -> dict[str, tuple[int, ...]]:
+    names, shape = _names(tensor.name, tensor), tuple(int(n) for n in reversed(tensor.shape))
+    return dict.fromkeys(names, shape[1:] if len(shape) > 2 else shape)
+
+
+def _values(tensor: Any, path: Path) -> np.ndarray:
+    """A tensor as fp32, [out, in]."""
+    from gguf import dequantize  # here already
+
+    try:
+        return np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+    except NotImplementedError as error:
+        kind = tensor.tensor_type.name
+        raise ValueError(f"{tensor.name} in {path} is quantised as {kind}, which cannot be read") from error
+
+
+def _halves_apart(weight: Tensor, heads: int) -> Tensor:
+    """Rows [heads x D, ...] whose rotated pairs stand side by side -> with the pairs' halves apart, as elsewhere."""
+    pairs = math.prod(weight.shape[:1]) // heads // 2
+    return weight.unflatten(0, (heads, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()

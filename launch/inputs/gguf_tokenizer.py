@@ -1,0 +1,130 @@
+"""The tokenizer in a GGUF file: the byte-level BPE that its vocabulary is made for, special tokens and templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How texts fall into words before bytes are merged.
+
+    Attributes:
+        words: a regular expression of a word; None: GPT-2's.
+        digits: each digit is a word of its own, before all else.
+        nfc: characters are composed first.
+        whole: a word that is a token is one, whatever the merges make of it.
+        bos: texts begin with a token of their own where the file does not say.
+    """
+
+    words: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+# By `tokenizer.ggml.pre`.
+SPLITTINGS = {
+    "gpt-2": Splitting(),
+    "smollm": Splitting(digits=True),
+    "qwen2": Splitting(QWEN2_WORDS, nfc=True),
+    "llama-bpe": Splitting(LLAMA3_WORDS, whole=True, bos=True),
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # `tokenizer.ggml.token_type`
+NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def bytes_of_characters() -> dict[str, int]:
+    """The byte for which each character stands in byte-level vocabularies: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def make_tokenizer(metadata: dict[str, Any]) -> Any:
+    """A transformers tokenizer of what a file's metadata says.
+
+    Raises:
+        ValueError: it is of a kind that is not known, or its parts do not fit each other.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def value(key: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}", default)
+
+    kind, pre = value("model"), value("pre")
+    if kind != "gpt2":
+        raise ValueError(f"tokenizer.ggml.model={kind} is not supported; supported: gpt2 (byte-level BPE)")
+    if pre not in SPLITTINGS:
+        raise ValueError(f"tokenizer.ggml.pre={pre} is not supported; supported: {', '.join(SPLITTINGS)}")
+    splitting = SPLITTINGS[pre]
+    texts, merges = value("tokens", []), [tuple(merge.split(" ")) for merge in value("merges", [])]
+    types = value("token_type", [NORMAL] * len(texts))
+    if len(types) != len(texts):
+        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} entries, and tokenizer.ggml.tokens {len(texts)}")
+    vocabulary = {text: i for i, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}
+    _check(texts, types, merges, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole))
+    if splitting.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    if splitting.words is not None:
+        steps.append(pre_tokenizers.Split(Regex(splitting.words), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.words is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=type_ != USER_DEFINED)
+            for text, type_ in zip(texts, types, strict=True)
+            if type_ in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+    special = {}
+    for name, key in NAMES.items():
+        if (token := value(f"{key}_token_id")) is not None:
+            if token >= len(texts):
+                raise ValueError(f"tokenizer.ggml.{key}_token_id={token} is none of the {len(texts)} tokens")
+            special[f"{name}_token"] = texts[token]
+    around = [
+        special.get(f"{name}_token") if value(f"add_{name}_token", default) else None
+        for name, default in (("bos", splitting.bos), ("eos", False))
+    ]
+    if any(around):
+        before, after = around
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*filter(None, [before]), "$A", *filter(None, [after])],
+            special_tokens=[(text, vocabulary[text]) for text in dict.fromkeys(filter(None, around))],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=_templates(metadata), **special
+    )
+
+
+def _check(texts: list[str], types: list[int], merges: list[tuple[str, ...]], vocabulary: dict[str, int]) -> None:
+    """Raises ValueError where the parts of a vocabulary do not fit each other."""
+    if len(vocabulary) != sum(type_ != UNUSED for type_ in types):
+        raise ValueError("tokenizer.ggml.tokens has a text twice")
+    known = bytes_of_characters().keys()
+    for text, type_ in zip(texts, types, strict=True):
+        if type_ == NORMAL and not known >= set(text):
+            raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is no text of bytes")
+    for merge in merges:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
+            raise ValueError(f"tokenizer.ggml.merges has {' '.join(merge)!r}, which is no pair of tokens that make one")
+
+
+def _templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
+    """The chat template, or all of them by their names."""
+    key = "tokenizer.chat_template"
+    named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
+    default = metadata.get(key)
+    return named | {"default": default} if named and default else default

@@ -1,0 +1,117 @@
+"""Compiles what clients want answers to follow, in processes that end where that takes long: a grammar of a few lines
+can take a minute and all memory, and none of llguidance's limits holds it.
+
+Requests and answers are JSON: the parts of a grammar; and the grammar, or what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from launch.serving.matcher import Grammars
+from launch.serving.workers import Work, Workers, answer
+
+COMPILE_S = 2.0
+COMPILE_BYTES = 1 << 30
+WAIT_S = 60.0  # for a process to be free, or to read the tokenizer
+PROCESSES = 2
+KEPT = 32  # grammars whose answer is remembered
+MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
+Parts = Sequence[dict[str, Any]]
+
+
+class Compiler:
+    """Compiles grammars for a model, a few at a time.
+
+    Args:
+        path: of its `tokenizer.json`.
+        vocab: tokens that the model can draw.
+        eos: its end tokens.
+
+    Attributes:
+        workers: the processes.
+    """
+
+    def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
+        arguments = [str(path), str(vocab), *map(str, sorted(eos))]
+        self.workers = Workers("launch.serving.compiler", arguments, PROCESSES, WAIT_S, COMPILE_S)
+        self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
+
+    async def compile(self, parts: Parts) -> str:
+        """The grammar of parts, as llguidance reads it; a part `ebnf` is a text in EBNF or in Lark's syntax.
+
+        Raises:
+            ValueError: it cannot be followed, or takes too long, or is too large.
+            ApiError: 503, others take all the time.
+        """
+        request = json.dumps(parts).encode()
+        if len(request) > MOST_BYTES:
+            raise ValueError(f"it has {len(request)} bytes, and may have {MOST_BYTES}")
+        told = self._known.get(request)
+        if told is None:
+            try:
+                told = self._known[request] = json.loads(await self.workers.ask(request))
+            except (TimeoutError, EOFError):  # which is not remembered: the host may have been busy
+                what = f"it takes more than {COMPILE_S:g} s or {COMPILE_BYTES >> 30} GiB to compile"
+                raise ValueError(what) from None
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        if "mistake" in told:
+            raise ValueError(told["mistake"])
+        return told["grammar"]
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await self.workers.close()
+
+
+def _work(path: str, vocab: str, *eos: str) -> Work:
+    grammars = Grammars(Path(path), int(vocab), [*map(int, eos)])
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES,) * 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is said where memory ends
+
+    def compiled(request: bytes) -> bytes:
+        try:
+            told = {"grammar": _compiled(grammars, json.loads(request))}
+        except RecursionError:
+            told = {"mistake": "it is nested too deeply"}
+        except ValueError as error:
+            told = {"mistake": str(error)}
+        return json.dumps(told).encode()
+
+    return compiled
+
+
+def _compiled(grammars: Grammars, parts: Parts) -> str:
+    written = [{key: value for key, value in part.items() if key != "ebnf"} | _lark(part) for part in parts]
+    grammar = json.dumps({"grammars": written})
+    grammars.begun(grammar)
+    return grammar
+
+
+def _lark(part: dict[str, Any]) -> dict[str, str]:
+    text = part.get("ebnf")
+    if text is None:
+        return {}
+    if "::=" not in text:
+        return {"lark_grammar": text}
+    try:
+        return {"lark_grammar": gbnf_to_lark(text)}
+    except RecursionError:
+        raise
+    except Exception as error:  # the class that it raises itself
+        raise ValueError(str(error)) from error
+
+
+if __name__ == "__main__":
+    answer(lambda: _work(*sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""The fields of OpenAI's and vLLM's requests for completions and chats, and what becomes of each here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+BOTH, COMPLETIONS, CHATS = "both", "completions", "chats"
+DONE, REFUSED, HARMLESS = "done", "refused", "harmless"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a request.
+
+    Attributes:
+        route: both, completions or chats.
+        fate: done; refused, as without it the answer would mean something else; or harmless, and named in the header of
+            ignored fields.
+        says: a sentence of it; of one that is refused, the reason or what to send instead.
+        neutral: values of a refused field that want nothing.
+    """
+
+    name: str
+    route: str
+    fate: str
+    says: str
+    neutral: tuple[Any, ...] = ()
+
+
+def _fields(fate: str, route: str, *rows: tuple[Any, ...]) -> Iterator[Field]:
+    for name, says, *neutral in rows:
+        yield Field(name, route, fate, says, tuple(neutral))
+
+
+FIELDS = (
+    *_fields(
+        DONE, BOTH,
+        ("model", "the model's name, or none; another one is 404"),
+        ("stream", "the answer comes as server-sent events"),
+        ("stream_options", "`include_usage`: the usage is the last event"),
+        ("max_tokens", "at most so many tokens; unset: 16 in completions, what the context leaves in chats"),
+        ("n", "so many answers to one prompt, at most 128"),
+        ("temperature", "0 to 100; unset: that of `generation_config.json`, then 1"),
+        ("top_p", "above 0, to 1; unset: that of `generation_config.json`, then 1"),
+        ("top_k", "0 and -1 keep all tokens; unset: that of `generation_config.json`, then 0"),
+        ("min_p", "0 to 1; unset: that of `generation_config.json`, then 0"),
+        ("seed", "fixes what is drawn, choice *i* of `n` with seed + *i*; unset: each request draws its own"),
+        ("stop", "up to 16 texts; the answer ends before the first of them"),
+        ("stop_token_ids", "token ids; the answer ends before them"),
+        ("min_tokens", "no end is drawn before so many tokens"),
+        ("ignore_eos", "the model's own ends do not end the answer"),
+        ("logit_bias", "up to 300 token ids with -100 to 100, which is added to their logits"),
+        ("presence_penalty", "-2 to 2, for tokens that were drawn"),
+        ("frequency_penalty", "-2 to 2, as often as a token was drawn"),
+        ("repetition_penalty", "0.01 to 100, for tokens that were drawn or are in the prompt"),
+        ("logprobs", "in completions a number up to 20, in chats true: how likely each token was"),
+        ("skip_special_tokens", "false: special tokens are part of the text"),
+        ("response_format", "`text`, `json_object`, `json_schema` or `structural_tag`: [a form](#forms-of-answers)"),
+        ("structured_outputs", "`json`, `regex`, `choice`, `grammar` and others: [a form](#forms-of-answers)"),
+        ("guided_json", "an older name of `structured_outputs.json`"),
+        ("guided_regex", "an older name of `structured_outputs.regex`"),
+        ("guided_choice", "an older name of `structured_outputs.choice`"),
+        ("guided_grammar", "an older name of `structured_outputs.grammar`"),
+        ("guided_whitespace_pattern", "an older name of `structured_outputs.whitespace_pattern`, beside `guided_json`"),
+        ("priority", "lower ones are admitted first"),
+        ("cache_salt", "cached prefixes are shared with requests of the same salt alone"),
+        ("return_progress", "events with `prompt_progress` while the prompt is read"),
+    ),
+    *_fields(
+        DONE, COMPLETIONS,
+        ("prompt", "a text, token ids, or a list of either"),
+        ("echo", "the prompt's text stands before the answer"),
+        ("add_special_tokens", "false: the tokenizer puts nothing around the prompt"),
+    ),
+    *_fields(
+        DONE, CHATS,
+        ("messages", "text parts alone"),
+        ("max_completion_tokens", "a newer name of `max_tokens`"),
+        ("top_logprobs", "up to 20 of the likeliest tokens beside each, with `logprobs`"),
+        ("tools", "functions that the answer may call; calls come whole"),
+        ("tool_choice", "`none`, `auto`, `required` or a function: [which calls come](#forms-of-answers)"),
+        ("parallel_tool_calls", "false: the answer ends with its first call"),
+        ("include_reasoning", "false: what the model thinks is not told"),
+        ("add_generation_prompt", "false: the prompt ends behind the last message"),
+        ("continue_final_message", "the answer goes on with the assistant's last message, and is told without it"),
+        ("reasoning_effort", "`none` to `max`, [where the template reads it](#what-templates-read); else refused"),
+        ("chat_template_kwargs", "scalars for [variables of the template](#what-templates-read); others are refused"),
+        ("documents", "objects of texts, [where the template reads them](#what-templates-read); else refused"),
+    ),
+    *_fields(
+        REFUSED, BOTH,
+        ("suffix", "text is continued at its end alone"),
+        ("best_of", "every continuation is returned: set n", 1),
+        ("use_beam_search", "tokens are drawn", False),
+        ("watermarking", "what is drawn is not marked", False),
+        ("prompt_logprobs", "log-probabilities are those of new tokens"),
+        ("prompt_embeds", "prompts are texts or token ids"),
+        ("logprob_token_ids", "log-probabilities are told of the likeliest tokens"),
+        ("allowed_token_ids", "set logit_bias, or structured_outputs"),
+        ("bad_words", "set logit_bias", []),
+        ("include_stop_str_in_output", "a stop text is not part of the answer", False),
+        ("truncate_prompt_tokens", "prompts are read whole"),
+        ("thinking_token_budget", "thoughts have no bound of their own: set max_tokens", -1),
+        ("repetition_detection", "an answer that repeats itself goes on: set repetition_penalty"),
+        ("return_token_ids", "answers are texts", False),
+        ("return_tokens_as_token_ids", "tokens are told as texts", False),
+        ("return_prompt_text", "/tokenize tells a prompt's ids, /detokenize their text", False),
+        ("kv_transfer_params", "each server computes its own cache"),
+        ("ec_transfer_params", "there is no encoder"),
+        ("vllm_xargs", "there are no extensions"),
+        ("moderation", "nothing is moderated"),
+        ("regex", "set structured_outputs.regex"),
+        ("ebnf", "set structured_outputs.grammar"),
+        ("grammar", "set structured_outputs.grammar"),
+        ("json_schema", "set structured_outputs.json"),
+        ("structural_tag", "set structured_outputs.structural_tag"),
+    ),
+    *_fields(
+        REFUSED, CHATS,
+        ("chat_template", "templates are the checkpoint's own"),
+        ("functions", "they are given as tools"),
+        ("function_call", "it is given as tool_choice"),
+        ("audio", "there is text alone"),
+        ("modalities", "there is text alone", ["text"]),
+        ("web_search_options", "nothing is searched"),
+        ("verbosity", "no template reads it: say so in a message", "medium"),
+        ("echo", "answers are told alone", False),
+        ("add_special_tokens", "the template writes them", False),
+        ("enable_thinking", "set chat_template_kwargs"),
+        ("thinking", "set chat_template_kwargs"),
+    ),
+    *_fields(
+        HARMLESS, BOTH,
+        ("user", "nothing is kept of users"),
+        ("metadata", "nothing is kept of requests"),
+        ("store", "nothing is kept of answers"),
+        ("service_tier", "all requests are served alike; there is `priority`"),
+        ("safety_identifier", "nothing is kept of users"),
+        ("prompt_cache_key", "what begins alike is found in the cache; `cache_salt` keeps it apart"),
+        ("prompt_cache_options", "the cache has its own rules"),
+        ("prompt_cache_retention", "the cache has its own rules"),
+        ("prediction", "it would save time alone"),
+        ("request_id", "answers have ids of their own"),
+        ("session_id", "what begins alike is found in the cache"),
+        ("length_penalty", "beams alone have it, and they are refused"),
+        ("early_stopping", "beams alone have it, and they are refused"),
+        ("truncation_side", "prompts are read whole"),
+        ("spaces_between_special_tokens", "tokenizers of this kind put none there"),
+        ("guided_decoding_backend", "llguidance does it"),
+        ("stream_interval", "pieces come as they are ready"),
+        ("return_token_offsets", "vLLM's answers have none either"),
+        ("return_mm_kwargs", "there is text alone"),
+        ("routed_experts_prompt_start", "routes of experts are not told"),
+    ),
+    *_fields(
+        HARMLESS, CHATS,
+        ("media_io_kwargs", "there is text alone"),
+        ("mm_processor_kwargs", "there is text alone"),
+    ),
+)  # fmt: skip
+_OF_CHATS = {field.name: field for field in FIELDS if field.route != COMPLETIONS}
+_OF_COMPLETIONS = {field.name: field for field in FIELDS if field.route != CHATS}
+
+
+def field_of(name: str, chat: bool) -> Field | None:
+    """A field of chats' requests, or of completions'; None: nobody knows it."""
+    return (_OF_CHATS if chat else _OF_COMPLETIONS).get(name)
+
+
+def table() -> list[str]:
+    """The rows of the page on serving."""
+    rows = ["| field | of | here | |", "|---|---|---|---|"]
+    order = (DONE, REFUSED, HARMLESS)
+    for field in sorted(FIELDS, key=lambda field: order.index(field.fate)):
+        rows.append(f"| `{field.name}` | {field.route} | {field.fate} | {field.says} |")
+    return rows

@@ -1,0 +1,86 @@
+"""What a model is given of a request: the prompt's token ids, and the form that the answer has to have.
+
+All of it takes time by the size of the request, and may be done in another process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from launch.serving.compiler import Parts
+from launch.serving.dialects import Dialect, turn_of
+from launch.serving.errors import ApiError
+from launch.serving.grammars import of_calls, of_shape
+from launch.serving.schemas import Chat, Generation, Tokenize, Tool
+from launch.serving.tokens import Tokens
+
+
+class Form(NamedTuple):
+    """The grammar of an answer in parts, and the field that wants it."""
+
+    param: str
+    parts: Parts
+
+
+def read_chat(
+    tokens: Tokens, dialect: Dialect | None, body: Chat, tools: Sequence[Tool], most: int, eos: Collection[int]
+) -> tuple[np.ndarray, str, Form | None]:
+    """The ids [n] int32 of a chat's prompt, what it says already of the answer's turn, and the form of the answer.
+
+    Raises:
+        ApiError: 400, the template cannot take it, it is far longer than `most` tokens, or nobody knows how the model
+            writes calls.
+    """
+    ids, text = tokens.encode_chat(body, tools, most)
+    begins = body.prompts_answer or body.begun is not None  # else the answer is whatever stands behind a message
+    turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
+    return ids, turn, form_of(tokens, body, eos, dialect, turn)
+
+
+def form_of(
+    tokens: Tokens, body: Generation, eos: Collection[int], dialect: Dialect | None = None, turn: str = ""
+) -> Form | None:
+    """The form of an answer; None: anything.
+
+    Args:
+        eos: the model's own ends.
+        dialect: None in completions.
+        turn: what the prompt says already of the answer's turn.
+
+    Raises:
+        ApiError: 400, nobody knows how the model writes calls, or the form is too large.
+    """
+    if isinstance(body, Chat) and body.has_to_call:
+        if dialect is None or dialect.calls is None:
+            what = "the chat template is of no family whose calls are known here: set tool_choice=auto"
+            raise ApiError(400, what, param="tool_choice")
+        try:
+            calls = of_calls(dialect, body.callable_tools, body.may_call_again, turn, tokens.added, eos)
+        except ValueError as error:
+            raise unfollowed("tool_choice", error) from error
+        return Form("tool_choice", calls)
+    if (shape := body.shape) is None:
+        return None
+    begun = isinstance(body, Chat) and not body.prompts_answer
+    try:
+        return Form(shape.param, of_shape(shape, tokens.added, tokens.special, eos, dialect, turn, begun))
+    except ValueError as error:
+        raise unfollowed(shape.param, error) from error
+
+
+def unfollowed(param: str, error: ValueError) -> ApiError:
+    """The refusal of a form for what is wrong with it."""
+    return ApiError(400, f"{param} cannot be followed: {' '.join(str(error).split()):.300}", param=param)
+
+
+def ids_of(tokens: Tokens, body: Tokenize, max_length: int, most: int) -> bytes:
+    """The answer of /tokenize."""
+    if body.messages is not None:
+        ids, _ = tokens.encode_chat(body, body.tools, most)
+    else:
+        ids = tokens.encode(body.prompt or "", most, body.add_special_tokens)
+    return json.dumps({"count": len(ids), "max_model_len": max_length, "tokens": ids.tolist()}).encode()

@@ -1,0 +1,140 @@
+"""Processes for what takes long, or much memory: in the server's own, Python's lock would keep everybody else waiting.
+
+Requests and answers are bytes behind their number. An empty answer comes first, once a process is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.serving.errors import ApiError
+
+ROOT = Path(__file__).parents[2]
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+PIECE = 1 << 20  # bytes read at a time
+BUSY_S = 10  # when to try again
+SIZE = struct.Struct("=Q")
+Work = Callable[[bytes], bytes]
+
+
+class Workers:
+    """Processes that answer requests, each one at a time; they start where there is work, and stay.
+
+    Args:
+        module: the program, which calls `answer`.
+        arguments: its command line.
+        most: processes at a time.
+        wait_s: for one to be free and ready, seconds.
+        work_s: for an answer, seconds; a process that takes longer is killed.
+
+    Attributes:
+        processes: those that there are.
+        idle: those of them that have nothing to do.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], most: int, wait_s: float, work_s: float) -> None:
+        self.processes: set[Process] = set()
+        self.idle: list[Process] = []
+        self._command = sys.executable, "-m", module, *arguments
+        self._free = asyncio.Semaphore(most)
+        self._wait_s, self._work_s = wait_s, work_s
+
+    async def ask(self, request: bytes) -> bytes:
+        """The answer to a request; the process ends where nobody waits for it any more.
+
+        Raises:
+            ApiError: 503, no process was free in time.
+            TimeoutError: the answer did not come in time.
+            EOFError: the process died; the message has its exit code.
+            RuntimeError: it did so before it was ready.
+        """
+        process, ready = None, False
+        try:
+            async with asyncio.timeout(self._wait_s) as deadline, self._free:
+                process, begun = await self._one()
+                ready = begun or await _read(process) == b""
+                deadline.reschedule(asyncio.get_running_loop().time() + self._work_s)
+                answer = await _exchange(process, request)
+        except BaseException as error:
+            if process is not None:
+                await self._end(process)
+            if isinstance(error, TimeoutError) and not ready:
+                what = f"the server was busy with other large requests for {self._wait_s:g} s"
+                raise ApiError(503, what, code="busy", retry_s=BUSY_S) from None
+            if isinstance(error, EOFError | ConnectionError) and process is not None:
+                what = f"{self._command[2]} ended with exit code {process.returncode}"
+                raise (EOFError if ready else RuntimeError)(what) from error
+            raise
+        self.idle.append(process)
+        return answer
+
+    async def close(self) -> None:
+        """Ends all processes; nobody asks any more."""
+        for process in [*self.processes]:
+            await self._end(process)
+
+    async def _one(self) -> tuple[Process, bool]:
+        """A process that has nothing to do, and whether it is ready."""
+        while self.idle:
+            process = self.idle.pop()
+            if process.returncode is None:
+                return process, True
+            await self._end(process)
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=os.environ | {"PYTHONPATH": paths},
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=PIECE,
+            start_new_session=True,  # a terminal's control-C is the server's
+        )
+        self.processes.add(process)
+        return process, False
+
+    async def _end(self, process: Process) -> None:
+        self.processes.discard(process)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _exchange(process: Process, request: bytes) -> bytes:
+    assert process.stdin is not None
+    process.stdin.write(SIZE.pack(len(request)))
+    process.stdin.write(request)
+    await process.stdin.drain()
+    return await _read(process)
+
+
+async def _read(process: Process) -> bytes:
+    assert process.stdout is not None
+    (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
+    return await process.stdout.readexactly(size)
+
+
+def answer(made: Callable[[], Work]) -> None:
+    """Answers what comes over standard input, until that ends.
+
+    Args:
+        made: what does the work, once it has read what it needs.
+    """
+    inward, outward = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed belongs into the log
+    if sys.platform == "linux":  # a call that is under way does not outlive the server either
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    work, answered = made(), b""
+    while True:
+        outward.write(SIZE.pack(len(answered)) + answered)
+        outward.flush()
+        if not (head := inward.read(SIZE.size)):
+            return
+        answered = work(inward.read(*SIZE.unpack(head)))

@@ -1,0 +1,434 @@
+"""What the fuzzer runs: a random model, the settings of its engine, and the requests that come to it.
+
+Everything follows from a family and a seed. SHARED seeds one after the other share the sizes for which kernels are
+compiled. Settings are legal by docs/reference/features.md; one in ten is spoilt (`SPOILT`), and has to be refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from helix.config import MOST_CHOSEN, Config
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec, spec_from_config
+from helix.pages import Stripes
+from helix.sampling import SamplingParams
+from tests.e2e.fuzz_configs import Json, Shapes, config_of, rope_of, written
+
+LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
+SHARED = 8  # seeds
+TILE_ROWS = 16  # queries x heads of a group that a tile of rows holds whatever else is set
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of a case.
+
+    Attributes:
+        follows: the request that ended before, whose text this one begins with (whose prompt, where attention is
+            lossy); None: `tokens` are all of its prompt.
+        share: how much of that text.
+        tokens: of the prompt, behind that text.
+        abort: it is aborted once it has drawn so many tokens; None: never.
+        late: it comes when so many outputs have gone by.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    new: int
+    sampling: SamplingParams
+    follows: str | None = None
+    share: float = 1.0
+    abort: int | None = None
+    late: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run, and how.
+
+    Attributes:
+        content: of config.json, as written.
+        own_head: the checkpoint has a head that differs from the embedding, whatever the config says.
+        settings: of `Config`, by their names.
+        spoilt: which of SPOILT was done to them; None: they are legal.
+        lossy: attention reads a part of the keys: transformers says something else.
+        eos: the tokens that end a sequence, in place of the config's.
+        rounds: requests, those of a round when all before it have ended.
+        least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
+        piece_tokens: of `helix.tiering`, small enough that what lies before a chunk comes in several pieces.
+        scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
+        whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
+        backend: between processes: nccl or symm_mem.
+    """
+
+    family: str
+    seed: int
+    content: Json
+    generation: Json | None
+    own_head: bool
+    settings: Settings
+    spoilt: str | None
+    lossy: bool
+    eos: tuple[int, ...]
+    rounds: tuple[tuple[Ask, ...], ...]
+    least_keys: int
+    piece_tokens: int
+    scarce: bool
+    whimsical: bool
+    backend: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return int(self.settings["layout.kvp"] * self.settings["layout.tpa"])
+
+    @property
+    def config(self) -> Config:
+        """What the ranks are given, but for the model's place."""
+        config = Config()
+        for key, value in self.settings.items():
+            *groups, name = key.split(".")
+            setattr(attrgetter(".".join(groups))(config), name, value)
+        config.serve.socket = "requests come from elsewhere"
+        return config
+
+    @property
+    def features(self) -> dict[str, str]:
+        """What is drawn together, in words that can be counted."""
+        s = self.settings
+        blocks = s.get("attention.policy") == "block_sparse"
+        return {
+            "drafter": " ".join(filter(None, (s["speculation.drafter"], s.get("speculation.policy")))),
+            "attention": ("blocks, a part" if self.lossy else "blocks, all") if blocks else "dense",
+            "tier": s.get("kv.tier", "gpu"),
+            "hopb": s["hopb.chunks"],
+            "layout": f"{s['layout.mode']} {s['layout.kvp']}x{s['layout.tpa']}",
+        }
+
+    def __str__(self) -> str:
+        more = f"spoilt={self.spoilt} " if self.spoilt else ""
+        more += f"least_keys={self.least_keys} scarce={self.scarce} whimsical={self.whimsical} eos={len(self.eos)} "
+        asks = ", ".join(f"{ask.name}:{len(ask.tokens)}+{ask.new}" for asks in self.rounds for ask in asks)
+        return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
+
+
+def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, ...] = (1, 2, 2, 3, 4)) -> Case:
+    """The case of a family and a seed, over so many ranks; every other config is written plainly."""
+    rng = random.Random(f"{family} {seed}")
+    shapes = Shapes.draw(family, seed // SHARED)
+    config = config_of(family, rng, shapes)
+    if family.startswith("deepseek"):
+        config |= {"head_dim": config["qk_rope_head_dim"]}
+    rope = rope_of(family, rng, config["max_position_embeddings"])
+    config["eos_token_id"] = rng.choice((None, 2, 3, [3, 5]))
+    content = written(family, config, rope, seed % 2 == 0, rng)
+    if seed % 2 and family == "gpt_oss" and rng.random() < 0.2:  # null means YaRN there
+        content = {k: v for k, v in content.items() if not k.startswith(("rope", "original_max"))}
+        content |= rng.choice(({}, {"rope_scaling": None}, {"rope_parameters": None}))
+    generation = rng.choice((None, None, {"eos_token_id": 7}, {"eos_token_id": [7, 9], "temperature": 0.5}))
+    try:
+        spec: DecoderSpec | None = spec_from_config(content)
+    except ValueError:  # the case is over once it is read
+        spec = None
+    kv_heads = 1 if family.startswith("deepseek") else config["num_key_value_heads"]
+    experts = 1 if spec is None or spec.moe is None else spec.moe.experts
+    layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, rng)
+    settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
+    vocab = config["vocab_size"]
+    eos = tuple(rng.sample(range(vocab), vocab // 12)) if rng.random() < 0.5 else ()
+    # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
+    crowd = rng.random() < 0.2 and not lossy
+    if crowd:
+        settings |= {"decode.max_batch": rng.choice((3, 5)), "serve.lease": 1, "decode.run_steps": 1}
+    rounds = rounds_of(vocab, settings, eos, crowd, rng)
+    settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
+    spoilt = None
+    if rng.random() < 0.1 and spec is not None:
+        spoilt = rng.choice([words for words, (of, _) in SPOILT.items() if of(spec)])
+        settings |= SPOILT[spoilt][1]
+    return Case(
+        family,
+        seed,
+        content,
+        generation,
+        config["tie_word_embeddings"] and rng.random() < 0.3,
+        settings,
+        spoilt,
+        lossy,
+        eos,
+        rounds,
+        rng.choice((16, 16, 16, 64, 256)),
+        rng.choice((32, 64, 32768)),
+        rng.random() < 0.7,
+        rng.random() < 0.4,
+        rng.choice(("nccl", "symm_mem")),
+    )
+
+
+def layout_of(q_heads: int, kv_heads: int, experts: int, worlds: tuple[int, ...], rng: random.Random) -> HelixLayout:
+    """Any on which these heads and experts can be spread."""
+    while True:
+        world, mode = rng.choice(worlds), rng.choice(("helix", "helix", "helix", "tp", "medha"))
+        kvp = 1 if mode == "tp" else rng.choice([n for n in range(1, world + 1) if world % n == 0])
+        ep = rng.choice([n for n in range(1, world + 1) if world % n == 0 and n <= experts])
+        try:
+            layout = HelixLayout.create(mode, kvp, world // kvp, ep=ep)
+            layout.check_heads(q_heads, kv_heads)
+        except ValueError:
+            continue
+        return layout
+
+
+def settings_of(
+    layout: HelixLayout, spec: DecoderSpec | None, shared: random.Random, dtype: str, rng: random.Random
+) -> tuple[Settings, bool]:
+    """Legal settings, and whether attention reads a part of the keys.
+
+    Args:
+        shared: draws the same for all cases that share compiled kernels.
+    """
+    page = shared.choice((1, 3, 16, 16, 32, 32, 64, 128))
+    block = rng.choice((page, shared.choice((1, 4, 5, 17)), shared.choice((16, 17, 37, 64))))
+    gammas = 1, shared.choice((2, 3)), shared.choice((4, 5, 7))
+    settings: Settings = {
+        "model.dtype": dtype,
+        "layout.mode": layout.mode,
+        "layout.kvp": layout.kvp,
+        "layout.tpa": layout.tpa,
+        "layout.ep": layout.ep,
+        "kv.append_block": block,
+        "kv.page_size": page,
+        "kv.prefix_cache": rng.random() < 0.8,
+        "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
+        "decode.max_batch": rng.choice((1, 2, 3, 5)),
+        "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
+        "decode.run_steps": rng.choice((1, 2, 8)),
+        "serve.lease": rng.choice((1, 2, 16)),
+        "serve.stall_ms": rng.choice((2.0, 50.0)),
+        "speculation.drafter": "none",
+    }
+    has_heads = spec is not None and _whole(spec)
+    drafters = ["none", "ngram", "model"]
+    sparse_pages = page == 1 or (page >= 16 and page & (page - 1) == 0)
+    blocks = has_heads and rng.random() < 0.35
+    if has_heads and not blocks and sparse_pages:
+        drafters += ["sparse"] * 6
+    drafter = rng.choice(drafters)
+    if drafter != "none":
+        settings |= {"speculation.drafter": drafter, "speculation.gamma": rng.choice(gammas)}
+        settings["speculation.adaptive"] = rng.random() < 0.5
+    if drafter == "model":
+        settings |= _draft_layout(layout, spec, page, rng)
+    if drafter == "sparse":
+        assert spec is not None
+        settings |= _self_drafts(spec, page, settings["speculation.gamma"], rng)
+    if not blocks:
+        return settings, False
+    return settings, _block_sparse(layout, settings, dtype, rng)
+
+
+def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng: random.Random) -> Settings:
+    """A layout of the draft model, which has the target's heads, over the same ranks."""
+    world, ways = layout.world_size, []
+    for mode in ("helix", "tp", "medha"):
+        for kvp in (n for n in range(1, world + 1) if world % n == 0 and page * layout.kvp % n == 0):
+            try:
+                way = HelixLayout.create(mode, kvp, world // kvp)
+                if spec is not None:
+                    way.check_heads(spec.q_heads, spec.kv_heads)
+            except ValueError:
+                continue
+            ways.append({"mode": mode, "kvp": kvp, "tpa": world // kvp})
+    if not ways:
+        return {"speculation.drafter": "ngram"}
+    return {f"speculation.layout.{key}": value for key, value in rng.choice(ways).items()}
+
+
+def _self_drafts(spec: DecoderSpec, page: int, gamma: int, rng: random.Random) -> Settings:
+    policies = ["any", "any", "all", "c2q", "window", "full"]
+    policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
+    policies += ["accepted", "last"] if (1 + gamma) * (spec.q_heads // spec.kv_heads) <= TILE_ROWS else []
+    reach, block = rng.choice(((0, 1), (0, 1), (1, 1), (2, 1), (8, 1), (0, 4), (0, 16)))
+    return {
+        "speculation.policy": rng.choice(policies),
+        "speculation.sparsity": rng.choice((0.05, 0.1, 0.3, 1.0)),
+        "speculation.recent": rng.choice((0.0, 0.25, 0.5, 1.0)),
+        "speculation.reach": reach,
+        "speculation.block": block,
+        "speculation.heads": rng.choice(("each", "each", "shared")),
+        "speculation.choice": rng.choice(("local", "global")),
+        "speculation.noise": rng.choice(("shared", "own")),
+    }
+
+
+def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: random.Random) -> bool:
+    """Adds block-sparse attention, maybe over a cache in host memory; whether it reads a part of the keys."""
+    page = settings["kv.page_size"]
+    drafts = settings.get("speculation.gamma", 0)
+    whole = layout.tpa <= 1 or layout.mode != "tp"  # query heads of a KV head on one rank
+    choice = "global" if whole and rng.random() < 0.4 else "local"
+    if choice == "global":
+        settings |= {"kv.append_block": page, "hopb.chunks": rng.choice(("none", "auto"))}
+    settings |= {
+        "attention.policy": "block_sparse",
+        "attention.choice": choice,
+        "attention.score": rng.choice(("bounds", "mean", "mean_std")),
+        "attention.sink_blocks": rng.choice((0, 1, 2)),
+        "attention.local_blocks": 1 + -(-drafts // page) + rng.choice((0, 0, 1, 3)),
+        "attention.topk": rng.choice((0, 1, 2, 5)),
+        "attention.from_tokens": rng.choice((0, 0, 20, 70)),
+    }
+    most = Stripes(layout, settings["kv.append_block"], page).pages_for(2 * LENGTH)
+    lossy = True
+    # Of what bf16 chooses, nobody can say whether it is what should be chosen: there, everything is read.
+    if dtype != "float32" or rng.random() < 0.4:
+        lossy = False
+        if most * layout.kvp <= MOST_CHOSEN and rng.random() < 0.8:  # each rank chooses all that it has
+            settings["attention.topk"] = most * layout.kvp
+        else:
+            settings["attention.from_tokens"] = 1 << 20
+    if rng.random() < 0.4:
+        settings |= {"kv.tier": "host", "kv.host_bytes": 1e9, "kv.overlap": rng.random() < 0.5}
+        settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
+    return lossy
+
+
+def rounds_of(
+    vocab: int, settings: Settings, eos: tuple[int, ...], crowd: bool, rng: random.Random
+) -> tuple[tuple[Ask, ...], ...]:
+    """Requests, more than there are slots now and then; some begin like others, some like what others drew.
+
+    Args:
+        crowd: all are admitted with short prompts, and grow until they do not fit together.
+    """
+    first: list[Ask] = []
+    for number in range(rng.choice((3, 4, 5)) if crowd else rng.choice((1, 2, 3, 3, 4, 6))):
+        new = rng.choice((20, 40)) if crowd else rng.choice((1, 2, 5, 9, 16))
+        tokens = _prompt(vocab, settings["kv.append_block"], rng)[: 12 if crowd else None]
+        if first and rng.random() < 0.3:
+            before = rng.choice(first).tokens
+            tokens = (before[: rng.randint(1, len(before))] + tokens)[:LENGTH]
+        abort = rng.randint(1, new) if new > 2 and rng.random() < 0.15 else None
+        late = rng.choice((0, 0, 0, 1, 4))
+        first.append(Ask(f"r{number}", tokens, new, _sampling(vocab, eos, rng), abort=abort, late=late))
+    second: list[Ask] = []
+    for number in range(rng.choice((0, 0, 1, 2))):
+        behind = tuple(rng.randrange(vocab) for _ in range(rng.choice((1, 2, 20))))
+        new, share = rng.choice((1, 3, 8)), rng.choice((1.0, 1.0, rng.random()))
+        second.append(
+            Ask(f"f{number}", behind, new, _sampling(vocab, eos, rng), follows=rng.choice(first).name, share=share)
+        )
+    return (tuple(first), tuple(second)) if second else (tuple(first),)
+
+
+def _prompt(vocab: int, block: int, rng: random.Random) -> tuple[int, ...]:
+    """Of any length, or so long that what follows passes the end of an append block; some repeat themselves."""
+    near = max(1, min(block * rng.randint(1, 4) - rng.randint(0, 8), LENGTH))
+    length = rng.choice((1, rng.randint(2, 40), rng.randint(40, LENGTH), near, near))
+    tokens = [rng.randrange(vocab) for _ in range(length)]
+    if rng.random() < 0.3:  # ngram has something to find
+        period = rng.randint(1, 9)
+        tokens = [tokens[i % period] for i in range(length)]
+    return tuple(tokens)
+
+
+def _sampling(vocab: int, eos: tuple[int, ...], rng: random.Random) -> SamplingParams:
+    ends = {"ignore_eos": bool(eos) and rng.random() < 0.3}
+    if rng.random() < 0.15:
+        ends["stop_token_ids"] = tuple(rng.sample(range(vocab), vocab // 10))
+    kinds: list[Json] = [
+        {},
+        {},
+        {"temperature": 0.8, "seed": rng.randrange(1 << 40)},
+        {"temperature": 1.3, "seed": rng.randrange(1 << 40), "top_k": rng.randint(1, 40)},
+        {"temperature": 0.7, "seed": rng.randrange(1 << 40), "top_p": 0.9, "min_p": rng.choice((0.0, 0.05))},
+    ]
+    return SamplingParams(**rng.choice(kinds), **ends)
+
+
+def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: bool) -> int:
+    """Tokens of KV: as many as all slots can take, or, where it is to be scarce, as the longest sequence."""
+    of = {ask.name: len(ask.tokens) + ask.new for ask in rounds[0]}
+    longest = max([*of.values(), *(of[str(a.follows)] + len(a.tokens) + a.new for asks in rounds[1:] for a in asks)])
+    longest += settings.get("speculation.gamma", 0)
+    return longest if scarce else longest * int(settings["decode.max_batch"])
+
+
+NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.overlap": False, "kv.ahead": False}
+PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
+BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local", "attention.score": "bounds"}
+BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9}
+GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
+HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
+DRAFTS: Settings = {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.policy": "any"}
+DRAFTS |= {"speculation.reach": 0, "speculation.block": 1}
+TWO_RANKS: Settings = {"layout.mode": "helix", "layout.kvp": 2, "layout.tpa": 1, "layout.ep": 1}
+DRAFT_MODEL: Settings = {"speculation.drafter": "model", "speculation.gamma": 2, "speculation.layout.mode": "helix"}
+DRAFT_MODEL |= {"speculation.layout.kvp": 2, "speculation.layout.tpa": 1}
+
+
+def _any(spec: DecoderSpec) -> bool:
+    return True
+
+
+def _latents(spec: DecoderSpec) -> bool:
+    return spec.mla is not None
+
+
+def _whole(spec: DecoderSpec) -> bool:
+    """Whether some layer has keys of heads and reads whole sequences."""
+    return spec.mla is None and None in spec.windows
+
+
+def _windows(spec: DecoderSpec) -> bool:
+    return None not in spec.windows
+
+
+def _dense(spec: DecoderSpec) -> bool:
+    return spec.moe is None
+
+
+def _two_heads(spec: DecoderSpec) -> bool:
+    return spec.q_heads % 2 == 0 and spec.mla is None and spec.kv_heads in (1, 2, 4, 6)
+
+
+# What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.
+SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
+    "kv.tier=host attention.policy=dense": (_any, PLAIN | HOST),
+    "kv.tier=host kv.host_bytes": (_any, BLOCKS | {"kv.tier": "host"}),
+    "kv.overlap=true kv.tier": (_any, PLAIN | {"kv.overlap": True}),
+    "kv.ahead=true attention.topk=0": (_any, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
+    "kv.tier=host speculation.drafter=sparse": (_any, BLOCKS | HOST | DRAFTS),
+    "speculation.drafter=sparse attention.policy=block_sparse": (_whole, BLOCKS | DRAFTS),
+    "speculation.drafter=sparse kv.page_size=48": (_whole, PLAIN | DRAFTS | {"kv.page_size": 48}),
+    "speculation.drafter=sparse latents": (_latents, PLAIN | DRAFTS),
+    "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
+    "attention.policy=block_sparse latents": (_latents, BLOCKS),
+    "attention.policy=block_sparse sliding window": (_windows, BLOCKS),
+    "speculation.reach=8 speculation.block=4": (_any, {"speculation.reach": 8, "speculation.block": 4}),
+    "speculation.gamma=32 31": (_any, {"speculation.gamma": 32}),
+    "attention.choice=global kv.page_size=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),
+    "attention.choice=global hopb.chunks=2": (_whole, GLOBAL | {"hopb.chunks": "2"}),
+    "attention.local_blocks=1 speculation.gamma=7": (
+        _whole,
+        BLOCKS | {"speculation.drafter": "ngram", "speculation.gamma": 7, "attention.local_blocks": 1},
+    ),
+    "attention.score=replay attention.repeat": (_whole, BLOCKS | {"attention.score": "replay"}),
+    "speculation.forced=0.9": (_any, PLAIN | {"speculation.forced": 0.9}),
+    "speculation.drafter=synthetic": (_any, PLAIN | {"speculation.drafter": "synthetic"}),
+    "layout.tpa=5": (_any, {"layout.mode": "helix", "layout.kvp": 1, "layout.tpa": 5, "layout.ep": 1}),
+    "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
+    "speculation.layout.kvp=2 kv.page_size=1": (
+        _two_heads,
+        PLAIN
+        | DRAFT_MODEL
+        | {"layout.mode": "tp", "layout.kvp": 1, "layout.tpa": 2, "layout.ep": 1, "kv.page_size": 1},
+    ),
+}

@@ -1,0 +1,300 @@
+"""A case of the fuzzer against transformers: what was drawn, the logits that it was drawn from, and what was refused.
+
+Dense attention, and sparse attention that chooses every key, is compared with transformers' fp64 logits of the sequence
+that we drew: whatever drafts, tiers, prefix hits and preemptions did, each of our logits is that of the tokens before
+it. Lossy attention is compared with our own engine, with nothing around its attention, that is made to draw the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from helix.loading import read_config
+from helix.models import DecoderSpec, spec_from_config
+from tests.e2e.fuzz_cases import Ask, Case
+from tests.e2e.fuzz_configs import ARCHITECTURES
+from tests.e2e.fuzz_runs import Rank, Ranks, Refused, Served, forced, run
+from tests.unit.test_sampling import oracle as drawn_from
+from tests.unit.test_sampling import oracle_kept
+
+# Of logits of size 1 to 20. In fp32, for sums in another order (tests/e2e/parity.py); in bf16, their own rounding, 2^-9
+# of 20, which both sides have and which may be away from zero on one and towards it on the other.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.08}
+# Times what transformers' own run in that dtype is off, where that is more. In fp32 its one run stands for all orders
+# of sums. In bf16 each step of a layer rounds once, in theirs (about ten times a layer) as in ours; ours rounds the
+# partial outputs and the partial sums of up to four ranks besides, at most as often again. Errors add up like a random
+# walk, to sqrt(2) of theirs; the largest of thousands is hardly more than twice as large in one run as in another.
+SLACK = {"float32": 8.0, "bfloat16": 4.0}
+TRIES = 6  # models beside the case's that say whether a choice of blocks hangs by a hair
+NUDGE = 1e-6  # relative, of all weights: about what sums in another order change
+DRAFT_NOISE = 0.1  # of the weights' size: a draft model whose drafts hold now and then
+
+Rows = dict[tuple[str, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        kind: equal, refused (by name), refused by both, undecided (lossy, and a choice of blocks hangs by a hair) or
+            otherwise.
+        seen: how often what happened.
+    """
+
+    kind: str
+    reason: str = ""
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+def outcome(case: Case, ranks: Ranks, device: torch.device) -> Outcome:
+    """Runs a case and compares.
+
+    Args:
+        device: where transformers runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="helix-fuzz-") as name:
+        directory = Path(name)
+        try:
+            save(case, directory)
+        except Exception as error:
+            impossible: Exception | None = error
+            (directory / "config.json").write_text(json.dumps(case.content))
+        else:
+            impossible = None
+        try:
+            spec = spec_from_config(read_config(directory))
+        except ValueError as refusal:
+            return Outcome("refused by both", str(refusal).split(":")[0]) if impossible else _refused(str(refusal))
+        if impossible is not None:
+            return Outcome("otherwise", f"transformers refuses it: {impossible!r:.200}")
+        try:
+            found = ranks(run, case, directory)
+        except Refused as refused:
+            missing = [word for word in (case.spoilt or "").split() if word not in str(refused)]
+            if case.spoilt is None:
+                return Outcome("otherwise", f"legal settings are refused: {refused}")
+            return Outcome("otherwise", f"{missing} not named: {refused}") if missing else _refused(str(refused))
+        seen = dict(+found[0].served.seen)
+        if case.spoilt is not None:
+            return Outcome("otherwise", f"illegal settings run: {case.spoilt}", seen)
+        kind, problem = differences(case, directory, spec, found, ranks, device)
+        return Outcome(kind, problem, seen)
+
+
+def _refused(message: str) -> Outcome:
+    """A refusal, without what differs from case to case."""
+    return Outcome("refused", re.sub(r"\d+", "N", message.split(";")[0].split(":")[0])[:100])
+
+
+def save(case: Case, directory: Path) -> None:
+    """The checkpoint, its weights of the shapes that transformers makes of the config, and that of a draft model.
+
+    Raises:
+        Exception: transformers takes the config for none.
+    """
+    cls = getattr(transformers, ARCHITECTURES[case.family])
+    config = CONFIG_MAPPING[case.family](**json.loads(json.dumps(case.content)))
+    torch.manual_seed(case.seed)
+    model = cls(config).float()
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            if name.endswith(("bias", "norm.weight", "sinks")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(directory)
+    if case.own_head:
+        whole = load_file(directory / "model.safetensors")
+        whole["lm_head.weight"] = whole["model.embed_tokens.weight"].flip(0).contiguous()
+        save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(case.content))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if case.generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(case.generation))
+    if case.settings["speculation.drafter"] == "model":
+        nudged(directory, directory / "draft", DRAFT_NOISE, case.seed)
+
+
+def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
+    """Writes the same model with noise on all weights, by a share of each tensor's size."""
+    to.mkdir()
+    whole, generator = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name, tensor in whole.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        whole[name] = tensor + share * tensor.square().mean().sqrt() * noise
+    save_file(whole, to / "model.safetensors", metadata={"format": "pt"})
+    (to / "config.json").write_text((directory / "config.json").read_text())
+
+
+def theirs(case: Case, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """What transformers makes of the directory."""
+    cls = getattr(transformers, ARCHITECTURES[case.family])
+    return (
+        cls.from_pretrained(directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        .to(device)
+        .eval()
+    )
+
+
+@torch.no_grad()
+def their_logits(model: Any, served: Served, device: torch.device) -> dict[str, Tensor]:
+    """Logits [n, V] fp64 behind which each drawn token stands, by request; of all in one batch, padded behind."""
+    texts = {name: served.prompts[name] + tokens[:-1] for name, tokens in served.tokens.items() if tokens}
+    if not texts:
+        return {}
+    width = max(map(len, texts.values()))
+    batch = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts.values()], device=device)
+    logits = model(batch, use_cache=False).logits.double().cpu()
+    return {
+        name: row[len(served.prompts[name]) - 1 : len(text)]
+        for (name, text), row in zip(texts.items(), logits, strict=True)
+    }
+
+
+def differences(
+    case: Case, directory: Path, spec: DecoderSpec, found: list[Rank], ranks: Ranks, device: torch.device
+) -> tuple[str, str]:
+    """The kind of outcome, and how our decoding differs from what it should be."""
+    dtype = case.settings["model.dtype"]
+    exact = theirs(case, directory, torch.float64, device)
+    rough = theirs(case, directory, getattr(torch, dtype), device)
+    if problem := misread(exact, spec):
+        return "otherwise", problem
+    served, rows = found[0].served, _whole(found)
+    if problem := disorder(case, served):
+        return "otherwise", problem
+    wanted, rounded = (their_logits(model, served, device) for model in (exact, rough))
+    off = {name: (wanted[name] - rounded[name]).abs().amax(1) for name in wanted}  # [n] of each request
+    allowed = max([TOLERANCE[dtype], *(SLACK[dtype] * distance.max().item() for distance in off.values())])
+    ours = {name: torch.stack([rows[name, at] for at in _places(served, name)]).double() for name in wanted}
+    for ask in (ask for asks in case.rounds for ask in asks if ask.name in ours):
+        if problem := misdrawn(case, ask, served, ours[ask.name].float()):
+            return "otherwise", problem
+    if case.lossy:
+        return _lossy(case, directory, served, ours, allowed, ranks)
+    for name, logits in ours.items():
+        distances = (logits - wanted[name]).abs().amax(1)
+        if dtype != "float32" and spec.moe is not None:
+            # A token whose experts are nearly tied goes to others in one run than in another: the middle counts.
+            distances, of_request = distances.median()[None], max(TOLERANCE[dtype], SLACK[dtype] * off[name].median())
+        else:
+            of_request = max(TOLERANCE[dtype], SLACK[dtype] * off[name].max().item())
+        if not distances.max() <= of_request:
+            behind = len(served.prompts[name]) + int(distances.argmax())
+            return "otherwise", f"{name}: logits off by {distances.max():.2e} behind {behind} tokens ({of_request:.1e})"
+    if (again := found[0].captured) is not None:
+        return _captured(case, served, again, exact, allowed, device)
+    return "equal", ""
+
+
+def misread(exact: Any, spec: DecoderSpec) -> str:
+    """What of the files we read in another way than transformers; empty where nothing is."""
+    eos = exact.generation_config.eos_token_id
+    if eos is None:  # a generation_config.json without it: the config's counts
+        eos = exact.config.eos_token_id
+    wanted = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if spec.eos != wanted:
+        return f"eos {spec.eos}, not {wanted}"
+    if spec.max_positions != exact.config.max_position_embeddings:
+        return f"context {spec.max_positions}, not {exact.config.max_position_embeddings}"
+    return ""
+
+
+def disorder(case: Case, served: Served) -> str:
+    """What is wrong with how requests ended; empty where nothing is."""
+    if served.behind != (0, 0, 0):
+        return f"pages, slots and sequences left behind: {served.behind}"
+    for ask in (ask for asks in case.rounds for ask in asks):
+        tokens, end = served.tokens.get(ask.name, ()), served.ends.get(ask.name)
+        ends = ask.sampling.ends(case.eos)
+        first = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+        whole = {"stop": first == len(tokens), "length": len(tokens) == ask.new and first is None}
+        whole |= {"abort": first is None and len(tokens) <= ask.new and ask.abort is not None}
+        if end is None or not whole.get(end, False):
+            return f"{ask.name} ended by {end} after {len(tokens)} of {ask.new} tokens; the first end is token {first}"
+    return ""
+
+
+def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
+    """Which token is not what the sampler draws from our own logits [n, V] fp32; empty where none is.
+
+    Drafts that are drawn with noise of their own and kept by rejection decide which token a sampled request gets: then
+    it is one that may be drawn.
+    """
+    drafter, noise = case.settings["speculation.drafter"], case.settings.get("speculation.noise")
+    rejection = drafter == "model" or (drafter == "sparse" and noise == "own")
+    for token, at, row in zip(served.tokens[ask.name], _places(served, ask.name), logits, strict=True):
+        if rejection and not ask.sampling.is_greedy:
+            right = bool(oracle_kept(row, ask.sampling)[token])
+        else:
+            right = drawn_from(row, ask.sampling, at) == token
+        if not right:
+            return f"{ask.name}: token {token} at {at} is not what {ask.sampling} draws from its logits"
+    return ""
+
+
+def _captured(
+    case: Case, served: Served, again: Served, exact: Any, allowed: float, device: torch.device
+) -> tuple[str, str]:
+    """Captured steps, whose logits nobody sees, draw the same greedy tokens, or others of nearly equal logits."""
+    if problem := disorder(case, again):
+        return "otherwise", f"captured: {problem}"
+    wanted = their_logits(exact, again, device)
+    for ask in (ask for asks in case.rounds for ask in asks if ask.name in wanted):
+        same = again.prompts[ask.name] == served.prompts[ask.name]
+        n = min(len(served.tokens[ask.name]), len(again.tokens[ask.name]))
+        if (same and again.tokens[ask.name][:n] == served.tokens[ask.name][:n]) or not ask.sampling.is_greedy:
+            continue
+        logits, tokens = wanted[ask.name], torch.tensor(again.tokens[ask.name])
+        short = logits.max(1).values - logits.gather(1, tokens[:, None])[:, 0]
+        if short.max() > 2 * allowed:
+            return "otherwise", f"captured: {ask.name}: token {int(short.argmax())} is short by {short.max():.2e}"
+    return "equal", ""
+
+
+def _lossy(
+    case: Case, directory: Path, served: Served, ours: dict[str, Tensor], allowed: float, ranks: Ranks
+) -> tuple[str, str]:
+    """Against an engine with nothing around its attention.
+
+    Where two blocks promise the same but for rounding, that one may choose another. Then small changes of the weights
+    do the same to it: the case is undecided.
+    """
+
+    def drawn(where: Path) -> dict[str, Tensor]:
+        rows = _whole(ranks(forced, case, where, served))
+        return {name: torch.stack([rows[name, at] for at in _places(served, name)]).double() for name in ours}
+
+    def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+        distances = [(one[name] - other[name]).abs().max().item() for name in one]
+        return max(distances, default=0.0) if all(d == d for d in distances) else float("inf")
+
+    wanted = drawn(directory)
+    if (worst := apart(ours, wanted)) <= allowed:
+        return "equal", ""
+    for i in range(TRIES):
+        nudged(directory, directory / f"nudged-{i}", NUDGE, i)
+        if apart(drawn(directory / f"nudged-{i}"), wanted) > worst / SLACK["float32"]:
+            return "undecided", f"lossy logits off by {worst:.2e}"
+    return "otherwise", f"lossy logits off by {worst:.2e} ({allowed:.1e}) from those without anything around attention"
+
+
+def _places(served: Served, name: str) -> range:
+    """Positions of the drawn tokens of a request."""
+    begin = len(served.prompts[name])
+    return range(begin, begin + len(served.tokens[name]))
+
+
+def _whole(found: list[Rank]) -> Rows:
+    """Logits over the whole vocabulary."""
+    return {at: torch.cat([rank.logits[at] for rank in found]) for at in found[0].logits}

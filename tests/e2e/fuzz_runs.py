@@ -1,0 +1,374 @@
+"""A case of the fuzzer on its ranks: the engine that its settings give, the requests served, and what was seen."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from comm.base import Communicator
+from comm.loopback import LoopbackWorld, run_ranks
+from comm.symm_mem import SymmMemCommunicator
+from comm.torch_dist import TorchDistCommunicator
+from helix.build import build_engine
+from helix.config import Config
+from helix.decision import StepPlan
+from helix.engine import Engine
+from helix.inbox import Inbox
+from helix.layout import HelixLayout
+from helix.loading import Checkpoint
+from helix.models import Decoder, DecoderSpec
+from helix.request import Request
+from helix.sampling import SamplingParams
+from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
+from helix.speculation.adaptive import DraftPolicy
+from helix.tiered_cache import TieredCache
+from launch.inputs.preflight import CheckedRun, preflight
+from tests.e2e.fuzz_cases import Ask, Case
+
+Connect = Callable[[HelixLayout], Communicator]  # of a layout over all ranks, this rank's communicator
+Ranks = Callable[..., list["Rank"]]  # runs `run` or `forced` on all ranks, with what follows their first two arguments
+
+
+class Refused(Exception):
+    """The settings are refused, on every rank alike."""
+
+
+@dataclass
+class Served:
+    """What came out of the requests, on rank 0.
+
+    Attributes:
+        prompts, tokens, ends: by the request's name; `ends` is why it ended.
+        behind: pages, slots and sequences in use when all was over.
+        seen: how often what happened.
+    """
+
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
+    behind: tuple[int, int, int] = (0, 0, 0)
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Rank:
+    """What a rank saw.
+
+    Attributes:
+        served: with logits observed, whose columns on this rank are in `logits`, by request and position.
+        captured: again, by captured steps where the communicator allows it; None elsewhere.
+    """
+
+    served: Served
+    logits: dict[tuple[str, int], torch.Tensor]
+    captured: Served | None = None
+
+
+@dataclass
+class Forced:
+    """A grammar that allows one continuation."""
+
+    tokens: tuple[int, ...]
+    words: int
+    at: int = 0
+
+    def allowed(self) -> np.ndarray:
+        mask = np.zeros(self.words, dtype=np.int32)
+        token = self.tokens[min(self.at, len(self.tokens) - 1)]
+        mask.view(np.uint32)[token // 32] = 1 << token % 32
+        return mask
+
+    def take(self, token: int) -> None:
+        self.at += 1
+
+
+@contextmanager
+def surroundings(case: Case) -> Iterator[None]:
+    """Small numbers in place of those of large models, for all ranks of this process."""
+    with ExitStack() as stack:
+        stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
+        stack.enter_context(patch("helix.tiering.PIECE_TOKENS", case.piece_tokens))
+        if case.whimsical:
+            stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
+        yield
+
+
+def _whimsical(seed: int) -> Callable[..., StepPlan]:
+    rng = random.Random(seed)
+
+    def pace(policy: DraftPolicy, rows: int, without: Collection[int] = ()) -> StepPlan:
+        limits = tuple(0 if n in without else rng.choice((0, 1, 2, policy.sizes[-1])) for n in range(rows))
+        drawn = rng.choice(policy.sizes), 1.5, rng.randint(1, 3)
+        return StepPlan(*drawn, limits if without else rng.choice(((), limits)))
+
+    return pace
+
+
+def plan_of(case: Case, directory: Path, rank: int) -> CheckedRun:
+    """Raises Refused where the settings are illegal; the same on every rank."""
+    config = case.config
+    config.model.path = str(directory)
+    if config.speculation.drafter == "model":
+        config.speculation.model.path = str(directory / "draft")
+        config.speculation.model.dtype = config.model.dtype
+    try:
+        return preflight(config, rank, case.world_size)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
+    """The same attention with nothing around it: no drafts, no chunks, all on the GPU, one sequence at a time."""
+    plan = plan_of(case, directory, rank)
+    config = plan.config
+    config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", 1
+    config.kv.tier, config.kv.host_bytes, config.kv.overlap, config.kv.ahead = "gpu", None, False, False
+    config.kv.prefix_cache = False
+    return replace(plan, draft=None)
+
+
+@contextmanager
+def engine_of(plan: CheckedRun, case: Case, connect: Connect) -> Iterator[Engine]:
+    """An engine as `launch` builds it; memory that nobody wrote is NaN.
+
+    Raises:
+        Refused: there is too little room.
+    """
+    config, comm = plan.config, connect(plan.layout)
+    model = _load(plan.spec, case.eos, plan.layout, comm, plan.checkpoint, config)
+    draft = None
+    if plan.draft is not None:
+        of_draft = connect(plan.draft.layout)
+        own = _load(plan.draft.spec, (), plan.draft.layout, of_draft, plan.draft.checkpoint, config)
+        draft = DraftModel(own, plan.draft.layout, of_draft)
+    given = plan.layout, comm, model, config, config.decode.max_batch, 1, None, draft
+    if config.kv.tier == "host" and case.scarce:
+        config.kv.gpu_bytes = _least_bytes(config, lambda: build_engine(*given).close(), comm)
+    try:
+        engine = build_engine(*given)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    for tensor in _unwritten(engine):
+        tensor.fill_(torch.nan)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        for each in {id(c): c for c in (comm, *([draft.comm] if draft else []))}.values():
+            each.close()
+
+
+def _load(
+    spec: DecoderSpec, eos: tuple[int, ...], layout: HelixLayout, comm: Communicator, checkpoint: Checkpoint | None,
+    config: Config,
+) -> Decoder:  # fmt: skip
+    assert checkpoint is not None
+    model = Decoder(replace(spec, eos=eos), layout, comm, getattr(torch, config.model.dtype), comm.device)
+    checkpoint.load(model.weights)
+    return model
+
+
+def _least_bytes(config: Config, build: Callable[[], None], comm: Communicator) -> float:
+    """The least kv.gpu_bytes of all ranks, as the refusal of a single one says it."""
+    config.kv.gpu_bytes = 1.0
+    try:
+        build()
+    except ValueError as error:
+        if (found := re.search(r"take (\d+): set at least", str(error))) is None:
+            raise
+        return float(max(comm.all_gather_object(int(found[1]))))
+    raise AssertionError("one byte is no room")
+
+
+def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
+    cache, drafter = engine.runner.cache, engine.runner.drafter
+    yield from cache.tensors
+    if cache.bounds is not None:
+        yield cache.bounds
+    if isinstance(cache, TieredCache):
+        yield from cache.on_gpu
+    if isinstance(drafter, SparseDrafter) and drafter.scores is not None:
+        yield drafter.scores.planes
+    if isinstance(drafter, ModelDrafter):
+        yield from drafter.cache.tensors
+
+
+def observe(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
+    """Fills as the engine draws: this rank's columns of the logits, by request and position of the token."""
+    logits: dict[tuple[str, int], torch.Tensor] = {}
+
+    def note(slots: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        for slot, position, row in zip(slots.tolist(), positions.tolist(), rows.cpu(), strict=True):
+            logits[str(engine.runner.admitted[slot].id), position] = row.clone()
+
+    engine.runner.observer = note
+    return logits
+
+
+def serve(engine: Engine, case: Case, salt: str) -> Served:
+    """Serves the rounds of a case; on other ranks than 0, what rank 0 says."""
+    inbox, served, todo = Inbox(), Served(), list(case.rounds)
+    drawn: dict[str, list[int]] = {}
+    late: list[Ask] = []
+
+    def submit(ask: Ask) -> None:
+        before: tuple[int, ...] = ()
+        if ask.follows is not None:
+            before = served.prompts[ask.follows] + (() if case.lossy else tuple(drawn[ask.follows]))
+        prompt = before[: round(ask.share * len(before))] + ask.tokens
+        served.prompts[ask.name], drawn[ask.name] = prompt, []
+        inbox.submit(Request(ask.name, prompt, ask.new, ask.sampling, salt=salt))
+
+    def next_round() -> None:
+        if not todo:
+            inbox.close()
+            return
+        asks = todo.pop(0)
+        late.extend(ask for ask in asks if ask.late)
+        for ask in asks:
+            if not ask.late:
+                submit(ask)
+
+    aborts = {ask.name: ask.abort for asks in case.rounds for ask in asks if ask.abort is not None}
+    outputs = 0
+    next_round()
+    while not drawn and late:
+        submit(late.pop(0))
+    for delta in engine.serve(inbox if engine.comm.rank == 0 else None):
+        name, outputs = str(delta.id), outputs + 1
+        assert name not in served.ends, f"{name}: something comes behind its end"
+        assert delta.finish_reason != "error", f"{name} is refused: {delta.reason}"
+        drawn[name] += delta.new_ids
+        if delta.new_ids and not served.seen[f"cached {name}"]:
+            served.seen[f"cached {name}"] = 1
+            served.seen["hits"] += delta.cached_tokens > 0
+        if delta.finish_reason is not None:
+            served.ends[name] = delta.finish_reason
+        if name in aborts and len(drawn[name]) >= aborts[name]:
+            inbox.abort(name)
+        over = len(served.ends) == len(drawn)
+        for ask in [ask for ask in late if over or ask.late <= outputs]:
+            late.remove(ask)
+            submit(ask)
+        if len(served.ends) == len(drawn):
+            next_round()
+    served.tokens = {name: tuple(tokens) for name, tokens in drawn.items()}
+    timings, cache = engine.timings, engine.runner.cache
+    served.behind = engine.tables.pool.used, len(engine.runner.admitted), int(engine.runner.state.active.sum())
+    of_cache = Counter({name: n for name, n in served.seen.items() if not name.startswith("cached ")})
+    served.seen = of_cache + Counter(
+        {
+            "preemptions": timings.preemptions,
+            "drafts kept": sum(kept * n for kept, n in timings.kept.items()),
+            "drafts refused": int(sum(timings.acceptance.tried) - sum(timings.acceptance.kept)),
+            "aborts": sum(end == "abort" for end in served.ends.values()),
+            "ended by a token": sum(end == "stop" for end in served.ends.values()),
+            "blocks from the host": int(cache.counted[1]) if isinstance(cache, TieredCache) else 0,
+        }
+    )
+    return served
+
+
+def run(rank: int, connect: Connect, case: Case, directory: Path) -> Rank:
+    """Serves a case on a rank, and once more by captured steps where there are such.
+
+    Raises:
+        Refused: the settings are.
+    """
+    with surroundings(case), engine_of(plan_of(case, directory, rank), case, connect) as engine:
+        logits = observe(engine)
+        seen = Rank(serve(engine, case, "observed"), logits)
+        if engine.comm.capturable:  # whoever observes logits gets eager steps
+            engine.runner.observer = None
+            seen.captured = serve(engine, case, "captured")
+    return seen
+
+
+def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Served) -> Rank:
+    """What was served, drawn again by an engine with nothing around its attention."""
+    with surroundings(case), engine_of(plain(case, directory, rank), case, connect) as engine:
+        logits, words = observe(engine), -(-engine.runner.model.spec.vocab // 32)
+        requests = [
+            Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), grammar=Forced(tokens, words))
+            for name, prompt in served.prompts.items()
+            if (tokens := served.tokens[name])
+        ]
+        for output in engine.generate(requests):
+            assert output.finish_reason != "error", output.reason
+    return Rank(served, logits)
+
+
+def on_loopback(world_size: int, device: str, timeout_s: float) -> Ranks:
+    """Ranks that are threads of this process."""
+
+    def ranks(work: Callable[..., Rank], *args: Any) -> list[Rank]:
+        def body(world: LoopbackWorld, rank: int) -> Rank | Refused:
+            return _unless_refused(work, rank, lambda of: world.communicator(rank, of.kvp_group(rank)), *args)
+
+        return _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
+
+    return ranks
+
+
+def on_processes(backend: str, device: torch.device) -> Ranks:
+    """Ranks that are processes of the default group: what rank 0 calls, the others do in `follow`."""
+
+    def ranks(work: Callable[..., Rank], *args: Any) -> list[Rank]:
+        dist.broadcast_object_list([(work, backend, args)], 0)
+        return _served(_together(work, backend, device, args))
+
+    return ranks
+
+
+def follow(device: torch.device) -> None:
+    """Does what rank 0 says until it says `leave`."""
+    while True:
+        said: list[Any] = [None]
+        dist.broadcast_object_list(said, 0)
+        if said[0] is None:
+            return
+        work, backend, args = said[0]
+        _together(work, backend, device, args)
+
+
+def leave() -> None:
+    """Lets the other processes return."""
+    dist.broadcast_object_list([None], 0)
+
+
+def _together(work: Callable[..., Rank], backend: str, device: torch.device, args: tuple[Any, ...]) -> list[Any]:
+    kind = SymmMemCommunicator if backend == "symm_mem" else TorchDistCommunicator
+
+    def connect(layout: HelixLayout) -> Communicator:
+        return kind(layout.kvp_groups(), device, timedelta(seconds=60))
+
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, _unless_refused(work, dist.get_rank(), connect, *args))
+    return results
+
+
+def _unless_refused(work: Callable[..., Rank], *args: Any) -> Rank | Refused:
+    try:
+        return work(*args)
+    except Refused as refused:
+        return refused
+
+
+def _served(results: list[Rank | Refused]) -> list[Rank]:
+    """Raises Refused where every rank refuses."""
+    if refused := [r for r in results if isinstance(r, Refused)]:
+        assert len(refused) == len(results), f"some ranks refuse and others do not: {refused[0]}"
+        raise refused[0]
+    return [r for r in results if isinstance(r, Rank)]

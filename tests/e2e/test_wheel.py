@@ -1,0 +1,119 @@
+"""The wheel, in an environment of its own: it decodes, serves its page, and says what it leaves to the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+import venv
+from pathlib import Path
+
+import pytest
+
+from launch.cli import COMMANDS
+from tests.e2e.checkpoints import DEMO
+from tests.e2e.cli import ROOT, Job
+
+PARTS = ("helix", "kernels", "comm", "launch", "conf", "pyproject.toml", "torchrun_entry.py", "README.md", "LICENSE")
+IN_A_CHECKOUT = ("bench", "demo", "fidelity", "acceptance", "plot", "tables", "needles make output=x")
+IN_A_CHECKOUT += ("plan check", "plan bill", "simulate figures")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel, which sees this one's other packages: no network is needed."""
+    directory = tmp_path_factory.mktemp("wheel")
+    source, environment = directory / "source", directory / "environment"
+    source.mkdir()
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, source / part)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", f"--wheel-dir={directory}"]
+    subprocess.run(build, check=True)
+    (wheel,) = directory.glob("*.whl")
+    venv.create(environment, symlinks=True)
+    subprocess.run(
+        [*pip, f"--python={environment}", "install", "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True
+    )
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "others.pth").write_text("".join(f"{path}\n" for path in others))
+    return environment / "bin"
+
+
+def job(installed: Path, directory: Path, *words: str, program: str = "helix") -> Job:
+    return Job(
+        ["env", "-u", "PYTHONPATH", "-C", str(directory), str(installed / program)], *words, log=directory / "log"
+    )
+
+
+def test_it_decodes(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def read_json(path):"}) + "\n")
+    words = [f"model.path={DEMO}", "decode.prompts=p.jsonl", "decode.output=o.jsonl", "layout.kvp=2"]
+    ended = job(installed, tmp_path, "run", *words, "decode.max_new_tokens=4", "record=r.json").wait()
+    assert ended.code == 0, ended.output
+    assert len(json.loads((tmp_path / "o.jsonl").read_text())["output_ids"]) == 4
+    assert json.loads((tmp_path / "r.json").read_text())["commit"] is None
+
+
+def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
+    server = job(installed, tmp_path, "serve", f"model.path={DEMO}", "layout.kvp=1", "kv.tokens=2048", "serve.port=0")
+    try:
+        server.wait_for(server.log, "curl -N ")
+        url = server.log.read_text().partition("is served at ")[2].partition("\n")[0]
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            page = answer.read()
+        assert page == (ROOT / "launch" / "serving" / "page.html").read_bytes()
+    finally:
+        server.kill()
+
+
+def files(root: Path) -> set[Path]:
+    """What a wheel holds, of the checkout or of where it is installed."""
+    folders = [root / part for part in PARTS if "." not in part and part != "LICENSE"]
+    found = (file for folder in folders for file in folder.rglob("*.*"))
+    return {file.relative_to(root) for file in found if file.suffix in (".py", ".yaml", ".txt", ".html")}
+
+
+def test_it_has_all_that_the_checkout_has(installed: Path) -> None:
+    (packages,) = (installed.parent / "lib").glob("python*/site-packages")
+    assert files(packages) == files(ROOT)
+
+
+def test_commands_of_the_checkout_say_so(installed: Path, tmp_path: Path) -> None:
+    assert {command.split()[0] for command in IN_A_CHECKOUT} <= COMMANDS.keys()
+    program = [str(installed / "python"), "-c", PROGRAM, *IN_A_CHECKOUT]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    said = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    for command, line in zip(IN_A_CHECKOUT, said.splitlines(), strict=True):
+        assert line.startswith(f"error: helix {command.partition(' output')[0]}"), said
+        assert " needs Helix's checkout" in line, said
+
+
+# All of them in one process: each takes seconds to import.
+PROGRAM = """
+import importlib, sys
+for command in sys.argv[1:]:
+    name, *arguments = command.split()
+    module = importlib.import_module("launch.bench.__main__" if name == "bench" else f"launch.{name}")
+    sys.argv = [name, *(arguments or ["kernels"] * (name == "bench"))]
+    try:
+        module.main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_packages_of_others_are_not_taken_for_its_own(installed: Path, tmp_path: Path) -> None:
+    """Jupyter has a `comm`: one that comes first is named."""
+    (tmp_path / "comm").mkdir()
+    (tmp_path / "comm" / "__init__.py").touch()
+    ended = job(installed, tmp_path, "-m", "torchrun_entry", program="python").wait()
+    assert ended.code == 1 and f"package 'comm' was imported from {tmp_path}" in ended.output, ended.output

@@ -1,0 +1,72 @@
+"""Triton's interpreter, without what it does again and again: a kernel's time there is that of types, not of numbers.
+
+Results are the same to the last bit. Each change names what it takes away; all are undone by the context's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        # Patching the language at each call of a device function, which takes as long again as the call.
+        patch_for = interpreter._patch_lang
+
+        @cache
+        def patched_for(fn: Any) -> interpreter._LangPatchScope:
+            patch_for(fn)
+            return interpreter._LangPatchScope()  # which restores nothing
+
+        patch.setattr(interpreter, "_patch_lang", patched_for)
+        # A check of each integer operation in 64 bits, whose result is dropped unless assertions are on.
+        options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        # A table of all types for each look at it.
+        numpy_type = cache(interpreter._get_np_dtype)
+        pointers = np.dtype(np.uint64)
+        patch.setattr(interpreter, "_get_np_dtype", lambda t: pointers if t.scalar.is_ptr() else numpy_type(t.scalar))
+        _share_types(patch)
+        yield
+
+
+def _share_types(patch: pytest.MonkeyPatch) -> None:
+    """Makes each type of a block once, and each shape of tensors."""
+    blocks: dict[Any, Any] = {}
+    make = core.block_type.__init__
+
+    def block(cls: Any, element: Any, shape: Any) -> Any:
+        key = (str(element), getattr(element, "address_space", 0), *map(core._unwrap_if_constexpr, shape))
+        if key not in blocks:
+            blocks[key] = object.__new__(cls)
+            make(blocks[key], element, shape)
+            sizes = [core.constexpr(size) for size in blocks[key].shape]
+            blocks[key].of_tensors = core.tuple(sizes), core.constexpr(blocks[key].numel)
+        return blocks[key]
+
+    patch.setattr(core.block_type, "__new__", block)
+    patch.setattr(core.block_type, "__init__", lambda self, element, shape: None)
+    scalar = core.tuple([]), core.constexpr(1)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensors if type.is_block() else scalar
+
+    patch.setattr(core.tensor, "__init__", tensor)
+
+    broadcast = tl.semantic.TritonSemantic.broadcast_impl_value
+
+    def together(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
+    patch.setattr(tl.semantic.TritonSemantic, "broadcast_impl_value", together)

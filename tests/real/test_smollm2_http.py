@@ -1,0 +1,189 @@
+"""A real model behind the server, over two ranks: chats, schemas and calls of tools, by the official client."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+
+from tests.real.smollm2 import CHATS, MODEL, QUESTION, SYSTEM, continuation, ids_of, tokenizer
+from tests.serving.test_server import Server
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+END = 2  # <|im_end|>
+# SmolLM2's own template writes no tools; this one tells them as Qwen's and Hermes's models were taught.
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You may call these functions: {{ tools | tojson }}
+Write a call as <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>.<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"), f"model.path={MODEL}")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same with a template that tells tools, as its owner puts it into the directory."""
+    model = tmp_path_factory.mktemp("models") / "smollm2-tools"
+    model.mkdir()
+    for file in MODEL.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    server = Server(tmp_path_factory.mktemp("server"), f"model.path={model}")
+    yield server
+    server.kill()
+
+
+def chat(server: Server, messages: list[dict[str, str]], **more: Any) -> Any:
+    name = server.client.models.list().data[0].id
+    return server.client.chat.completions.create(
+        **({"model": name, "messages": messages, "temperature": 0, "max_tokens": 200} | more)
+    ).choices[0]
+
+
+def test_a_newcomer_is_told_where_to_chat(server: Server) -> None:
+    assert f"in a browser, {server.url} is a page to talk to it" in server.log.read_text()
+    with urllib.request.urlopen(server.url, timeout=10) as page:
+        assert page.headers["content-type"].startswith("text/html") and b"<html" in page.read()
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=10) as answer:
+        (model,) = json.loads(answer.read())["data"]
+    assert (model["id"], model["chat"], model["max_model_len"]) == ("smollm2-135m-instruct", True, 8192)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_prompts_are_the_templates(name: str, server: Server) -> None:
+    body = json.dumps({"messages": CHATS[name]}).encode()
+    request = urllib.request.Request(f"{server.url}/tokenize", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert tuple(json.loads(answer.read())["tokens"]) == ids_of(CHATS[name])
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_answers_are_those_of_transformers(name: str, server: Server) -> None:
+    tokens = continuation(ids_of(CHATS[name]), 16).tokens
+    until = tokens.index(END) if END in tokens else len(tokens)
+    wanted = tokenizer().decode(tokens[:until])
+    choice = chat(server, CHATS[name], max_tokens=16)
+    assert choice.message.content == wanted.strip()
+    assert choice.finish_reason == ("stop" if END in tokens else "length")
+
+
+def test_a_stream_is_the_answer(server: Server) -> None:
+    stream = server.client.chat.completions.create(
+        model="smollm2-135m-instruct", messages=CHATS["talk"], temperature=0, max_tokens=40, stream=True
+    )
+    said = "".join(piece.choices[0].delta.content or "" for piece in stream)
+    assert said == chat(server, CHATS["talk"], max_tokens=40).message.content and "你好" in said
+
+
+COUNTRY = {
+    "type": "object",
+    "properties": {
+        "country": {"type": "string", "maxLength": 20},
+        "continent": {"enum": ["Africa", "Asia", "Europe", "Other"]},
+        "cities": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[A-Z][a-z]+$"},
+            "maxItems": 3,
+            "minItems": 1,
+        },
+        "population": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "null"}]},
+    },
+    "required": ["country", "continent", "cities", "population"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature, seed", [(0.0, 0), (1.0, 1), (1.5, 2)])
+def test_an_answer_follows_its_schema(temperature: float, seed: int, server: Server) -> None:
+    """However it is drawn; the model alone would write prose."""
+    schema = {"type": "json_schema", "json_schema": {"name": "country", "schema": COUNTRY}}
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Describe France as JSON."}]
+    choice = chat(server, messages, temperature=temperature, seed=seed, response_format=schema)
+    assert choice.finish_reason == "stop", choice
+    found = json.loads(choice.message.content)
+    assert found.keys() == set(COUNTRY["required"]) and len(found["country"]) <= 20
+    assert found["continent"] in COUNTRY["properties"]["continent"]["enum"]
+    assert 1 <= len(found["cities"]) <= 3 and all(city.isascii() and city.istitle() for city in found["cities"])
+    assert found["population"] is None or (type(found["population"]) is int and found["population"] >= 0)
+
+
+def test_json_of_any_kind(server: Server) -> None:
+    choice = chat(
+        server, [{"role": "user", "content": "Give me a JSON object with a name and an age."}],
+        response_format={"type": "json_object"}, max_tokens=400,
+    )  # fmt: skip
+    assert choice.finish_reason == "stop" and isinstance(json.loads(choice.message.content), dict)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 24},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time", "description": "The time", "parameters": {
+        "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
+        "additionalProperties": False}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "choice, temperature", [("required", 0.0), ("required", 1.0), ("get_weather", 1.0), ("get_time", 0.0)]
+)
+def test_a_call_has_the_arguments_of_its_function(choice: str, temperature: float, calling: Server) -> None:
+    named = {"type": "function", "function": {"name": choice}}
+    messages = [{"role": "user", "content": "What is the weather in Paris for the next 3 days?"}]
+    answer = chat(
+        calling, messages, tools=TOOLS, tool_choice=choice if choice == "required" else named, temperature=temperature,
+        seed=4, parallel_tool_calls=False,
+    )  # fmt: skip
+    assert answer.finish_reason == "tool_calls" and not answer.message.content
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name in ("get_weather", "get_time") and choice in ("required", call.function.name)
+    if call.function.name == "get_time":
+        assert arguments in ({"zone": "UTC"}, {"zone": "CET"})
+    else:
+        assert arguments.keys() == {"city", "days"} and len(arguments["city"]) <= 24 and 1 <= arguments["days"] <= 9
+    if temperature:
+        return
+    # The next turn, with what the function gave.
+    messages += [answer.message.model_dump(exclude_none=True)]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 degrees"}]
+    said = chat(calling, messages, tools=TOOLS, max_tokens=20)
+    assert said.message.content or said.message.tool_calls
+
+
+def test_a_model_that_may_call_is_free_not_to(calling: Server) -> None:
+    answer = chat(calling, QUESTION, tools=TOOLS, tool_choice="none", max_tokens=16)
+    assert answer.message.content == chat(calling, QUESTION, max_tokens=16).message.content
+    assert "Paris" in answer.message.content
+
+
+def test_calls_need_a_template_that_tells_tools(server: Server) -> None:
+    with pytest.raises(BadRequestError, match="set tool_choice=auto"):
+        chat(server, QUESTION, tools=TOOLS, tool_choice="required")

@@ -1,0 +1,147 @@
+"""Every field that a request may have is done, refused by name, or listed as ignored; the table says which."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import completion_create_params as of_completions
+from openai.types.chat import completion_create_params as of_chats
+
+from launch.serving.errors import ApiError
+from launch.serving.fields import BOTH, CHATS, COMPLETIONS, DONE, FIELDS, HARMLESS, field_of
+from launch.serving.schemas import Chat, Completion, parsed
+from tests.serving.front import front
+
+pytestmark = pytest.mark.timeout(120)
+# Those of vLLM's requests (November 2026), of both, of completions and of chats, and older names.
+SHARED = """
+model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
+stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty watermarking length_penalty
+stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
+add_special_tokens echo structured_outputs priority request_id session_id return_tokens_as_token_ids
+return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params
+ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval guided_json guided_regex
+guided_choice guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern best_of
+early_stopping
+"""
+VLLM = {
+    COMPLETIONS: "prompt suffix prompt_embeds",
+    CHATS: """
+messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning parallel_tool_calls
+add_generation_prompt continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
+mm_processor_kwargs return_prompt_text
+""",
+}
+OPENAI = {CHATS: of_chats.CompletionCreateParamsBase, COMPLETIONS: of_completions.CompletionCreateParamsBase}
+ROUTES = {CHATS: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHATS: {"messages": [{"role": "user", "content": "x"}]},
+    COMPLETIONS: {"prompt": "x"},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_table_has_every_field(route: str) -> None:
+    chat = route == CHATS
+    names = {*SHARED.split(), *VLLM[route].split(), *inspect.get_annotations(OPENAI[route])}
+    assert [name for name in names if field_of(name, chat) is None] == []
+    done = {field.name for field in FIELDS if field.fate == DONE and field.route in (BOTH, route)}
+    assert done == {*(Chat if chat else Completion).model_fields}
+    found = [field.name for field in FIELDS if field.route in (BOTH, route)]
+    assert len(found) == len({*found}), "each once"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_fields_are_what_the_table_says(route: str, tmp_path: Path) -> None:
+    async def check() -> None:
+        async with front(tmp_path) as made, httpx.AsyncClient(base_url=made.url, timeout=30) as client:
+
+            async def post(more: dict[str, Any]) -> httpx.Response:
+                return await client.post(ROUTES[route], json=BODIES[route] | {"max_tokens": 1} | more)
+
+            if route == CHATS:  # the demo model has no template
+                made.api._reader.tokens.tokenizer.chat_template = "{{ messages[0].content }}"
+            for field in FIELDS:
+                if field.route not in (BOTH, route) or field.fate == DONE:
+                    continue
+                answer = await post({field.name: {"a": ["wanted"]}})
+                if field.fate == HARMLESS:
+                    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == field.name
+                    continue
+                error = answer.json()["error"]
+                assert answer.status_code == 400 and error["param"] == field.name, answer.text
+                assert field.name in error["message"] and field.says in error["message"]
+                for value in (None, *field.neutral):
+                    answer = await post({field.name: value})
+                    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, (field.name, value)
+            more = {"user": "u", "nobody": 1, "stream": True, "stream_options": {"include_obfuscation": False}}
+            answer = await post(more | {"use_beam_search": False})
+            assert answer.headers["x-ignored-fields"] == "nobody,stream_options.include_obfuscation,user"
+
+    asyncio.run(check())
+
+
+LARGE = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * (1 << 20)}}}]}
+MANY = json.dumps({"enum": [1] * (1 << 20)})
+UNTRIGGERED = {"type": "structural_tag", "structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}
+FORM = {"structured_outputs": {"regex": "a"}}
+CALL = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (FORM | {"guided_regex": "a"}, "guided_regex and structured_outputs.regex both say"),
+        (FORM | {"response_format": {"type": "json_object"}}, "structured_outputs.regex and response_format both say"),
+        ({"guided_json": {}, "guided_choice": ["a"]}, "guided_json and guided_choice both say"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "has regex and choice, and needs one of json, regex"),
+        ({"structured_outputs": {}}, "has none of them, and needs one of json"),
+        ({"structured_outputs": {"rexeg": "a"}}, "structured_outputs.rexeg"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json='{' is no JSON object"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json='[]' is no JSON object"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object=False"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice=[]"),
+        ({"structured_outputs": {"choice": ["a" * 40000, "b" * 40000]}}, "has 80000 characters, and may have 65536"),
+        ({"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex="),
+        ({"guided_grammar": "a" * 65537}, "guided_grammar="),
+        ({"guided_choice": ["a"] * 65537}, "guided_choice="),
+        ({"guided_json": {"description": "x" * (1 << 24)}}, "guided_json is too large: it may have 524288 char"),
+        ({"structured_outputs": {"json": MANY}}, "structured_outputs.json is too large: it may have 524288"),
+        ({"guided_json": json.dumps({"enum": [1] * (1 << 18)})}, "guided_json is too large: it may have 524288"),
+        (
+            {"chat_template_kwargs": {"a": "x" * 40000, "b": "y" * 40000}},
+            "has texts of 80000 characters, and may have 65536",
+        ),
+        ({"guided_json": '{"not":' * 200 + "{}" + "}" * 200}, "guided_json has more than 128 levels"),
+        ({"guided_json": '{"not":' * 9000 + "{}" + "}" * 9000}, "is no JSON object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * (1 << 20)}}}},
+            "response_format.json_schema is too large",
+        ),
+        (LARGE | {"tool_choice": "required"}, "tools is too large"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern goes with guided_json"),
+        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structural_tag.format is not supported"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "structural_tag.format is not supported"),
+        ({"structured_outputs": {"structural_tag": {"structures": []}}}, "structural_tag.structures"),
+        ({"response_format": UNTRIGGERED}, "starts with none of its triggers"),
+        (FORM | CALL, "tool_choice wants a call, and structured_outputs.regex something else"),
+        ({"continue_final_message": True}, "and the last one is of role 'user'"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt=true begins one"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort='huge'"),
+        ({"documents": [{"a": 1}]}, "documents.0.a=1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(more: dict[str, Any], words: str) -> None:
+    for route, schema in ((CHATS, Chat), (COMPLETIONS, Completion)):
+        if route == COMPLETIONS and not more.keys() <= Completion.model_fields.keys():
+            continue
+        with pytest.raises(ApiError) as refused:
+            parsed(schema, json.dumps(BODIES[route] | more).encode())
+        assert refused.value.status == 400 and words in refused.value.message and "\n" not in refused.value.message

@@ -1,0 +1,496 @@
+"""GGUF files become checkpoints: weights, config and tokenizer of what was written; what is not known is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import regex
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from hypothesis import example, given
+from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from launch import convert
+from launch.inputs.compose import composed
+from launch.inputs.gguf_tokenizer import SPLITTINGS, bytes_of_characters, make_tokenizer
+from launch.inputs.preflight import prepared
+from tests.e2e.checkpoints import DEMO
+
+FIRST = 500  # of a tokenizer's tokens: few are read in little time
+COMMON: dict[str, Any] = dict(
+    hidden_size=96, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=32, max_position_embeddings=512, vocab_size=520, rms_norm_eps=1e-5, initializer_range=0.1,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama 3.1": lambda: LlamaConfig(**COMMON | dict(max_position_embeddings=16384), rope_parameters=LLAMA3),
+    "qwen2": lambda: Qwen2Config(**COMMON, rope_parameters=YARN),
+    "qwen3": lambda: Qwen3Config(**COMMON, rope_parameters=dict(rope_type="linear", rope_theta=1e6, factor=2.0)),
+    "qwen3moe": lambda: Qwen3MoeConfig(
+        **COMMON, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    ),
+}
+LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate",
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}, **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+    "attn_output": "self_attn.o_proj", **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}  # fmt: skip
+TEXTS = [
+    "Hello, world! 1234567",
+    "  def f(x):\r\n\treturn x\n\n\n",
+    "naïve café 🙂👩‍👩‍👧",
+    "I'LL we'll ½ ٣٤",
+    "e\u0301",
+    " ",
+]
+Change = Callable[[GGUFWriter], None]
+
+
+@cache
+def model_of(kind: str) -> Any:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # norms and biases are no ones and zeros
+    return model
+
+
+def vocabulary() -> dict[str, Any]:
+    """The demo model's first tokens and merges, tokens of the other types, and rows that nobody uses."""
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    texts = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)[: FIRST - 2]
+    texts += ["12", "123"]  # which those have whose digits are no words of their own
+    types = [TokenType.NORMAL if i else TokenType.CONTROL for i in range(len(texts))]
+    texts += ["<|im_start|>", "<|im_end|>", "<tool_call>", "[PAD1]"]
+    types += [TokenType.CONTROL, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNUSED]
+    merges = [" ".join(merge) for merge in content["model"]["merges"] if "".join(merge) in texts]
+    merges += ["1 2", "12 3"]
+    return {"tokens": texts, "types": types, "merges": merges}
+
+
+def write(path: Path, kind: str, pre: str = "smollm", change: Change | None = None, quantised: Any = None) -> Path:
+    """A file as llama.cpp's converter writes it: for Llama with the halves of rotated pairs side by side."""
+    model = model_of(kind)
+    config, architecture = model.config, kind.split()[0]
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 512))
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    known = vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(known["tokens"])
+    writer.add_token_types(known["types"])
+    writer.add_token_merges(known["merges"])
+    writer.add_bos_token_id(500)
+    writer.add_eos_token_id(501)
+    writer.add_eot_token_id(0)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+    for name, values in tensors_of(model, architecture).items():
+        if quantised is not None and values.ndim > 1:
+            writer.add_tensor(name, gguf.quantize(values, quantised), raw_dtype=quantised)
+        else:
+            writer.add_tensor(name, values)
+    if change is not None:
+        change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tensors_of(model: Any, architecture: str) -> dict[str, np.ndarray]:
+    config, state = model.config, {name: t.numpy() for name, t in model.state_dict().items()}
+    found = {"token_embd.weight": state["model.embed_tokens.weight"], "output_norm.weight": state["model.norm.weight"]}
+    if not config.tie_word_embeddings:
+        found["output.weight"] = state["lm_head.weight"]
+    for layer in range(config.num_hidden_layers):
+        for ours, theirs in LAYER.items():
+            for kind in ("weight", "bias"):
+                values = state.get(f"model.layers.{layer}.{theirs}.{kind}")
+                if values is None:
+                    continue
+                if architecture == "llama" and ours in ("attn_q", "attn_k"):
+                    heads = values.shape[0] // config.head_dim
+                    values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+                found[f"blk.{layer}.{ours}.{kind}"] = values.copy()
+        if architecture == "qwen3moe":
+            both = state[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+            gate, up = np.split(both, 2, axis=1)
+            down = state[f"model.layers.{layer}.mlp.experts.down_proj"]
+            for name, values in (("gate", gate), ("up", up), ("down", down)):
+                found[f"blk.{layer}.ffn_{name}_exps.weight"] = values.copy()
+    if (rope := config.rope_parameters)["rope_type"] == "llama3":
+        found["rope_freqs.weight"] = np.float32([stretched(2 * i, rope, config.head_dim) for i in range(16)])
+    return found
+
+
+def stretched(dimension: int, rope: dict[str, float], head_dim: int) -> float:
+    """By how much llama.cpp's converter slows a dimension down."""
+    trained, low, high = (rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+    turns = trained / (2 * math.pi * rope["rope_theta"] ** (dimension / head_dim))
+    if turns < low or turns > high:
+        return rope["factor"] if turns < low else 1.0
+    smooth = (turns - low) / (high - low)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def converted(directory: Path, *arguments: str) -> Path:
+    convert.main([str(directory / "x.gguf"), str(directory / "out"), *arguments])
+    return directory / "out"
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_model_is_the_one_that_was_written(kind: str, tmp_path: Path) -> None:
+    """Weights to the bit, logits behind the context that was trained, and a directory that is served."""
+    write(tmp_path / "x.gguf", kind)
+    out = converted(tmp_path)
+    read, model = AutoModelForCausalLM.from_pretrained(out), model_of(kind)
+    assert read.dtype == torch.float32
+    assert all(torch.equal(t, read.state_dict()[name]) for name, t in model.state_dict().items())
+    prompt = torch.arange(1, 401)[None]
+    with torch.no_grad():
+        assert torch.equal(read(prompt).logits, model(prompt).logits)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [501, 0]
+    assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-5
+    config = composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])
+    assert prepared(config) == 1
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16"])
+def test_stored_numbers_are_those_that_transformers_reads(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "x.gguf", "llama", quantised=GGMLQuantizationType[kind])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32).state_dict()
+    ours = load_file(converted(tmp_path, "dtype=float32") / "model.safetensors")
+    assert ours.keys() == theirs.keys() - {"lm_head.weight"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    shutil.rmtree(tmp_path / "out")
+    config = json.loads((converted(tmp_path) / "config.json").read_text())
+    assert config["dtype"] == {"F16": "float16"}.get(kind, "bfloat16")
+
+
+def test_quantised_experts_are_the_nearest_numbers(tmp_path: Path) -> None:
+    """transformers reads no such file: it takes the experts' width for that of one checkpoint."""
+    write(tmp_path / "x.gguf", "qwen3moe", quantised=GGMLQuantizationType.Q8_0)
+    read = AutoModelForCausalLM.from_pretrained(converted(tmp_path, "dtype=float32")).state_dict()
+    for name, values in model_of("qwen3moe").state_dict().items():
+        step = values.abs().max() / 127  # of the blocks with the largest numbers; their scale is a float16
+        assert (read[name] - values).abs().max() <= step * 0.52, name
+
+
+def test_many_weights_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "SHARD_BYTES", 1 << 18)
+    write(tmp_path / "x.gguf", "qwen3moe")
+    out = converted(tmp_path)
+    assert len(list(out.glob("*.safetensors"))) > 2
+    read = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(t, read[name]) for name, t in model_of("qwen3moe").state_dict().items())
+    assert prepared(composed([f"model.path={out}", "decode.prompts=assets/prompts.jsonl"])) == 1
+
+
+# ---- the tokenizer
+
+
+def metadata(pre: str, /, **more: Any) -> dict[str, Any]:
+    known = vocabulary()
+    given = {"model": "gpt2", "pre": pre, "tokens": known["tokens"], "token_type": [int(t) for t in known["types"]]}
+    given |= {"merges": known["merges"], "bos_token_id": 500, "eos_token_id": 501} | more
+    return {f"tokenizer.ggml.{key}": value for key, value in given.items()}
+
+
+# Words as llama.cpp splits them, for a reference of few lines.
+WORDS = {
+    "gpt-2": [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"],
+    "smollm": [r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"],
+    "qwen2": [
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"
+        r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+    "llama-bpe": [
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ],
+}
+CHARACTERS = {byte: character for character, byte in bytes_of_characters().items()}
+
+
+def words(pre: str, text: str) -> list[str]:
+    parts = [text]
+    for pattern in WORDS[pre]:  # what a pattern does not match is a word too
+        parts = [w for part in parts for w in regex.split(f"({pattern})", part) if w]
+    return parts
+
+
+def merged(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
+    pieces = [CHARACTERS[byte] for byte in word.encode()]
+    while len(pieces) > 1:
+        rank, at = min((ranks.get(pair, len(ranks)), i) for i, pair in enumerate(pairwise(pieces)))
+        if rank == len(ranks):
+            break
+        pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+    return pieces
+
+
+@cache
+def tokenizer_of(pre: str) -> tuple[Any, dict[str, int], dict[tuple[str, str], int]]:
+    known = metadata(pre)
+    vocab = {text: i for i, text in enumerate(known["tokenizer.ggml.tokens"])}
+    ranks = {tuple(merge.split()): i for i, merge in enumerate(known["tokenizer.ggml.merges"])}
+    return make_tokenizer(known), vocab, ranks  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("pre", SPLITTINGS)
+def test_texts_become_the_tokens_of_the_reference(pre: str) -> None:
+    @given(st.one_of(st.text(), st.text("aZé '\n\r\t 19½,.!🙂\u3000", max_size=40), st.sampled_from(TEXTS)))
+    def check(text: str) -> None:
+        tokenizer, vocab, ranks = tokenizer_of(pre)
+        text_of_words = unicodedata.normalize("NFC", text) if SPLITTINGS[pre].nfc else text
+        wanted: list[int] = []
+        for word in words(pre, text_of_words):
+            whole = "".join(CHARACTERS[byte] for byte in word.encode())
+            pieces = [whole] if SPLITTINGS[pre].whole and whole in vocab else merged(word, ranks)
+            wanted += [vocab[piece] for piece in pieces]
+        assert tokenizer.encode(text, add_special_tokens=False) == wanted
+        assert tokenizer.decode(wanted) == text_of_words
+
+    check()
+
+
+def test_bytes_of_tokens_are_those_of_the_text(tmp_path: Path) -> None:
+    """Every byte, and any run of them, be it UTF-8 or not, in texts and in grammars.
+
+    Only 0xff, which no UTF-8 has, is nothing to llguidance: it marks special tokens with it.
+    """
+    make_tokenizer(metadata("smollm")).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    vocab = tokenizer.get_vocab()
+    guided = LLTokenizer((tmp_path / "tokenizer.json").read_text(), n_vocab=520, eos_token=501)
+
+    @given(st.binary(max_size=20))
+    @example(bytes(range(256)))
+    def check(content: bytes) -> None:
+        ids = [vocab[CHARACTERS[byte]] for byte in content]
+        assert guided.decode_bytes(ids) == content.replace(b"\xff", b"")
+        assert tokenizer.decode(ids) == content.decode("utf-8", "replace")
+
+    check()
+    for text in TEXTS:
+        assert guided.decode_bytes(tokenizer.encode(text, add_special_tokens=False)) == text.encode()
+
+
+def test_special_tokens_are_tokens_and_others_are_text() -> None:
+    tokenizer = make_tokenizer(metadata("smollm", unknown_token_id=0, padding_token_id=501))
+    known = vocabulary()["tokens"]
+    special = f"{known[0]}<|im_start|>user<|im_end|><tool_call>"
+    ids = tokenizer.encode(special, add_special_tokens=False)
+    assert [ids[0], ids[1], *ids[-2:]] == [0, 500, 501, 502]
+    assert tokenizer.decode(ids) == special
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user<tool_call>"
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == (
+        "<|im_start|>", "<|im_end|>", "<|im_end|>", known[0]
+    )  # fmt: skip
+    assert 503 not in tokenizer.encode("[PAD1]") and len(tokenizer) == 503, "a row that nobody uses is no token"
+
+
+@pytest.mark.parametrize(
+    "pre, more, begins, ends",
+    [
+        ("smollm", {}, False, False),
+        ("llama-bpe", {}, True, False),
+        ("llama-bpe", {"add_bos_token": False}, False, False),
+        ("qwen2", {"add_bos_token": True, "add_eos_token": True}, True, True),
+    ],
+)
+def test_what_stands_around_a_text(pre: str, more: dict[str, bool], begins: bool, ends: bool) -> None:
+    inner = make_tokenizer(metadata(pre)).encode("a text", add_special_tokens=False)
+    assert make_tokenizer(metadata(pre, **more)).encode("a text") == [*[500] * begins, *inner, *[501] * ends]
+
+
+def test_chat_templates_come_along(tmp_path: Path) -> None:
+    write(tmp_path / "x.gguf", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(converted(tmp_path))
+    chat = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>user\nHello<|im_end|>\n"
+    more = {"tokenizer.chat_template": "A", "tokenizer.chat_template.tool_use": "B"}
+    assert make_tokenizer(metadata("smollm") | more).chat_template == {"default": "A", "tool_use": "B"}
+
+
+# ---- what is refused
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        convert.main(list(arguments))
+    said = str(ended.value.code)
+    assert said.startswith("error: ") and "\n" not in said and "Traceback" not in capsys.readouterr().err
+    return said
+
+
+def add(key: str, value: Any) -> Change:
+    kinds = {str: "string", int: "uint32", float: "float32", bool: "bool", list: "array"}
+    return lambda writer: getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+
+def tensor(name: str) -> Change:
+    return lambda writer: writer.add_tensor(name, np.ones(96, np.float32))
+
+
+@pytest.mark.parametrize(
+    "kind, change, words",
+    [
+        ("qwen2", add("qwen2.attention.sliding_window", 128), "qwen2.attention.sliding_window=128 is not supported"),
+        ("llama", add("llama.expert_count", 8), "llama.expert_count=8 is not supported"),
+        ("llama", add("llama.attention.value_length", 16), "llama.attention.value_length=16 is not the heads' size 32"),
+        ("llama", add("llama.rope.dimension_count", 16), "llama.rope.dimension_count=16 is not the heads' size 32"),
+        ("llama", add("llama.rope.scaling.type", "longrope"), "rope.scaling.type=longrope is not supported"),
+        ("llama", add("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.factor is missing"),
+        ("llama", tensor("rope_freqs.weight"), "the factors in rope_freqs.weight are not those of a Llama 3.1"),
+        ("llama", tensor("blk.0.attn_sinks.weight"), "the tensor blk.0.attn_sinks.weight is not supported"),
+        (
+            "llama",
+            tensor("blk.0.attn_output.bias"),
+            "has not the tensors of a LlamaForCausalLM: model.layers.0.self_attn.o_proj.bias is [96]",
+        ),
+        (
+            "llama",
+            tensor("blk.2.attn_norm.weight"),
+            "model.layers.2.input_layernorm.weight is [96] and should be absent",
+        ),
+        ("llama", add("split.count", 3), "is one of 3 parts: join them"),
+        ("llama", add("general.type", "adapter"), "is no model: it says general.type=adapter"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(
+    kind: str, change: Change, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "x.gguf", kind, change=change)
+    said = refused(capsys, str(file), str(tmp_path / "out"))
+    assert words in said and str(file) in said, said
+    assert [f.name for f in tmp_path.iterdir()] == ["x.gguf"]
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"model": "llama"}, "tokenizer.ggml.model=llama is not supported; supported: gpt2"),
+        ({"model": None}, "tokenizer.ggml.model=None is not supported"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre=tekken is not supported; supported: gpt-2, smollm, qwen2, llama-bpe"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "tokenizer.ggml.tokens has a text twice"),
+        ({"tokens": ["a", "a b"], "token_type": [1, 1]}, "tokenizer.ggml.tokens has 'a b', which is no text of bytes"),
+        ({"tokens": ["a", "b"], "token_type": [1, 1], "merges": ["a b"]}, "has 'a b', which is no pair of tokens"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries, and tokenizer.ggml.tokens 504"),
+        ({"bos_token_id": 5000}, "tokenizer.ggml.bos_token_id=5000 is none of the 504 tokens"),
+    ],
+)
+def test_tokenizers_that_are_not_known_are_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        make_tokenizer(metadata("smollm", **more))
+    assert words in str(refusal.value)
+
+
+def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = write(tmp_path / "x.gguf", "llama"), str(tmp_path / "out")
+    assert "no-such.gguf cannot be read: No such file" in refused(capsys, str(tmp_path / "no-such.gguf"), out)
+    assert "it is a directory" in refused(capsys, str(tmp_path), out)
+    (tmp_path / "text.gguf").write_text("GGU, but not quite")
+    assert "is no GGUF file: it does not begin with GGUF" in refused(capsys, str(tmp_path / "text.gguf"), out)
+    for size in (6, 40, 20_000, file.stat().st_size - 1000):
+        (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:size])
+        assert "cut.gguf is truncated or damaged" in refused(capsys, str(tmp_path / "cut.gguf"), out)
+    writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = refused(capsys, str(tmp_path / "other.gguf"), out)
+    assert "has the architecture mamba; those that can be converted: llama, qwen2, qwen3, qwen3moe" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "is there already, and is no empty directory" in refused(capsys, str(file), str(tmp_path / "full"))
+    assert "is there already, and is no empty directory" in refused(capsys, str(file), str(file))
+    assert "cannot be written: File exists" in refused(capsys, str(file), str(file / "out"))
+    assert "there have to be a FILE.gguf and a DIR" in refused(capsys, str(file))
+    assert "dtype=int8 must be one of auto, float32" in refused(capsys, str(file), out, "dtype=int8")
+    assert "dtyp is unknown" in refused(capsys, str(file), out, "dtyp=float32")
+    assert not Path(out).exists()
+    Path(out).mkdir()
+    convert.main([str(file), out])
+    assert (Path(out) / "config.json").exists(), "an empty directory is filled"
+
+
+def test_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(write(tmp_path / "x.gguf", "llama")), str(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10**6))  # type: ignore[attr-defined]
+        assert "out needs 0.07 GB, and 0.00 GB are free on its disk" in refused(capsys, file, out)
+
+    def full(*arguments: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(convert, "save_file", full)
+    assert "out cannot be written: Error while serializing: I/O error: No space left" in refused(capsys, file, out)
+    assert [f.name for f in tmp_path.iterdir()] == ["x.gguf"], "nothing is left behind"
+
+
+def test_numbers_that_half_precision_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def large(writer: GGUFWriter) -> None:
+        writer.tensors[0]["output_norm.weight"].tensor[0] = 1e6
+
+    file = write(tmp_path / "x.gguf", "llama", change=large)
+    said = refused(capsys, str(file), str(tmp_path / "out"), "dtype=float16")
+    assert "output_norm.weight" in said and "has values beyond torch.float16: set dtype=bfloat16" in said
+
+
+def test_without_the_package_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "x.gguf", "llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install 'gguf>=0.17'" in refused(capsys, str(file), str(tmp_path / "out"))
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    convert.main(["--help"])
+    said = capsys.readouterr().out
+    assert "helix convert FILE.gguf DIR" in said and "dtype=auto" in said
+    assert all(name in said for name in SPLITTINGS)
