@@ -70,9 +70,10 @@ class Console:
         self._text = OneAtATime(lambda text: self._terminal.out(text, end="", highlight=False))
         where = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "CPU"
         auto = " (comm.backend=auto)" if plan.config.comm.backend == "auto" else ""
-        if plan.checkpoint is None:
+        if plan.config.model.load == "random":
             self._terminal.print("weights are random (model.load=random): times mean something, tokens do not")
-        if plan.draft is not None and plan.draft.checkpoint is None:
+        speculation = plan.config.speculation
+        if speculation.drafter == "model" and speculation.model.load == "random":
             self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)

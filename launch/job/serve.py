@@ -251,22 +251,20 @@ class Link:
         name = f"{prefix}{message.id}"
         try:
             request, grammar = self._request(name, message)
-            with self._passing:
-                if self._closed or (grammar is not None and name not in self._uncompiled):
-                    return
-                self._uncompiled.discard(name)
-                self._names[name] = message.id
-                if grammar is not None:
-                    self._followed[name] = grammar
-                self._send(Queued(message.id), name)
-                self._inbox.submit(request)
         except BaseException as error:  # panics of llguidance, too: one request's is not the others'
-            with self._passing:
-                self._uncompiled.discard(name)
-                self._names.pop(name, None)
-                self._followed.pop(name, None)
+            self._uncompiled.discard(name)
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._send(Delta(message.id, "error", reason), name)
+            return
+        with self._passing:
+            if self._closed or (grammar is not None and name not in self._uncompiled):
+                return
+            self._uncompiled.discard(name)
+            self._names[name] = message.id
+            if grammar is not None:
+                self._followed[name] = grammar
+            self._send(Queued(message.id), name)
+            self._inbox.submit(request)
 
     def _request(self, name: str, message: Submit) -> tuple[Request, BegunGrammar | None]:
         given = dict(message.sampling)

@@ -1,6 +1,6 @@
 """Random models of every family, decoded in random ways by random layouts: against transformers.
 
-    python -m tests.e2e.fuzz [family=NAME] [seed=0] [cases=500] [seconds=N] [device=cpu] [gpus=1] [workers=N]
+    python -m tests.e2e.fuzz [family=NAME] [seed=0] [cases=500] [seconds=N] [device=cpu] [processes=1] [workers=N]
                              [dtype=float32] [record=FILE]
 
 A case (tests/e2e/fuzz_cases.py) is a legal config with random weights, written in one of many ways, and settings drawn
@@ -8,9 +8,10 @@ together: layout, pages and append blocks, drafter and policy, attention, tier, 
 beginnings, are aborted, wait or lose their pages. What has to come out is in tests/e2e/fuzz_checks.py; one in ten has
 illegal settings and has to be refused by name. A case is run again by its family and seed alone.
 
-device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well; gpus=2 runs two processes
-with a GPU each, over NCCL and over symmetric memory, all of them captured. Several workers share the GPUs, and what
-Triton has compiled. device=interpreter runs the GPU's kernels on a CPU, slowly. `record` gets a line as each case ends.
+device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well. processes=2 runs two
+ranks that are processes: with a GPU each, over NCCL or symmetric memory, captured as well; on CPUs over gloo. Several
+workers share the GPUs and what Triton has compiled. device=interpreter runs the GPU's kernels on a CPU, slowly. A line
+is added to `record` as each case ends.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rich.table import Table
 if "device=interpreter" in sys.argv:  # Triton reads this when a kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
+from launch.inputs.arguments import helped
 from launch.job.report import provenance
 from tests.e2e.fuzz_cases import Case, case_of
 from tests.e2e.fuzz_checks import Outcome, outcome
@@ -43,7 +45,7 @@ from tests.e2e.fuzz_runs import follow, leave, on_loopback, on_processes
 from tests.interpreted import interpreted
 from tests.pool import Pool, PoolError
 
-DEADLINE_S = {"cpu": 120.0, "cuda": 150.0, "interpreter": 900.0}  # of a case; on GPUs kernels are compiled meanwhile
+DEADLINE_S = {"cpu": 120.0, "cuda": 300.0, "interpreter": 900.0}  # of a case; on GPUs kernels are compiled meanwhile
 WORKERS = {"cpu": 1, "cuda": 10, "interpreter": 1}
 Cases = queue.SimpleQueue[tuple[str, int]]
 KINDS = "equal", "refused", "refused by both", "undecided", "otherwise"
@@ -63,26 +65,32 @@ class Options:
     cases: int = 500
     seconds: float = float("inf")
     device: str = "cpu"
-    gpus: int = 1
+    processes: int = 1
     workers: int | None = None
     dtype: str = "float32"
     record: str | None = None
 
     def __post_init__(self) -> None:
-        known = {"family": (None, *MAKERS), "device": tuple(WORKERS), "dtype": ("float32", "bfloat16"), "gpus": (1, 2)}
+        known = {
+            "family": (None, *MAKERS),
+            "device": tuple(WORKERS),
+            "dtype": ("float32", "bfloat16"),
+            "processes": (1, 2),
+        }
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name}={value} is unknown; known: {', '.join(map(str, values))}")
-        if self.gpus == 2 and self.device != "cuda":
-            raise ValueError(f"gpus=2 needs device=cuda, not {self.device}")
+        if self.processes > 1 and self.device == "interpreter":
+            raise ValueError("device=interpreter runs its ranks in one process: set processes=1")
 
     def case(self, family: str, seed: int) -> Case:
-        worlds = (2,) if self.gpus == 2 else (1, 1, 2, 2, 3, 4) if self.device == "cuda" else (1, 2, 2, 3, 4)
+        worlds = (2,) if self.processes == 2 else (1, 1, 2, 2, 3, 4) if self.device == "cuda" else (1, 2, 2, 3, 4)
         return case_of(family, seed, self.dtype, worlds)
 
     def again(self, family: str, seed: int) -> str:
         """The command that runs one case."""
-        given = {"family": family, "seed": seed, "cases": 1, "device": self.device, "gpus": self.gpus}
+        given = {"family": family, "seed": seed, "cases": 1, "device": self.device}
+        given |= {"processes": self.processes}
         return "python -m tests.e2e.fuzz " + " ".join(f"{k}={v}" for k, v in (given | {"dtype": self.dtype}).items())
 
 
@@ -99,11 +107,17 @@ class Tally:
 
 
 def run_case(case: Case, device: str, timeout_s: float) -> Outcome:
-    """Runs a case on ranks that are threads of this process."""
+    """Runs a case on ranks that are threads of this process.
+
+    Raises:
+        Exception: on a GPU, which may be of no use to this process any more.
+    """
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     try:
         return outcome(case, on_loopback(case.world_size, str(where), timeout_s), where)
     except Exception as error:
+        if device == "cuda":
+            raise
         return Outcome("otherwise", f"{type(error).__name__}: {error}; {' '.join(getattr(error, '__notes__', []))}")
 
 
@@ -111,12 +125,13 @@ def work(rank: int, world_size: int, options: Options, family: str, seed: int) -
     """One process of a worker: a case on GPUs, or with all ranks here; the task of a pool."""
     quiet()
     case, deadline = options.case(family, seed), DEADLINE_S[options.device]
-    if options.device == "cuda" and case.world_size == world_size:
-        here = torch.device("cuda", rank)
+    alone = world_size == 1 and options.device != "cuda"  # threads will do
+    if case.world_size == world_size and not alone:
+        here = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
         if rank:
             follow(here)
             return None
-        backend = case.backend if world_size > 1 else "nccl"
+        backend = case.backend if world_size > 1 and options.device == "cuda" else "torch"
         found = outcome(case, on_processes(backend, here), here)
         leave()
         return found
@@ -130,7 +145,7 @@ def work(rank: int, world_size: int, options: Options, family: str, seed: int) -
 
 def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: float) -> None:
     """Takes cases until there are none, or it is too late; a process that fails or hangs is replaced."""
-    processes = Pool(options.gpus, "nccl" if options.device == "cuda" else "gloo")
+    processes = Pool(options.processes, "nccl" if options.device == "cuda" else "gloo")
     try:
         while time.monotonic() < end:
             try:
@@ -148,9 +163,11 @@ def worker(options: Options, cases: Cases, done: queue.SimpleQueue[Any], end: fl
         done.put(None)
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Runs cases of one family or of all; returns 1 where any came out otherwise."""
-    options = parsed(arguments)
+    if helped(sys.argv[1:], __doc__):
+        return 0
+    options = parsed(sys.argv[1:])
     quiet()
     families = [options.family] if options.family else list(MAKERS)
     cases: Cases = queue.SimpleQueue()
@@ -158,7 +175,8 @@ def main(arguments: list[str]) -> int:
         # Families take turns: neighbours share what is compiled.
         cases.put((families[i % len(families)], options.seed + i // len(families)))
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    end, workers = time.monotonic() + options.seconds, options.workers or WORKERS[options.device]
+    end = time.monotonic() + options.seconds
+    workers = options.workers or max(WORKERS[options.device] // options.processes, 1)
     threads = [threading.Thread(target=worker, args=(options, cases, done, end), daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
@@ -190,7 +208,7 @@ def parsed(arguments: list[str]) -> Options:
     if unknown := set(given) - set(Options.__dataclass_fields__):
         _end(f"{', '.join(sorted(unknown))} unknown; known: {', '.join(Options.__dataclass_fields__)}")
     try:
-        numbers = {"seed": int, "cases": int, "seconds": float, "gpus": int, "workers": int}
+        numbers = {"seed": int, "cases": int, "seconds": float, "processes": int, "workers": int}
         return Options(**{name: numbers.get(name, str)(value) for name, value in given.items()})
     except ValueError as error:
         _end(str(error))
@@ -233,4 +251,4 @@ def quiet() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

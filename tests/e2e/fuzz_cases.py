@@ -329,7 +329,7 @@ def rounds_of(
 
 
 def _prompt(vocab: int, block: int, rng: random.Random) -> tuple[int, ...]:
-    """Of any length, or so long that what follows passes the end of an append block; some repeat themselves."""
+    """A prompt of any length, or one behind which an append block ends soon; some repeat themselves."""
     near = max(1, min(block * rng.randint(1, 4) - rng.randint(0, 8), LENGTH))
     length = rng.choice((1, rng.randint(2, 40), rng.randint(40, LENGTH), near, near))
     tokens = [rng.randrange(vocab) for _ in range(length)]

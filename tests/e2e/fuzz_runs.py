@@ -323,7 +323,11 @@ def on_loopback(world_size: int, device: str, timeout_s: float) -> Ranks:
 
 
 def on_processes(backend: str, device: torch.device) -> Ranks:
-    """Ranks that are processes of the default group: what rank 0 calls, the others do in `follow`."""
+    """Ranks that are processes of the default group: what rank 0 calls, the others do in `follow`.
+
+    Args:
+        backend: symm_mem, or anything else for what the default group has.
+    """
 
     def ranks(work: Callable[..., Rank], *args: Any) -> list[Rank]:
         dist.broadcast_object_list([(work, backend, args)], 0)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from helix.kv_cache import Placement
 from helix.sampling import SamplingParams
-from tests.e2e.fuzz import Options, quiet, run_case
+from tests.e2e.fuzz import Options, quiet, run_case, work
 from tests.e2e.fuzz_cases import SPOILT, Ask, Case, case_of
 from tests.e2e.fuzz_checks import Outcome
 from tests.e2e.fuzz_configs import MAKERS
 from tests.interpreted import interpreted
+from tests.pool import pool
 
 # A small model that drafts for itself, and verifies from token 14 on: the group ends in an append block that is the
 # first of its rank, so that the group's first queries read nothing there.
@@ -57,13 +58,18 @@ def test_random_models_are_decoded_as_transformers_decodes_them(family: str, see
 def test_a_case_follows_from_its_family_and_seed() -> None:
     cases = [case_of(family, seed) for seed in range(0, 96, 3) for family in MAKERS]
     assert [str(case_of(case.family, case.seed)) for case in cases[:20]] == [str(case) for case in cases[:20]]
-    assert str(Options(device="cuda", gpus=2).case("qwen3", 5)) != str(Options().case("qwen3", 5))
+    assert str(Options(device="cuda", processes=2).case("qwen3", 5)) != str(Options().case("qwen3", 5))
     drawn = Counter(f"{name}={value}" for case in cases for name, value in case.features.items())
     policies = ("any", "all", "c2q", "accepted", "last", "window", "quest", "full")
     wanted = [f"drafter={name}" for name in ("none", "ngram", "model", *(f"sparse {policy}" for policy in policies))]
     wanted += ["attention=dense", "attention=blocks, a part", "attention=blocks, all", "tier=host", "hopb=4"]
     assert not [feature for feature in wanted if not drawn[feature]], drawn
     assert len({case.spoilt for case in cases}) > len(SPOILT) // 2
+
+
+def test_ranks_that_are_processes() -> None:
+    outcome = pool(2).run(work, Options(processes=2), "qwen2", 600, timeout_s=120.0)[0]
+    assert outcome.kind == "equal", outcome.reason
 
 
 @pytest.mark.slow

@@ -90,12 +90,13 @@ def test_what_is_wrong_with_one_request_is_its_own(
         HEAD.pack(2, 4, 6) + b"{}" + IDS[:1].tobytes(),
     ]
     front.send(*bad, Submit(7, 4, ids=IDS))
-    told = [front.next() for _ in range(len(bad) + 1)]  # grammars are compiled beside the others
+    told = [front.next() for _ in range(len(bad) + 1)]  # grammars take their time, and nobody waits for them
     refused = {message.id: message.reason for message in told if isinstance(message, Delta)}
     assert sorted(refused) == [1, 2, 3, 4, 5, 6] and all(refused.values()), told
     assert refused[5] == "Panicked: planted"
-    assert [message.id for message in told if isinstance(message, Queued)] == [7]
-    assert [request.id for request in requests(inbox, 1)] == ["1:7"]
+    assert [message.id for message in told if isinstance(message, Queued)] == [7] and [
+        request.id for request in requests(inbox, 1)
+    ] == ["1:7"]
     front.close()
 
 
