@@ -1,7 +1,16 @@
 """Random models of every family, decoded in random ways by random layouts: against transformers.
 
-    python -m tests.e2e.fuzz [family=NAME] [seed=0] [cases=500] [seconds=N] [device=cpu] [processes=1] [workers=N]
-                             [dtype=float32] [record=FILE]
+  python -m tests.e2e.fuzz cases=90
+
+  family     one family (default: all, in turns)
+  seed       of the first case (default 0)
+  cases      how many (default 500)
+  seconds    no case begins later
+  device     cpu, cuda, or interpreter (default cpu)
+  processes  1, or 2 for ranks that are processes (default 1)
+  workers    that share the device (default: 10 on GPUs, else 1)
+  dtype      float32 or bfloat16 (default float32)
+  record     a file to which a line is added as each case ends
 
 A case (tests/e2e/fuzz_cases.py) is a legal config with random weights, written in one of many ways, and settings drawn
 together: layout, pages and append blocks, drafter and policy, attention, tier, HOP-B chunks, requests that share
@@ -10,8 +19,7 @@ illegal settings and has to be refused by name. A case is run again by its famil
 
 device=cuda runs ranks as threads on one GPU, and cases of one rank by captured steps as well. processes=2 runs two
 ranks that are processes: with a GPU each, over NCCL or symmetric memory, captured as well; on CPUs over gloo. Several
-workers share the GPUs and what Triton has compiled. device=interpreter runs the GPU's kernels on a CPU, slowly. A line
-is added to `record` as each case ends.
+workers share the GPUs and what Triton has compiled. device=interpreter runs the GPU's kernels on a CPU, slowly.
 """
 
 from __future__ import annotations
