@@ -99,7 +99,7 @@ def _flash_decode_kernel(
         wanted = inside
         if kept is not None:
             # Queries that read no key may be NaN: those before a rank's first key, and drafts that are none, behind the
-            # last. Two numbers: a row's own bounds, looked at here and behind the loop, would take registers until then.
+            # last. Two numbers: a row's own bounds, looked at here and behind the loop, would stay in registers.
             if T == 1:
                 earliest, latest = 0, tl.where(start < stop, 0, -1)
             else:

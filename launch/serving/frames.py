@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 HEAD = struct.Struct("=IIq")
-MOST_GRAMMAR = 1 << 21  # characters
-MOST_HEADER, MOST_TAIL = 16 * MOST_GRAMMAR, 1 << 30  # bytes; JSON has 12 for a character of a grammar, at most
+MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; grammars, of which headers are made, are far below
 NO_IDS = np.empty(0, dtype=np.int32)
 
 

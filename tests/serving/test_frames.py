@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.serving.compiler import MOST_BYTES
 from launch.serving.frames import (
     HEAD,
-    MOST_GRAMMAR,
     MOST_HEADER,
     Abort,
     Decoder,
@@ -86,8 +86,10 @@ def test_a_frame_that_is_no_message_is_its_own_matter(header: bytes) -> None:
 
 
 def test_what_is_written_can_be_read() -> None:
-    """The longest grammar that may pass, however its characters are written; one that may not is not sent."""
-    (message,) = Decoder().feed(encode(Submit(1, 1, grammar="\U0001f600" * MOST_GRAMMAR)))
-    assert isinstance(message, Submit) and message.grammar == "\U0001f600" * MOST_GRAMMAR
+    """A grammar as large as may be compiled, however its characters are written; one that may not is not sent."""
+    for character in '"', "\U0001f600":
+        grammar = character * MOST_BYTES
+        (message,) = Decoder().feed(encode(Submit(1, 1, grammar=grammar)))
+        assert isinstance(message, Submit) and message.grammar == grammar
     with pytest.raises(ValueError, match=str(MOST_HEADER)):
         encode(Submit(1, 1, grammar="x" * MOST_HEADER))
