@@ -37,11 +37,11 @@ def _architecture(config: Mapping[str, Any]) -> str:
     names, model_type = config.get("architectures"), config.get("model_type")
     if not names and model_type is not None:
         names = [name for name, (known, _) in FAMILIES.items() if known == model_type] or [model_type]
-    if not isinstance(names or [], list):
+    if not isinstance(names or [], list) or not all(isinstance(known, str) for known in names or []):
         raise ValueError(f"config.json: architectures={names!r} must be a list of names")
-    name = next((known for known in names or [] if isinstance(known, str) and known in FAMILIES), None)
+    name = next((known for known in names or [] if known in FAMILIES), None)
     if name is None:
-        unknown = ", ".join(map(str, names or [])) or "(none named)"
+        unknown = ", ".join(names or []) or "(none named)"
         raise ValueError(f"unknown architecture {unknown}; known: {', '.join(sorted(FAMILIES))}")
     if model_type not in (None, FAMILIES[name][0]):
         raise ValueError(

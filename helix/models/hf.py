@@ -207,7 +207,14 @@ def _check_before(config: Mapping[str, Any]) -> None:
         name = config.get(key)
         if isinstance(name, str) and not hasattr(torch, name):
             raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(DTYPES)}")
-    rope = [config[key] for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), Mapping)]
+    for key, kind, what in (
+        ("rope_parameters", Mapping, "an object"),
+        ("rope_scaling", Mapping, "an object"),
+        ("layer_types", list, "a list"),
+    ):
+        if not isinstance(config.get(key), kind | None):
+            raise ValueError(f"config.json: {key}={config[key]!r:.80} must be {what}, or null")
+    rope = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None]
     for part in rope:
         if nested := [key for key, value in part.items() if isinstance(value, Mapping)]:
             raise ValueError(
