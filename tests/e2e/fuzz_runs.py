@@ -287,7 +287,7 @@ def run(rank: int, connect: Connect, case: Case, directory: Path) -> Rank:
     Raises:
         Refused: the settings are.
     """
-    with surroundings(case), engine_of(plan_of(case, directory, rank), case, connect) as engine:
+    with engine_of(plan_of(case, directory, rank), case, connect) as engine:
         logits = observe(engine)
         seen = Rank(serve(engine, case, "observed"), logits)
         if engine.comm.capturable:  # whoever observes logits gets eager steps
@@ -298,7 +298,7 @@ def run(rank: int, connect: Connect, case: Case, directory: Path) -> Rank:
 
 def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Served) -> Rank:
     """What was served, drawn again by an engine with nothing around its attention."""
-    with surroundings(case), engine_of(plain(case, directory, rank), case, connect) as engine:
+    with engine_of(plain(case, directory, rank), case, connect) as engine:
         logits, words = observe(engine), -(-engine.runner.model.spec.vocab // 32)
         requests = [
             Request(name, prompt, len(tokens), SamplingParams(ignore_eos=True), grammar=Forced(tokens, words))
@@ -317,7 +317,8 @@ def on_loopback(world_size: int, device: str, timeout_s: float) -> Ranks:
         def body(world: LoopbackWorld, rank: int) -> Rank | Refused:
             return _unless_refused(work, rank, lambda of: world.communicator(rank, of.kvp_group(rank)), *args)
 
-        return _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
+        with surroundings(args[0]):  # once: threads that undo one another's changes would leave some behind
+            return _served(run_ranks(world_size, body, timeout_s=timeout_s, device=device))
 
     return ranks
 
@@ -359,7 +360,8 @@ def _together(work: Callable[..., Rank], backend: str, device: torch.device, arg
         return kind(layout.kvp_groups(), device, timedelta(seconds=60))
 
     results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, _unless_refused(work, dist.get_rank(), connect, *args))
+    with surroundings(args[0]):
+        dist.all_gather_object(results, _unless_refused(work, dist.get_rank(), connect, *args))
     return results
 
 
