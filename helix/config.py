@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
+MOST_SEQUENCES = 1 << 16  # in a batch
 MOST_CHOSEN = 128  # blocks that a query chooses on a rank, for which the selecting kernel is made
 
 
@@ -335,6 +336,8 @@ def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
         if match is None:
             raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
+        if int(match[1][:9]) > MOST_SEQUENCES:
+            raise ValueError(f"bench.points has {text!r}: a point has from 1 to {MOST_SEQUENCES} sequences")
         points.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
     return points
 
@@ -365,14 +368,16 @@ def check(config: Config) -> None:
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
             raise ValueError(f"{key}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    positive = "kv.append_block decode.max_batch decode.run_steps decode.max_new_tokens bench.steps"
-    for key in [*positive.split(), *(["kv.tokens"] if config.kv.tokens is not None else [])]:
-        if not (value := _get(config, key)) > 0:
-            raise ValueError(f"{key}={value!r} must be positive")
     if (chunk := config.decode.prefill_chunk) != "auto" and not re.fullmatch(r"[1-9]\d{0,8}", chunk):
         raise ValueError(f"decode.prefill_chunk={chunk} must be auto or a number of tokens from 1 to 999999999")
     ranges = {
+        "kv.append_block": (1, 1 << 24),
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
+        "kv.tokens": (1, 1 << 50),
+        "decode.max_batch": (1, MOST_SEQUENCES),
+        "decode.run_steps": (1, 1 << 20),
+        "decode.max_new_tokens": (1, 1 << 40),
+        "bench.steps": (1, 1 << 20),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),

@@ -91,7 +91,7 @@ def test_the_composed_config_is_shown() -> None:
         ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
         ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),
         ("bench.gammas=[0,1]", ["bench.gammas", "1", "speculation.drafter=none"]),
-        ("kv.append_block=0", ["kv.append_block", "0", "positive"]),
+        ("kv.append_block=0", ["kv.append_block", "0", "from 1"]),
         ("kv.page_size=-1", ["kv.page_size", "-1"]),
         ("kv.tokens=0", ["kv.tokens", "0"]),
         ("kv.memory_fraction=1.5", ["kv.memory_fraction", "1.5", "at most 1"]),
