@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Or each of the processes that tests start would compile all modules again, and pytest rewrite all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run serve chat test test-all test-real test-gpu test-faults test-page test-load test-kills lint format bench docs clean
 .DEFAULT_GOAL := run
@@ -31,7 +33,7 @@ $(GGUF): | $(VENV)/.installed
 
 # Two processes share the tests: neighbours stay together, which share checkpoints, oracles and pools of workers.
 test: $(VENV)/.installed lint  ## Lint, type-check and run the tests that need no GPU.
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 $(ARGS)
 
 test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full products too.
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real" $(ARGS)

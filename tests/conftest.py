@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import time
+from collections import Counter
 from collections.abc import Callable
+from datetime import date
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +21,10 @@ if not torch.cuda.is_available():
 
 from tests.pool import Pool, close_all, pool
 
+BEGIN = time.monotonic()
+SLOWEST = 20  # tests that a record names
+
+gc.set_threshold(50_000, 20, 20)  # what is imported is millions of objects, each of which a collection looks at
 torch.set_num_threads(1)  # tests are small: threads that wait for each other cost more than they compute
 
 settings.register_profile("helix", deadline=None, derandomize=True, max_examples=50)
@@ -27,6 +37,28 @@ COLLECTED = pytest.StashKey[dict[str, bool]]()
 def _gpus(n: int = 1) -> int:
     """What `@pytest.mark.gpu`, `gpu(2)` and `gpu(n=2)` ask for."""
     return n
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FILE", help="append to FILE how long the tests took")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With `--record`, one paragraph: commit, machine and date; how many tests and how long; the slowest."""
+    if (path := config.getoption("record")) is None or hasattr(config, "workerinput"):  # xdist's workers have a part
+        return
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        seconds[getattr(report, "nodeid", "")] += getattr(report, "duration", 0.0)
+    counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    minutes, rest = divmod(round(time.monotonic() - BEGIN), 60)
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "failed")
+    with path.open("a") as file:
+        arguments = [text for text in config.invocation_params.args if not text.startswith("--record")]
+        file.write(f"\n== {commit}, {os.cpu_count()} cores, {date.today()}: pytest {' '.join(arguments)}\n")
+        file.write(f"{said} in {minutes}m{rest:02}\n")
+        file.writelines(f"{took:6.1f} s  {name}\n" for name, took in seconds.most_common(SLOWEST))
 
 
 @pytest.hookimpl(tryfirst=True)

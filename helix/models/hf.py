@@ -219,9 +219,13 @@ def _check_before(config: Mapping[str, Any]) -> None:
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise ValueError(f"config.json: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key), Mapping | None):
-            raise ValueError(f"config.json: {key}={config[key]!r:.100} must be an object or null")
+    for key, kind, what in (
+        ("rope_parameters", Mapping, "an object"),
+        ("rope_scaling", Mapping, "an object"),
+        ("layer_types", list, "a list"),
+    ):
+        if not isinstance(config.get(key), kind | None):
+            raise ValueError(f"config.json: {key}={config[key]!r:.80} must be {what}, or null")
     rope = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None]
     for part in rope:
         if nested := [key for key, value in part.items() if isinstance(value, Mapping)]:

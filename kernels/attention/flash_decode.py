@@ -96,20 +96,25 @@ def _flash_decode_kernel(
             row_lo = tl.load(lo + b * lo_b + t * lo_t, mask=t < T, other=0)
             row_hi = tl.load(hi + b * hi_b + t * hi_t, mask=t < T, other=0)
         inside = (t < T)[:, None] & (d < D)[None, :]
-        reads = row_lo < row_hi
         wanted = inside
-        if kept is not None:  # a query that reads no key may be NaN: drafts that are none, queries before the first key
-            wanted = reads[:, None] & (d < D)[None, :]
+        if kept is not None:
+            # Queries that read no key may be NaN: those before a rank's first key, and drafts that are none, behind the
+            # last. Two numbers: a row's own bounds, looked at here and behind the loop, would stay in registers.
+            if T == 1:
+                earliest, latest = 0, tl.where(start < stop, 0, -1)
+            else:
+                earliest = tl.min(tl.where(los < his, query, T), 0)
+                latest = tl.max(tl.where(los < his, query, -1), 0)
+            counts = (t >= earliest) & (t <= latest)
+            wanted = counts[:, None] & (d < D)[None, :]
         rows = tl.load(q + b * q_b + (t * q_t + q_head * q_h)[:, None] + d[None, :], mask=wanted, other=0.0)
         first = start // BLOCK_N + at - item_begin
         last = first + tl.minimum(end, item_end) - at
         full, full_stop = tiles_read_whole(los, his, los < his, stop, first, last, BLOCK_N)
         pages = block_table + b * table_b + head * table_h
         if kept is not None:
-            counts = reads
-            if COLLECT == "ends" and T > 1:  # of all queries, in whatever tile their rows are
-                earliest = tl.min(tl.where(los < his, query, T), 0)
-                counts = reads & ((t == earliest) | (t == tl.max(tl.where(los < his, query, -1), 0)))
+            if COLLECT == "ends":
+                counts = counts & ((t == earliest) | (t == latest))
             # For few rows of long heads adding up their scores takes fewer registers than one product more.
             PRODUCT: tl.constexpr = (COLLECT == "all" or COLLECT == "ends") and (BLOCK_M > 64 or D <= ROOMY)
             mean = mean_query(rows, counts) if PRODUCT else None
@@ -128,6 +133,7 @@ def _flash_decode_kernel(
             T=T, COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
         )  # fmt: skip
         # What a row that reads nothing made of tiles without masks.
+        reads = row_lo < row_hi
         acc, total = tl.where(reads[:, None], acc, 0.0), tl.where(reads, total, 0.0)
         store_item(
             acc, total, peak, begin, end, item_begin, item_end, run, sinks + q_head if SINKS else sinks,

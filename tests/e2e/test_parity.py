@@ -26,7 +26,7 @@ WORLDS = (1, 2, 3, 4, 6, 8)
 # The first one ends early and gives its slot to the last: more prompts than slots. The others lie at the edges of a
 # block, and the longest over five prefill chunks of 64, and goes on over the end of a block of 64.
 LENGTHS = (7, 1, 15, 16, 17, 300)
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 # Fewer and shorter with experts, whose layers differ in the FFN alone, for many grids; the longest is of two chunks.
 MOE_LENGTHS, MOE_TOKENS = (1, 17, 90), 12
 

@@ -1,5 +1,7 @@
 """Compiles kernels for sm_90 without a GPU; prints registers, programs that fit an SM, and stack, one line a case.
 
+`python -m tests.kernels.compile_sm90 PART PARTS` takes one of so many parts of the cases.
+
 A program of its own: the tests' process runs kernels under the interpreter, and cannot compile them.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -436,7 +439,8 @@ def programs_on_an_sm(kernel: Any, registers: int) -> int:
 
 
 if __name__ == "__main__":
-    for name, dtype, *case in cases():
+    part, parts = map(int, sys.argv[1:])
+    for name, dtype, *case in list(cases())[part::parts]:
         kernel = compiled(dtype, *case)
         registers, stack = registers_and_stack(kernel)
         print(name, NAMES[dtype], registers, programs_on_an_sm(kernel, registers), stack, flush=True)

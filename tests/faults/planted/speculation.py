@@ -76,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         "queries that read a key are taken for the first", "kernels/attention/flash_decode.py",
-        "wanted = reads[:, None]", "wanted = (t < tl.sum((los < his).to(tl.int32), 0))[:, None]",
+        "earliest = tl.min(tl.where(los < his, query, T), 0)", "earliest = 0",
         ("tests/kernels/test_key_scores.py::test_groups_that_straddle_append_blocks",),
     ),
     Fault(
