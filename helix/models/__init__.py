@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from itertools import chain, combinations
 from typing import Any
 
 from helix.models import deepseek, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
@@ -26,23 +28,39 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Hugging Face config.
 
     Raises:
-        ValueError: the architecture is unknown (the message lists those known), or the config is not usable.
+        ValueError: the architecture is unknown (the message lists those known), or the config is not usable; the
+            message names the key.
     """
     model_type, spec = FAMILIES[_architecture(config)]
-    return spec(read_as(model_type, config))
+    try:
+        return spec(read_as(model_type, config))
+    except ValueError as error:
+        if any(re.search(rf"\b{re.escape(key)}\b", str(error)) for key in config):
+            raise
+        for keys in chain(combinations(config, 1), combinations(config, 2)):  # without which all is well
+            try:
+                spec(read_as(model_type, {key: value for key, value in config.items() if key not in keys}))
+            except ValueError:
+                continue
+            named = ", ".join(f"{key}={config[key]!r:.100}" for key in keys)
+            raise ValueError(f"config.json: {named}: {error}") from error
+        raise
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
     """The known architecture that `architectures` names or, without it, `model_type`."""
     names, model_type = config.get("architectures"), config.get("model_type")
-    if not names and model_type is not None:
-        names = [name for name, (known, _) in FAMILIES.items() if known == model_type] or [model_type]
-    if not isinstance(names or [], list) or not all(isinstance(known, str) for known in names or []):
-        raise ValueError(f"config.json: architectures={names!r} must be a list of names")
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"config.json: model_type={model_type!r:.100} must be a name")
+    if not isinstance(names or [], list) or not all(isinstance(name, str) for name in names or []):
+        raise ValueError(f"config.json: architectures={names!r:.100} must be a list of names")
+    key = "architectures" if names or model_type is None else "model_type"
+    if key == "model_type":
+        names = [name for name, (known, _) in FAMILIES.items() if known == model_type] or [str(model_type)]
     name = next((known for known in names or [] if known in FAMILIES), None)
     if name is None:
         unknown = ", ".join(names or []) or "(none named)"
-        raise ValueError(f"unknown architecture {unknown}; known: {', '.join(sorted(FAMILIES))}")
+        raise ValueError(f"config.json: {key} has unknown architecture {unknown}; known: {', '.join(sorted(FAMILIES))}")
     if model_type not in (None, FAMILIES[name][0]):
         raise ValueError(
             f"config.json: architectures names {name}, whose model_type is {FAMILIES[name][0]!r}, not {model_type!r}"

@@ -40,6 +40,8 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
     check_sizes(config, *sizes, *(["q_lora_rank"] if config.q_lora_rank is not None else []))
     check_only(config, attention_bias=(False,), mlp_bias=(False,), moe_layer_freq=(1,))
     latent, rope, nope, value = (getattr(config, key) for key in sizes)
+    if rope % 2:
+        raise ValueError(f"config.json: qk_rope_head_dim={rope} must be even")
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace or 0
     spec = decoder_spec(
         config,

@@ -18,6 +18,10 @@ from helix.layers.rotary import RopeSpec
 from helix.models.decoder import DecoderSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers counts up to any number of them
+MOST_SIZE = 1 << 30  # of a dimension: the bytes of two of them are counted in 64 bits
+MOST_HEAD_DIM = 1 << 16
+MOST_LAYERS = 1 << 16  # each of which a config says something of
 
 
 def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
@@ -33,7 +37,7 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     level = log.level
     log.setLevel(logging.CRITICAL)  # what matters of its remarks is refused below, and every rank reads the file
     try:
-        read = CONFIG_MAPPING[model_type](**copy.deepcopy(dict(config)))
+        read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in LABELS}))
         read.standardize_rope_params()  # before each use, as in transformers: keys outside win over those within
         return read
     except Exception as error:  # of any kind: AttributeError, KeyError, TypeError and more, from wherever they stand
@@ -45,10 +49,13 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def check_sizes(config: Any, *needed: str) -> None:
-    """Raises ValueError, naming them, unless all these attributes are positive integers."""
-    wrong = [f"{key}={getattr(config, key, None)!r}" for key in needed if not _is_size(getattr(config, key, None))]
-    if wrong:
+    """Raises ValueError, naming them, unless all these attributes are positive integers, and no larger than may be."""
+    sizes = {key: getattr(config, key, None) for key in needed}
+    if wrong := [f"{key}={size!r}" for key, size in sizes.items() if not _is_size(size)]:
         raise ValueError(f"config.json has {', '.join(wrong)}: positive integers are expected")
+    for key, size in sizes.items():
+        if key != "max_position_embeddings" and size is not None and size > MOST_SIZE:
+            raise ValueError(f"config.json: {key}={size} must be at most {MOST_SIZE}")
 
 
 def check_only(config: Any, **supported: tuple[Any, ...]) -> None:
@@ -105,8 +112,8 @@ def decoder_spec(
     method = quantisation(config)
     if method is not None and not quantised:
         raise ValueError(
-            f"the checkpoint is quantised ({method}), which is not supported here; supported: weights in "
-            f"{', '.join(DTYPES)}, and mxfp4 of gpt-oss"
+            f"the checkpoint is quantised ({method:.100}, in quantization_config), which is not supported here; "
+            f"supported: weights in {', '.join(DTYPES)}, and mxfp4 of gpt-oss"
         )
     if config.is_heterogeneous:
         raise ValueError("config.json: per_layer_config (layers that differ) is not supported")
@@ -114,13 +121,15 @@ def decoder_spec(
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
     check_sizes(config, *sizes, "max_position_embeddings")
     hidden, q_heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-    if head_dim is None:
-        head_dim = getattr(config, "head_dim", None) or hidden // q_heads
+    of_head = ""
+    if head_dim is None and (head_dim := getattr(config, "head_dim", None)) is None:
+        head_dim, of_head = hidden // q_heads, f" (hidden_size={hidden} over num_attention_heads={q_heads})"
     if kv_heads is None:
         check_sizes(config, "num_key_value_heads")
         kv_heads = config.num_key_value_heads
-    if not _is_size(head_dim) or head_dim % 2:
-        raise ValueError(f"config.json: head_dim={head_dim!r} must be a positive even integer")
+    if not _is_size(head_dim) or head_dim % 2 or head_dim > MOST_HEAD_DIM:
+        known = f"must be a positive even integer of at most {MOST_HEAD_DIM}"
+        raise ValueError(f"config.json: head_dim={head_dim!r}{of_head} {known}")
     if bad := [w for w in windows or () if w is not None and not _is_size(w)]:
         raise ValueError(f"config.json: sliding_window={bad[0]!r} must be a positive integer or null")
     if not config.rms_norm_eps >= 0:
@@ -207,6 +216,9 @@ def _check_before(config: Mapping[str, Any]) -> None:
         name = config.get(key)
         if isinstance(name, str) and not hasattr(torch, name):
             raise ValueError(f"config.json: {key} {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
     for key, kind, what in (
         ("rope_parameters", Mapping, "an object"),
         ("rope_scaling", Mapping, "an object"),

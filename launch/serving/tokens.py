@@ -17,10 +17,11 @@ import numpy as np
 from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 
+from helix.files import read_json
 from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
 from launch.serving.errors import ApiError
-from launch.serving.schemas import Conversation, Message, Tool
+from launch.serving.schemas import Completion, Conversation, Message, Tool, parsed
 
 KEPT_BYTES = 1 << 28  # of segments whose ids are kept, 4 bytes a token
 SHORT = 64  # characters; shorter segments are not worth keeping
@@ -192,11 +193,20 @@ class Tokens:
 
 
 def read_defaults(path: str | None) -> dict[str, Any]:
-    """What `generation_config.json` of a checkpoint says of sampling."""
+    """What `generation_config.json` of a checkpoint says of sampling.
+
+    Raises:
+        ValueError: it cannot be read, or no request could say the same.
+    """
     file = None if path is None else Path(path) / "generation_config.json"
-    content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
+    content = read_json(file) if file is not None and file.exists() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: content[name] for name in names if content.get(name) is not None}
+    found = {name: content[name] for name in names if content.get(name) is not None}
+    try:
+        parsed(Completion, json.dumps({"prompt": ""} | found).encode())
+    except ApiError as error:
+        raise ValueError(f"{file}: {error.message}") from error
+    return found
 
 
 @lru_cache

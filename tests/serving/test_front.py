@@ -21,6 +21,7 @@ from launch.serving.errors import ApiError
 from launch.serving.frames import HEAD, Delta, Failed, Progress, Queued, Stats, Submit
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.security import check_exposure
+from launch.serving.tokens import read_defaults
 from tests.serving.front import READY, ROOT, FakeJob, Front, counting, front, metrics_of, silent, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,6 +96,24 @@ def test_unset_fields_are_the_checkpoints_and_then_openais(tmp_path: Path) -> No
         assert [s.sampling["seed"] for s in front.job.submits[2:]] == [9, 10, 11]
 
     run(check, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ('{"temperature": "hot"}', "temperature='hot'"),
+        ('{"top_k": [5]}', "top_k="),
+        ('{"repetition_penalty": -1}', "repetition_penalty=-1"),
+        ('{"min_p": NaN}', "NaN"),
+        ("{", "not JSON"),
+        ("[]", "a JSON object"),
+    ],
+)
+def test_defaults_that_no_request_could_set_are_told_at_the_start(content: str, words: str, tmp_path: Path) -> None:
+    """Each request would fail of them."""
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"generation_config\.json.*" + re.escape(words)):
+        read_defaults(str(tmp_path))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     CONFIG_MAPPING,
     GptOssConfig,
@@ -220,3 +222,32 @@ def test_contexts_beyond_the_first_chunk_of_dual_chunk_attention_are_not_the_mod
     assert s.max_positions == 262144 and "dual_chunk_attention_config.chunk_size" in s.context
     with pytest.raises(ValueError, match=r"dual_chunk_attention_config\.chunk_size=-1"):
         spec(Qwen2Config(), "Qwen2ForCausalLM", dual_chunk_attention_config=chunked | {"chunk_size": -1})
+
+
+CONFIGS = [
+    {
+        **CONFIG_MAPPING[kind]().to_dict(),
+        "architectures": [name],
+        "num_experts_per_tok": 2,
+        "topk_group": 1,
+        "n_group": 1,
+    }
+    for name, (kind, _) in FAMILIES.items()
+]
+MORE_KEYS = "rope_scaling", "sliding_window", "per_layer_config", "num_labels", "attribute_map", "quantization_config"
+VALUES = st.sampled_from(
+    [None, [], [None], [[1]], [{}], {}, {"a": 1}, 9, -1, 0, 1 << 40, 1 << 63, "x", "", True, 1.5, -0.5, 1e308]
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(CONFIGS), st.data())
+def test_whatever_a_key_holds_is_read_or_refused_by_its_name(config: dict[str, Any], data: st.DataObject) -> None:
+    spec_from_config(config)
+    key = data.draw(st.sampled_from(sorted({*config, *MORE_KEYS})))
+    said = key
+    try:
+        spec_from_config(config | {key: data.draw(VALUES)})
+    except ValueError as error:
+        said = str(error)
+    assert key in said and "\n" not in said and len(said) < 600, said
