@@ -45,13 +45,13 @@ def _mass(logits, v, inside, best, last_key, temperature, min_p):
     return tl.where(keep, tl.exp(scaled) * _UNITS + 0.5, 0.0).to(tl.int64)
 
 
-@triton.jit
+# For one column that is known when it is compiled, sums of ids take 16 bits each, and ptxas (12.8) loses what is added.
+@triton.jit(do_not_specialize=["V", "first"])
 def _kept_mass_kernel(
     logits, best, last_key, temperature, min_p, tokens, sums, logits_b, logits_t, tokens_b, first, V, G,
-    T: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    T: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // SLICES  # one axis: rows of a large batch are more than the second one takes
-    part = tl.program_id(0) % SLICES
+    row = tl.program_id(0)  # rows of a large batch are more than the second axis takes
     b = (row // T).to(tl.int64)
     t = row % T
     wait_for_predecessor(PDL)
@@ -64,7 +64,7 @@ def _kept_mass_kernel(
     key = tl.load(last_key + row)
     temperature_ = tl.load(temperature + b)
     min_p_ = tl.load(min_p + b)
-    for begin in range(part * BLOCK, V, SLICES * BLOCK):
+    for begin in range(tl.program_id(1) * BLOCK, V, tl.num_programs(1) * BLOCK):
         v = begin + tl.arange(0, BLOCK)
         mass = _mass(at, v, v < V, best_, key, temperature_, min_p_)
         total += mass
@@ -73,15 +73,15 @@ def _kept_mass_kernel(
     tl.atomic_add(sums + 2 * row + 1, tl.sum(mine, 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["V", "first"])
 def _accept_kernel(
     p_logits, p_best, p_key, p_temperature, p_min, p_mass, q_logits, q_best, q_key, q_temperature, q_min, q_mass,
     draft, greedy, seed, position, accepted, candidates,
     p_b, p_t, q_b, q_t, draft_b, greedy_b, first, V, B, G,
-    SAMPLED: tl.constexpr, BLOCK_G: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SAMPLED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0) // SLICES
-    part = tl.program_id(0) % SLICES
+    b = tl.program_id(0)
+    part = tl.program_id(1)
     wait_for_predecessor(PDL)
     start_successor(PDL)
     row = b.to(tl.int64)
@@ -130,7 +130,7 @@ def _accept_kernel(
             row_q = q_logits + row * q_b + k.to(tl.int64) * q_t
         top = tl.full([BLOCK], float("-inf"), tl.float64)
         place = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-        for begin in range(part * BLOCK, V, SLICES * BLOCK):
+        for begin in range(part * BLOCK, V, tl.num_programs(1) * BLOCK):
             v = begin + tl.arange(0, BLOCK)
             ids = (v + first).to(tl.int64)
             rest = _mass(row_p, v, v < V, best_p, key_p, temperature, min_p).to(tl.float64) / all_p
@@ -167,10 +167,10 @@ def kept_mass(p: Distribution, tokens: torch.Tensor, first: int) -> torch.Tensor
     G = tokens.shape[1]
     assert T - 1 <= G <= T and (G < 2 or tokens.stride(1) == 1) and tokens.dtype == torch.int64
     sums = torch.zeros(B, T, 2, dtype=torch.int64, device=p.logits.device)
-    _kept_mass_kernel[(B * T * SLICES,)](
+    _kept_mass_kernel[B * T, SLICES](
         p.logits, p.best, p.last_key, p.temperature, p.min_p, tokens, sums,
         p.logits.stride(0), p.logits.stride(1), tokens.stride(0), first, V, G,
-        T=T, SLICES=SLICES, BLOCK=BLOCK, num_warps=WARPS, **overlapped(sums),
+        T=T, BLOCK=BLOCK, num_warps=WARPS, **overlapped(sums),
     )  # fmt: skip
     return sums
 
@@ -225,11 +225,11 @@ def accept(
     accepted = torch.empty(B, dtype=torch.int64, device=draft.device)
     candidates = torch.empty(SLICES, B, 2, dtype=torch.float64, device=draft.device)
     strides = (0, 0) if q is None else q.logits.stride()[:2]
-    _accept_kernel[(B * SLICES,)](
+    _accept_kernel[B, SLICES](
         *vars(p).values(), p_mass, *of_q, q_mass, draft, greedy, seed, position, accepted, candidates,
         *p.logits.stride()[:2], *strides, draft.stride(0), greedy.stride(0), first, V, B, G,
-        SAMPLED=q is not None, BLOCK_G=triton.next_power_of_2(max(G, 1)), SLICES=SLICES, BLOCK=BLOCK,
-        num_warps=WARPS, **overlapped(draft),
+        SAMPLED=q is not None, BLOCK_G=triton.next_power_of_2(max(G, 1)), BLOCK=BLOCK, num_warps=WARPS,
+        **overlapped(draft),
     )  # fmt: skip
     return accepted, candidates
 

@@ -211,6 +211,11 @@ FAULTS = [
         "keep = scaled >= self.min_p", "keep = scaled > self.min_p", SAMPLING,
     ),
     Fault(
+        "a single column is known to the compiler", "kernels/tokens/accept.py",
+        '@triton.jit(do_not_specialize=["V", "first"])\ndef _kept', "@triton.jit\ndef _kept",
+        ("tests/kernels/test_compile.py::test_sm_90",),
+    ),
+    Fault(
         "drafts kept whatever drew them", "kernels/tokens/accept.py", "        bound *= q\n", "        bound *= 1.0\n",
         ("tests/kernels/test_accept.py::test_kernels_do_what_the_reference_does",),
     ),
