@@ -14,7 +14,8 @@ from llguidance import LLMatcher
 
 from launch.serving.compiler import MOST_BYTES, Parts
 from launch.serving.dialects import Calls, Dialect
-from launch.serving.schemas import Shape, Tagged, Tool
+from launch.serving.forms import Shape, Tagged
+from launch.serving.schemas import Tool
 
 # Between the parts of JSON: a space, or the beginning of a line. Unbounded, some models write spaces for ever.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}

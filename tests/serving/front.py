@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import uvloop
 
 from helix.config import ServeConfig
 from launch.serving.core import Core
@@ -27,6 +28,7 @@ READY = Ready(str(DEMO), "helix kvp=2", 2, 32768, 4096, 4096, 4096, 8, (0,))
 DEADLINE_S = 60.0
 
 Script = Callable[["FakeJob", Submit], Awaitable[None]]
+Check = Callable[["Front"], Awaitable[None]]
 
 
 async def counting(job: FakeJob, submit: Submit) -> None:
@@ -143,6 +145,17 @@ async def front(directory: Path, job: FakeJob | None = None, **settings: Any) ->
         tasks[1].cancel()
         await api.close()
         await job.close()
+
+
+def run(check: Check, directory: Path, job: FakeJob | None = None, **settings: Any) -> None:
+    """Runs a check of a front end, in an event loop as the server's."""
+
+    async def with_front() -> None:
+        async with front(directory, job, **settings) as made, asyncio.timeout(110):
+            await check(made)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(with_front())
 
 
 def metrics_of(text: str) -> dict[str, float]:

@@ -16,9 +16,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from launch.serving.dialects import DIALECTS, Dialect, Parser, Part, turn_of
+from launch.serving.forms import Shape
 from launch.serving.grammars import of_calls, of_shape
 from launch.serving.matcher import BegunGrammar, Grammars
-from launch.serving.schemas import Shape, Tool
+from launch.serving.schemas import Tool
 from tests.e2e.checkpoints import DEMO
 from tests.serving.test_dialects import RECORDED, TOOLS
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.front import DEMO, READY, ROOT, FakeJob, Front, front, until
+from tests.serving.front import DEMO, READY, ROOT, Check, FakeJob, Front, run, until
 
 pytestmark = pytest.mark.timeout(120)
 # A minute, and none of llguidance's limits holds it: which texts all four expressions agree on.
@@ -49,17 +49,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def run(check: Any, directory: Path) -> None:
-    async def with_front() -> None:
-        job = FakeJob(ready=replace(READY, guided=True))
-        async with front(directory, job) as made, asyncio.timeout(60):
-            await check(made)
-
-    asyncio.run(with_front())
+def run_guided(check: Check, directory: Path) -> None:
+    run(check, directory, FakeJob(ready=replace(READY, guided=True)))
 
 
 def there(processes: Sequence[Process]) -> bool:
-    """Whether all of them are."""
+    """Tells whether all of them are alive."""
     return all(process.returncode is None for process in processes)
 
 
@@ -76,7 +71,7 @@ def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path) -> None:
         answer = await front.post("/v1/completions", EASY)
         assert answer.status_code == 200 and front.job.submits[0].grammar is not None
 
-    run(check, tmp_path)
+    run_guided(check, tmp_path)
 
 
 def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
@@ -94,7 +89,7 @@ def test_nobody_waits_for_a_form_that_takes_long(tmp_path: Path) -> None:
         assert (await hard).status_code == 400
         await until(lambda: not there(before), 10)
 
-    run(check, tmp_path)
+    run_guided(check, tmp_path)
 
 
 def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
@@ -106,7 +101,7 @@ def test_a_client_that_leaves_ends_its_compilation(tmp_path: Path) -> None:
         compiling.cancel()
         await until(lambda: not there(before), 10)
 
-    run(check, tmp_path)
+    run_guided(check, tmp_path)
 
 
 def test_processes_end_with_the_front_end() -> None:

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from launch.serving.forms import Shape, Tagged
 from launch.serving.grammars import of_shape
 from launch.serving.matcher import BegunGrammar, Grammars
-from launch.serving.schemas import Shape, Tagged
 from tests.e2e.checkpoints import DEMO
 
 VOCAB, EOS = 4096, 0

@@ -18,10 +18,11 @@ import uvloop
 from transformers import AutoTokenizer
 
 from launch.serving.errors import ApiError
+from launch.serving.forms import MOST_SCHEMA
 from launch.serving.http import MOST_HEAD, MOST_HEADERS, MOST_URL
 from launch.serving.reader import LARGE, Reader
-from launch.serving.schemas import MOST_SCHEMA, MOST_VALUES
-from tests.serving.front import DEMO, READY, FakeJob, Front, front, until
+from launch.serving.schemas import MOST_VALUES
+from tests.serving.front import DEMO, READY, FakeJob, Front, run, until
 
 pytestmark = pytest.mark.timeout(120)
 MIB = 1 << 20
@@ -134,15 +135,6 @@ def slowest_health_s(port: int, until: Callable[[], bool]) -> float:
         slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
         time.sleep(0.01)
     return slowest
-
-
-def run(check: Callable[[Front], Any], directory: Path, job: FakeJob | None = None, **settings: Any) -> None:
-    async def with_front() -> None:
-        async with front(directory, job, **settings) as made, asyncio.timeout(110):
-            await check(made)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(with_front())
 
 
 async def answered_meanwhile(front: Front, attacks: list[tuple[str, Callable[[], bytes], int, str]]) -> None:

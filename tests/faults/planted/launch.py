@@ -8,6 +8,7 @@ CONVERT = "tests/unit/test_convert.py::"
 PROMPTS = ("tests/unit/test_prompts.py",)
 CALLS = "tests/serving/test_calls.py::test_any_walk_is_calls_that_the_parser_reads"
 FRONT = "tests/serving/test_front.py::"
+FAILING = "tests/serving/test_failing_jobs.py::"
 MALFORMED = "tests/serving/test_malformed.py::"
 
 FAULTS = [
@@ -110,7 +111,7 @@ FAULTS = [
     Fault(
         "ranks that are started again begin at the prompt", "launch/serving/core.py",
         "np.concatenate([before.ids, np", "np.concatenate([before.ids[:0], np",
-        (FRONT + "test_a_job_that_dies_is_a_pause",),
+        (FAILING + "test_a_job_that_dies_is_a_pause",),
     ),
     Fault(
         "what streams to nobody goes on",
@@ -177,6 +178,6 @@ FAULTS = [
     Fault(
         "a hang is nobody's business", "launch/serving/supervisor.py",
         "self._core.flights and silent > self._serve.hang_s", "self._core.flights and silent > 1e9",
-        (FRONT + "test_a_job_without_progress_is_started_again",),
+        (FAILING + "test_a_job_without_progress_is_started_again",),
     ),
 ]  # fmt: skip

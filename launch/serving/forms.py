@@ -1,0 +1,204 @@
+"""The fields that say which form an answer has to have: JSON of a schema, an expression, a choice, a grammar, marks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from launch.serving.checked import SAID, Schema, Some
+
+MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables
+MOST_SCHEMA = 1 << 19  # characters and items of a schema, or of the parameters of all tools
+MOST_LEVELS = 128  # of a schema
+Expression = Annotated[str, Field(max_length=MOST_EXPRESSION)]
+Texts = Annotated[Some[str], Field(min_length=1, max_length=MOST_EXPRESSION)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A form that an answer has to have.
+
+    Attributes:
+        param: the field that says so.
+        kind: json, regex, choice, grammar or structural_tag.
+        value: a schema, an expression, texts, a grammar in EBNF or in Lark's syntax, or `Tagged`.
+        options: of a schema's spaces, as llguidance reads them.
+    """
+
+    param: str
+    kind: str
+    value: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Tag(Schema):
+    begin: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    end: str
+
+
+class Tagged(Schema):
+    """Text in which JSON that follows a schema stands between marks."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: Some[Tag] = Field(min_length=1)
+    triggers: Some[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _begin_with_triggers(self) -> Tagged:
+        for tag in self.structures:
+            if not any(tag.begin.startswith(trigger) for trigger in self.triggers):
+                raise ValueError(f"has the begin {tag.begin!r:.80}, which starts with none of its triggers")
+        return self
+
+
+class Format(Schema):
+    """What an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+    format: Any = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Format:
+        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
+            raise ValueError('json_schema needs a schema: {"name": NAME, "schema": {...}}')
+        if self.type == "structural_tag":
+            self._tags()
+        if self.json_schema is not None:
+            bounded("response_format.json_schema", self.json_schema)
+        return self
+
+    def _tags(self) -> Tagged:
+        given = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
+        return tagged("response_format", {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def shape(self) -> Shape | None:
+        """None: any text."""
+        param = "response_format"
+        match self.type:
+            case "text":
+                return None
+            case "structural_tag":
+                return Shape(param, "structural_tag", self._tags())
+        return Shape(param, "json", {"type": "object"} if self.json_schema is None else self.json_schema["schema"])
+
+
+class Structured(Schema):
+    """A form of the answer, one of several."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: Expression | None = None
+    choice: Texts | None = None
+    grammar: Expression | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Structured:
+        given = [name for name, value in self._kinds() if value is not None]
+        if len(given) != 1:
+            kinds = ", ".join(name for name, _ in self._kinds())
+            raise ValueError(f"has {' and '.join(given) or 'none of them'}, and needs one of {kinds}")
+        return self
+
+    def _kinds(self) -> Iterator[tuple[str, Any]]:
+        yield from (("json", self.json_), ("regex", self.regex), ("choice", self.choice), ("grammar", self.grammar))
+        yield from (("json_object", self.json_object), ("structural_tag", self.structural_tag))
+
+    @property
+    def shape(self) -> Shape:
+        ((kind, value),) = ((kind, value) for kind, value in self._kinds() if value is not None)
+        spaces: dict[str, Any] = {}
+        if self.disable_any_whitespace:
+            spaces = {"whitespace_flexible": False}
+        elif self.whitespace_pattern is not None:
+            spaces = {"whitespace_pattern": self.whitespace_pattern}
+        return shape_of(f"structured_outputs.{kind}", kind, value, spaces, self.disable_additional_properties)
+
+
+def shape_of(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: bool = False) -> Shape:
+    """A shape as fields say it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if kind == "choice" and (total := sum(map(len, value))) > MOST_EXPRESSION:
+        raise ValueError(f"{param} has {total} characters, and may have {MOST_EXPRESSION}")
+    if kind == "structural_tag":
+        return Shape(param, kind, tagged(param, _object(param, value)))
+    if kind == "json_object":
+        value = {"type": "object"}
+    elif kind != "json":
+        return Shape(param, kind, value)
+    schema = _object(param, value)
+    bounded(param, schema)
+    options = {"x-guidance": spaces} if spaces else {}
+    return Shape(param, "json", _closed(schema) if closed else schema, options)
+
+
+def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
+    """The object that a field holds, or a text of it."""
+    if isinstance(value, str):
+        bounded(param, value)  # of a text of 64 MiB Python would make gigabytes
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{param}={SAID.repr(value)} is no JSON object")
+    return found
+
+
+def bounded(param: str, schema: Any) -> None:
+    """Raises ValueError where a schema is larger than one may be; what it costs to find out is bounded as well."""
+    room, left = MOST_SCHEMA, [(schema, 0)]
+    while left and room >= 0:
+        value, level = left.pop()
+        if isinstance(value, dict | list):
+            if level == MOST_LEVELS:
+                raise ValueError(f"{param} has more than {MOST_LEVELS} levels")
+            room -= len(value)
+            if room >= 0:
+                inside = [*value, *value.values()] if isinstance(value, dict) else value
+                left += [(one, level + 1) for one in inside]
+        elif isinstance(value, str):
+            room -= len(value)
+    if room < 0:
+        raise ValueError(f"{param} is too large: it may have {MOST_SCHEMA} characters and items")
+
+
+def tagged(param: str, value: dict[str, Any]) -> Tagged:
+    bounded(param, value)
+    if "format" in value:
+        raise ValueError("structural_tag.format is not supported: send structures and triggers")
+    try:
+        return Tagged.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"structural_tag{where and '.'}{where}: {first['msg']}") from None
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that they name, and no others."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(one) for name, one in schema.items()}
+    if schema.keys() & {"properties", "patternProperties"}:
+        closed.setdefault("additionalProperties", False)
+    return closed

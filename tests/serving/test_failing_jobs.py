@@ -1,0 +1,168 @@
+"""Jobs that fail under a front end: what becomes of the requests, and what the log says."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from launch.serving.frames import HEAD, Delta, Failed, Progress, Queued, Submit
+from tests.serving.front import FakeJob, Front, counting, run, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_job_that_dies_is_a_pause(tmp_path: Path) -> None:
+    """What was drawn goes in again with the rest: tokens are those of a run without the death."""
+
+    async def dying(job: FakeJob, submit: Submit) -> None:
+        if submit.drawn:
+            await counting(job, submit)
+            return
+        await job.say(submit, [100 + len(submit.ids), 101 + len(submit.ids)])
+        await asyncio.sleep(0.05)
+        if job.writers:
+            job.die()
+
+    async def check(front: Front) -> None:
+        answers = await asyncio.gather(
+            *(front.post("/v1/completions", {"prompt": [1] * n, "max_tokens": 6, "seed": n}) for n in (1, 2))
+        )
+        for n, answer in zip((1, 2), answers, strict=True):
+            ids = [100 + n + i for i in range(6)]
+            assert answer.json()["choices"][0]["text"] == front.api._reader.tokens.decode(ids)
+            assert answer.json()["usage"]["completion_tokens"] == 6
+        again = [submit for submit in front.job.submits if submit.drawn]
+        assert all(s.drawn == 2 and s.max_new_tokens == 4 and s.ids.tolist()[-1] == 101 + len(s.ids) - 2 for s in again)
+        assert {s.sampling["seed"] for s in again} == {1, 2}
+
+    run(check, tmp_path, FakeJob(dying))
+
+
+def test_a_request_that_sees_two_deaths_is_given_up(tmp_path: Path) -> None:
+    """One that decodes, beside which nothing is new."""
+
+    async def deadly(job: FakeJob, submit: Submit) -> None:
+        await job.say(submit, [100])
+        await asyncio.sleep(0.05)
+        job.die()
+
+    async def check(front: Front) -> None:
+        answer = await front.post("/v1/completions", {"prompt": [1]})
+        assert answer.status_code == 500 and "failed 2 times" in answer.json()["error"]["message"]
+        health = await front.get("/health")
+        assert health.status_code == 503 and health.json()["state"] == "restarting"
+        refused = await front.post("/v1/completions", {"prompt": [1]})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert (await front.get("/livez")).status_code == 200
+        await until(lambda: front.core.state == "ready")
+
+    run(check, tmp_path, FakeJob(deadly))
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_only_new_request_is_not_tried_again(
+    admitted: bool, n: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do those suffer for it that decode, or wait to be admitted; the log says the cause and whose it is."""
+
+    async def reading(job: FakeJob, submit: Submit) -> None:
+        known = submit.ids[0]
+        job.send(Queued(submit.id)) if known != 3 or admitted else None
+        if known == 3:
+            if admitted:
+                job.send(Progress(submit.id, 0, 1))
+            job.send(Failed("MemoryError: of this one"))
+            await asyncio.sleep(0.05)
+            if job.writers:
+                job.die()
+        elif known == 1 and not submit.drawn:
+            await job.say(submit, [100])
+        elif known == 1 or len(job.submits) > 2 + n:  # again
+            await counting(job, submit)
+
+    async def check(front: Front) -> None:
+        others = []
+        for known in (1, 2):
+            body = {"prompt": [known], "max_tokens": 3}
+            others.append(asyncio.create_task(front.post("/v1/completions", body)))
+            await until(lambda: len(front.job.submits) == len(others))
+        await until(lambda: front.core.waiting == 1)
+        refused = await front.post("/v1/completions", {"prompt": [3], "n": n, "max_tokens": 5, "top_k": 7})
+        assert refused.status_code == 500
+        message = refused.json()["error"]["message"]
+        assert "began with this request" in message and "MemoryError: of this one" in message
+        assert [(await other).status_code for other in others] == [200, 200]
+        assert sum(submit.ids[0] == 3 for submit in front.job.submits) == n
+
+    run(check, tmp_path, FakeJob(reading))
+    said = capsys.readouterr().err
+    assert "the ranks failed: MemoryError: of this one" in said
+    assert "not tried again: request 3, a prompt of 1 tokens, 5 to draw, grammar: none, sampling: temp" in said
+
+
+def test_of_several_new_requests_each_is_tried_again(tmp_path: Path) -> None:
+    async def reading(job: FakeJob, submit: Submit) -> None:
+        if len(job.submits) == 2:
+            job.die()
+        elif len(job.submits) > 2:
+            await counting(job, submit)
+
+    async def check(front: Front) -> None:
+        body = {"prompt": [1], "max_tokens": 3}
+        answers = await asyncio.gather(*(front.post("/v1/completions", body) for _ in range(2)))
+        assert [answer.status_code for answer in answers] == [200, 200]
+
+    run(check, tmp_path, FakeJob(reading))
+
+
+def test_a_job_without_progress_is_started_again(tmp_path: Path) -> None:
+    async def once(job: FakeJob, submit: Submit) -> None:
+        await job.say(submit, [100])
+
+    async def check(front: Front) -> None:
+        request = asyncio.create_task(front.post("/v1/completions", {"prompt": [1], "max_tokens": 2}))
+        await until(lambda: front.core.state == "restarting")
+        front.job.script = counting
+        assert (await request).status_code == 200
+
+    run(check, tmp_path, FakeJob(once), hang_s=1)
+
+
+def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The request of a message fails alone; behind what is no frame, all is lost."""
+
+    async def babbling(job: FakeJob, submit: Submit) -> None:
+        if submit.ids[0] == 1:
+            job.writers[-1].write(HEAD.pack(2, 0, submit.id) + b"{}")
+        elif len(job.submits) == 2:
+            await job.say(submit, [100])
+            await asyncio.sleep(0.05)
+            job.writers[-1].write(HEAD.pack(1 << 31, 0, submit.id))
+        else:
+            await counting(job, submit)
+
+    async def check(front: Front) -> None:
+        answer = await front.post("/v1/completions", {"prompt": [1]})
+        assert answer.status_code == 500 and "cannot be read" in answer.json()["error"]["message"]
+        assert front.core.state == "ready"
+        assert (await front.post("/v1/completions", {"prompt": [2], "max_tokens": 2})).status_code == 200
+
+    run(check, tmp_path, FakeJob(babbling))
+    assert "the ranks sent what is no frame: a header of 2147483648 bytes" in capsys.readouterr().err
+
+
+def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> None:
+    async def failing(job: FakeJob, submit: Submit) -> None:
+        await job.say(submit, [100])
+        await asyncio.sleep(0.05)
+        job.send(Delta(submit.id, "error", "planted"))
+
+    async def check(front: Front) -> None:
+        answer = await front.post("/v1/completions", {"prompt": [1], "stream": True})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert 'event: error\ndata: {"error":{"message":"planted"' in answer.text
+
+    run(check, tmp_path, FakeJob(failing))
