@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
@@ -215,12 +217,21 @@ def _us(begin: Any, end: Any) -> float:
 
 
 def _busy(device: torch.device) -> Callable[[float], None]:
-    """Takes a number of seconds on the current stream of a GPU, by one block that counts cycles; or on the host."""
+    """Takes a number of seconds on the current stream of a GPU, or on the host."""
     if device.type != "cuda":
         return time.sleep
-    cycles = 20_000_000
-    rate = cycles / median(seconds_of_each(lambda: torch.cuda._sleep(cycles), 5, device))
-    return lambda seconds: torch.cuda._sleep(max(1, int(seconds * rate)))
+
+    def busy(seconds: float) -> None:
+        _busy_kernel[(1,)](int(1e9 * seconds), num_warps=1)
+
+    return busy
+
+
+@triton.jit(do_not_specialize=["ns"])
+def _busy_kernel(ns: int) -> None:
+    begin = globaltimer()  # not cycles: their rate falls on a GPU that does nothing else
+    while globaltimer() - begin < ns:
+        pass
 
 
 def _captured(
