@@ -222,7 +222,7 @@ class DecodeConfig:
 
 @dataclass
 class ServeConfig:
-    """How requests share the ranks, and how they come over HTTP.
+    """Settings of how requests share the ranks, and of how they come over HTTP.
 
     Attributes:
         stall_ms: most milliseconds of a chunk of prompts while somebody decodes.

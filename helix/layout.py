@@ -1,4 +1,4 @@
-"""Who owns what: every sharding question of the runtime, answered by arithmetic alone.
+"""The layout of ranks: which of them owns which rows, heads and tokens, by arithmetic alone.
 
 The N ranks are seen as two grids, one after the other, in every layer (Helix Parallelism, arXiv:2507.07120, section 2):
 

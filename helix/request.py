@@ -75,7 +75,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of one request, in token ids; the first one without any says that it is admitted.
+    """New tokens of one request; the first one without any says that it is admitted.
 
     Attributes:
         cached_tokens: of the prompt, so many were in the cache when it was admitted.

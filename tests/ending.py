@@ -1,4 +1,4 @@
-"""What is left to do when a process ends, done by that process alone."""
+"""Clean-up at a process's end, done by that process alone."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class GGUFModel:
 
     @property
     def tensors(self) -> int:
-        """How many tensors the file has."""
+        """The number of tensors in the file."""
         return len(self._tensors)
 
     def weights(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:

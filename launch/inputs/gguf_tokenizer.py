@@ -13,7 +13,7 @@ LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 @dataclass(frozen=True)
 class Splitting:
-    """How texts fall into words before bytes are merged.
+    """A rule by which texts fall into words before bytes are merged.
 
     Attributes:
         words: a regular expression of a word; None: GPT-2's.

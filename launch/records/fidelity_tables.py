@@ -138,7 +138,7 @@ def table(name: str) -> list[str]:
 
 
 def policies() -> list[str]:
-    """What the product offers at two budgets, on one rank: needles in code beside the shortest and the longest texts.
+    """Tabulates two budgets of the product on one rank: needles in code beside the shortest and the longest texts.
 
     Source:
         Gather-decode (BRL-2026-07), table 4.

@@ -19,7 +19,7 @@ from launch.serving.tokens import Tokens
 
 @dataclass
 class Answer:
-    """What a request gets: its choices, and how they are told.
+    """The answer to a request: its choices, and the form in which they are told.
 
     Attributes:
         chat: whether it is a chat's, or a completion's.

@@ -37,7 +37,7 @@ RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
 
 
 class Stage(IntEnum):
-    """How far a job has come with a continuation."""
+    """A stage of a job's work on a continuation."""
 
     SENT = 0
     QUEUED = 1  # it has been read
@@ -76,7 +76,7 @@ class Flight:
 
     @property
     def waits(self) -> bool:
-        """Whether it has not been admitted."""
+        """Says whether it has not been admitted."""
         return self.progress is None and not self.drawn
 
     def end(self, finish_reason: str, reason: str | None = None) -> None:

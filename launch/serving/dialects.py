@@ -23,7 +23,7 @@ THOUGHT = ("<think>", "</think>", "\n\n")
 
 @dataclass(frozen=True)
 class Calls:
-    """How a dialect writes calls of tools, where an answer has to be some.
+    """A dialect's way to write calls of tools, where an answer has to be some.
 
     Attributes:
         call: one call, with NAME and ARGUMENTS.

@@ -57,7 +57,7 @@ class Tagged(Schema):
 
 
 class Format(Schema):
-    """What an answer looks like."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What an answer has to look like, as llguidance reads it: a form of a request's, or calls of tools in a dialect.
+"""Grammars of answers as llguidance reads them: a form of a request's, or calls of tools in a dialect.
 
 A grammar is made of parts, the first of which begins it.
 """

@@ -91,7 +91,7 @@ class BegunGrammar:
 
 
 def _told(matcher: LLMatcher) -> str:
-    """What llguidance says, without the grammar's text."""
+    """Takes llguidance's words, without the grammar's text."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error.startswith("NoExtension"):
         return "no text follows it"

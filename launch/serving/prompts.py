@@ -1,4 +1,4 @@
-"""What a model is given of a request: the prompt's token ids, and the form that the answer has to have.
+"""The model's share of a request: the prompt's token ids, and the form that the answer has to have.
 
 All of it takes time by the size of the request, and may be done in another process.
 """

@@ -140,7 +140,7 @@ class Generation(Schema):
 
     @property
     def shape(self) -> Shape | None:
-        """What the answer has to look like; None: any text."""
+        """The form that the answer has to have; None: any text."""
         return self._wanted
 
 
@@ -224,7 +224,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Conversation(Schema):
-    """What is said of a conversation beside its messages."""
+    """Fields of a conversation beside its messages."""
 
     tools: Some[Tool] | None = None
     chat_template_kwargs: Arguments | None = None
@@ -258,7 +258,7 @@ class Conversation(Schema):
 
     @property
     def prompts_answer(self) -> bool:
-        """Whether the prompt ends with the beginning of a message."""
+        """Says whether the prompt ends with the beginning of a message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 

@@ -115,6 +115,8 @@ class Tokens:
         except Exception as error:  # of jinja2, or of a checkpoint with several templates
             what = f"the chat template cannot be read: {_line(error)}"
             raise ApiError(400, what, code="no_chat_template") from error
+        if given and "tools" not in read:
+            raise ApiError(400, "tools are given, and the chat template does not read them", param="tools")
         taken = inspect.signature(tokenizer.apply_chat_template).parameters
         more = _variables(chat, read - OTHERS - taken.keys(), read)
         try:
@@ -193,7 +195,7 @@ class Tokens:
 
 
 def read_defaults(path: str | None) -> dict[str, Any]:
-    """What `generation_config.json` of a checkpoint says of sampling.
+    """Reads a checkpoint's defaults of sampling from `generation_config.json`.
 
     Raises:
         ValueError: it cannot be read, or no request could say the same.
@@ -217,7 +219,7 @@ def variables(template: str) -> frozenset[str]:
 
 
 def _variables(chat: Conversation, free: frozenset[str], read: frozenset[str]) -> dict[str, Any]:
-    """What a request sets of a template's variables.
+    """Collects the variables of a template that a request sets.
 
     Args:
         free: those that requests may set by their names.

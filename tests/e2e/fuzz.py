@@ -61,7 +61,7 @@ KINDS = "equal", "refused", "refused by both", "undecided", "otherwise"
 
 @dataclass(frozen=True)
 class Options:
-    """What is typed; attributes are named as the arguments.
+    """The arguments, by their names.
 
     Attributes:
         seconds: no case begins later.
@@ -211,7 +211,7 @@ def main() -> int:
 
 
 def parsed(arguments: list[str]) -> Options:
-    """What was typed; ends the process where it has no meaning."""
+    """Reads the arguments; ends the process where they have no meaning."""
     given: dict[str, Any] = dict(argument.partition("=")[::2] for argument in arguments)
     if unknown := set(given) - set(Options.__dataclass_fields__):
         _end(f"{', '.join(sorted(unknown))} unknown; known: {', '.join(Options.__dataclass_fields__)}")

@@ -1,4 +1,4 @@
-"""What the fuzzer runs: a random model, the settings of its engine, and the requests that come to it.
+"""Cases of the fuzzer: a random model, the settings of its engine, and the requests that come to it.
 
 Everything follows from a family and a seed. SHARED seeds one after the other share the sizes for which kernels are
 compiled. Settings are legal by docs/reference/features.md; one in ten is spoilt (`SPOILT`), and has to be refused.
@@ -51,7 +51,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Case:
-    """What is run, and how.
+    """A model, its settings and its requests.
 
     Attributes:
         content: of config.json, as written.
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def config(self) -> Config:
-        """What the ranks are given, but for the model's place."""
+        """The config that ranks are given, but for the model's place."""
         config = Config()
         for key, value in self.settings.items():
             *groups, name = key.split(".")
@@ -101,7 +101,7 @@ class Case:
 
     @property
     def features(self) -> dict[str, str]:
-        """What is drawn together, in words that can be counted."""
+        """Features that were drawn together, in words that can be counted."""
         s = self.settings
         blocks = s.get("attention.policy") == "block_sparse"
         return {
@@ -383,7 +383,7 @@ def _latents(spec: DecoderSpec) -> bool:
 
 
 def _whole(spec: DecoderSpec) -> bool:
-    """Whether some layer has keys of heads and reads whole sequences."""
+    """Says whether some layer has keys of heads and reads whole sequences."""
     return spec.mla is None and None in spec.windows
 
 

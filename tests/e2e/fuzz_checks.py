@@ -45,7 +45,7 @@ Rows = dict[tuple[str, int], Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     Attributes:
         kind: equal, refused (by name), refused by both, undecided (a choice of blocks hangs by a hair; in bf16, one of
@@ -137,7 +137,7 @@ def nudged(directory: Path, to: Path, share: float, seed: int) -> None:
 
 
 def theirs(case: Case, directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """What transformers makes of the directory."""
+    """Loads the directory by transformers."""
     cls = getattr(transformers, ARCHITECTURES[case.family])
     return (
         cls.from_pretrained(directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
@@ -208,7 +208,7 @@ def _hangs_by_a_hair(
     tries: int,
     device: torch.device,
 ) -> bool:
-    """Whether transformers' run in bf16 is as far off for one of so many models next to it.
+    """Says whether transformers' run in bf16 is as far off for one of so many models next to it.
 
     Where two experts are nearly tied, rounding decides, and all that follows depends on it. Several ties are decided
     alike by a larger step.
@@ -222,7 +222,7 @@ def _hangs_by_a_hair(
 
 
 def misread(exact: Any, spec: DecoderSpec) -> str:
-    """What of the files we read in another way than transformers; empty where nothing is."""
+    """Names what we read of the files in another way than transformers; empty where nothing is."""
     eos = exact.generation_config.eos_token_id
     if eos is None:  # a generation_config.json without it: the config's counts
         eos = exact.config.eos_token_id
@@ -235,7 +235,7 @@ def misread(exact: Any, spec: DecoderSpec) -> str:
 
 
 def disorder(case: Case, served: Served) -> str:
-    """What is wrong with how requests ended; empty where nothing is."""
+    """Names what is wrong with how requests ended; empty where nothing is."""
     if served.behind != (0, 0, 0):
         return f"pages, slots and sequences left behind: {served.behind}"
     for ask in (ask for asks in case.rounds for ask in asks):
@@ -250,7 +250,7 @@ def disorder(case: Case, served: Served) -> str:
 
 
 def misdrawn(case: Case, ask: Ask, served: Served, logits: Tensor) -> str:
-    """Which token is not what the sampler draws from our own logits [n, V] fp32; empty where none is.
+    """Names a token that is not what the sampler draws from our own logits [n, V] fp32; empty where none is.
 
     Drafts that are drawn with noise of their own and kept by rejection decide which token a sampled request gets: then
     it is one that may be drawn.

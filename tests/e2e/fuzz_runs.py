@@ -47,7 +47,7 @@ class Refused(Exception):
 
 @dataclass
 class Served:
-    """What came out of the requests, on rank 0.
+    """Results of the requests, on rank 0.
 
     Attributes:
         prompts, tokens, ends: by the request's name; `ends` is why it ended.
@@ -64,7 +64,7 @@ class Served:
 
 @dataclass
 class Rank:
-    """What a rank saw.
+    """A rank's view of a case.
 
     Attributes:
         served: with logits observed, whose columns on this rank are in `logits`, by request and position.
@@ -297,7 +297,7 @@ def run(rank: int, connect: Connect, case: Case, directory: Path) -> Rank:
 
 
 def forced(rank: int, connect: Connect, case: Case, directory: Path, served: Served) -> Rank:
-    """What was served, drawn again by an engine with nothing around its attention."""
+    """Draws again what was served, by an engine with nothing around its attention."""
     with engine_of(plain(case, directory, rank), case, connect) as engine:
         logits, words = observe(engine), -(-engine.runner.model.spec.vocab // 32)
         requests = [

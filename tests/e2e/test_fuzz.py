@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from helix import tiering
 from helix.kv_cache import Placement
 from helix.sampling import SamplingParams
+from helix.speculation import sparse
+from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.fuzz import Options, quiet, run_case, work
 from tests.e2e.fuzz_cases import SPOILT, Ask, Case, case_of
 from tests.e2e.fuzz_checks import Outcome
@@ -78,6 +81,14 @@ def test_verification_whose_first_queries_read_nothing_of_a_rank() -> None:
     with interpreted():
         outcome = found(small(**{"speculation.policy": "any"}))
     assert outcome.kind == "equal" and outcome.seen, outcome.reason
+
+
+def test_a_case_leaves_behind_nothing_that_it_changed() -> None:
+    before = sparse.LEAST_KEYS, tiering.PIECE_TOKENS, DraftPolicy.pace
+    case = replace(small(**{"speculation.policy": "any"}), whimsical=True, least_keys=1, piece_tokens=3)
+    outcome = found(case)
+    assert outcome.kind == "equal" and case.world_size == 2, outcome.reason
+    assert (sparse.LEAST_KEYS, tiering.PIECE_TOKENS, DraftPolicy.pace) == before
 
 
 def test_a_key_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
 
 
 def files(root: Path) -> set[Path]:
-    """What a wheel holds, of the checkout or of where it is installed."""
+    """Lists the files that a wheel holds, of the checkout or of where it is installed."""
     folders = [root / part for part in PARTS if "." not in part and part != "LICENSE"]
     found = (file for folder in folders for file in folder.rglob("*.*"))
     return {file.relative_to(root) for file in found if file.suffix in (".py", ".yaml", ".txt", ".html")}

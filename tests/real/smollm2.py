@@ -60,7 +60,7 @@ def theirs() -> Any:
 
 @cache
 def continuation(prompt: tuple[int, ...], new_tokens: int) -> Continuation:
-    """What transformers says greedily, without a stop."""
+    """Continues greedily by transformers, without a stop."""
     ids, threads = torch.tensor([prompt]), torch.get_num_threads()
     torch.set_num_threads(2)  # nothing runs beside it
     done = theirs().generate(

@@ -81,7 +81,7 @@ def drafted(
 
 
 def test_drafts_from_the_text() -> None:
-    """What follows is known where a text is said a second time."""
+    """A text that is said a second time is its own draft."""
     twice = tuple(tokenizer().encode(licence(500)[0]["content"] * 2)[: -NEW_TOKENS - 8])
     layout, prompts = HelixLayout.create("helix", 2), [*wanted(), continuation(twice, NEW_TOKENS)]
     assert drafted(lambda world, rank: NgramDrafter(4, 3), layout, prompts) > 0.3

@@ -118,7 +118,7 @@ def age_s(server: Server) -> float:
 
 
 def _is_of_job(pid: int) -> bool:
-    """Whether a process is no part of the front end."""
+    """Says whether a process is no part of the front end."""
     try:
         return b"torchrun_entry.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -148,7 +148,7 @@ def test_any_walk_is_calls_that_the_parser_reads(name: str, inside: bool) -> Non
 @pytest.mark.parametrize("name", [dialect.name for dialect in DIALECTS if dialect.thought is not None])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_form_begins_behind_a_thought(name: str, inside: bool) -> None:
-    """What is thought is free; what is said is the form alone, in the family's own marks."""
+    """Thoughts are free; the answer is the form alone, in the family's own marks."""
     dialect = dialect_of(name)
     assert dialect.thought is not None
     _, marks = tokenizer_of(name)

@@ -300,7 +300,8 @@ def test_prompts_are_those_of_transformers(
     "template, wanted, words",
     [
         (TRIMMED, {"reasoning_effort": "low"}, "is given, and the chat template's variables are none"),
-        (TRIMMED, {"documents": [{"title": "T"}]}, "the chat template does not read them"),
+        (TRIMMED, {"documents": [{"title": "T"}]}, "documents are given, and the chat template does not read them"),
+        (TRIMMED, {"tools": [WEATHER]}, "tools are given, and the chat template does not read them"),
         (TRIMMED, {"chat_template_kwargs": {"enable_thinking": False}}, "has 'enable_thinking', and the chat"),
         (OF_EFFORT, {"chat_template_kwargs": {"enable": 1}}, "template's variables are reasoning_effort, style"),
         (OF_EFFORT, {"chat_template_kwargs": {"add_generation_prompt": False}}, "has 'add_generation_prompt'"),
@@ -343,7 +344,7 @@ def test_what_no_template_reads_is_refused(
 def test_an_answer_goes_on_where_a_message_ends(
     begun: str, says: str, thinking: str, content: str, stream: bool, tmp_path: Path, model: Path
 ) -> None:
-    """What is new is told, with its spaces, and as part of what the message was at."""
+    """New text is told, with its spaces, and as part of what the message was at."""
 
     async def check(front: Front) -> None:
         body = {"messages": [USER, {"role": "assistant", "content": begun}], "continue_final_message": True}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_job_that_dies_is_a_pause(tmp_path: Path) -> None:
-    """What was drawn goes in again with the rest: tokens are those of a run without the death."""
+    """Drawn tokens go in again with the rest: tokens are those of a run without the death."""
 
     async def dying(job: FakeJob, submit: Submit) -> None:
         if submit.drawn:

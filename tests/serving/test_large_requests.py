@@ -106,9 +106,9 @@ OF_CHATS: list[tuple[str, Callable[[], bytes], int, str]] = [
 
 
 async def attack(port: int, request: bytes) -> bytes:
-    """What a client reads that first sends all of a request; in a thread, whose calls wait without Python's lock."""
+    """Sends all of a request, and then reads its answer."""
 
-    def send() -> bytes:
+    def send() -> bytes:  # in a thread: its calls wait without Python's lock
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             with suppress(OSError):  # it was cut off
                 connection.sendall(request)
@@ -231,7 +231,7 @@ def test_a_head_up_to_the_bound_is_read(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_is_another_one_for_the_next() -> None:
-    """Whether it does not come to an end, dies, or raises what it is not to."""
+    """A process that does not come to an end, dies, or raises what it is not to."""
 
     async def check() -> None:
         reader = Reader(None, 60.0)

@@ -124,7 +124,7 @@ def dead_files(text: str) -> list[str]:
 
 
 def remarks(file: Path) -> str:
-    """What a file says to its readers: comments and docstrings; all of a text."""
+    """Takes what a file says to its readers: comments and docstrings; all of a text."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".txt":
         return text
