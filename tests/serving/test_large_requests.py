@@ -32,7 +32,7 @@ CHATML = """{% for document in documents or [] %}{{ document.text }}{% endfor %}
 {{ message.content }}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% if thinking %}<think>{% endif %}{% endif %}{# <tool_call> <function= #}"""
+{% if thinking %}<think>{% endif %}{% endif %}{% if tools %}{# <tool_call> <function= #}{% endif %}"""
 TRIES = 3  # of which one has to do: this machine may have other work, but no more than once in a while
 
 
