@@ -49,12 +49,14 @@ class Held:
     Attributes:
         key: arguments of `ModelRunner.step`.
         begin: when it could begin.
+        computed: when its logits are there.
     """
 
     decision: Decision
     key: tuple[Hashable, ...]
     undrawn: Undrawn
     begin: Moment
+    computed: Moment
 
 
 class ModelRunner:
@@ -148,7 +150,8 @@ class ModelRunner:
                 of = decision if held is None else held.decision
                 summaries = self.shaper.summaries if of.shaped and self.shaper is not None else None
                 before = held.begin if held is not None else drawn[-1].end if drawn else begin
-                drawn.append(StepTokens(tokens, slots, self.check, before, summaries))
+                idle = None if held is None else (held.computed, begin)
+                drawn.append(StepTokens(tokens, slots, self.check, before, summaries, idle))
 
         if self._held is not None:
             if decision.masks:
@@ -181,11 +184,16 @@ class ModelRunner:
         if decision.undrawn:
             key = self._key(decision.rows, *kind)
             undrawn = self._captured(self._compute, *key)
-            self._held = Held(decision, key, undrawn, drawn[-1].end if drawn else begin)
+            self._held = Held(decision, key, undrawn, drawn[-1].end if drawn else begin, Moment(self.device))
             return drawn
         for _ in range(decision.decode_steps):
             keep(self.decode(decision.rows, *kind))
         return drawn
+
+    @property
+    def is_computed(self) -> bool:
+        """Says whether the device waits for the decision that draws the step which is held."""
+        return self._held is not None and self._held.computed.reached
 
     def sparse_at(self, tokens: int) -> bool:
         """Whether steps of sequences of so many tokens read a part of them."""
@@ -407,6 +415,7 @@ class StepTokens:
         check: called with wait=False once the step has ended; raises where its tokens are none.
         before: when the step could begin.
         summaries: of all slots, as of `Shaper`; None where nobody wants log-probabilities.
+        idle: between which moments the device waited for rank 0; None: it did not.
 
     Attributes:
         end: when the step's tokens are on the host.
@@ -420,12 +429,14 @@ class StepTokens:
         check: Callable[[bool], None],
         before: Moment,
         summaries: Tensor | None = None,
+        idle: tuple[Moment, Moment] | None = None,
     ) -> None:
         self._tokens = to_host(tokens)
         self._summaries = None if summaries is None else to_host(summaries)
         self._slots = range(len(tokens)) if slots is None else slots
         self._check = check
         self._before = before
+        self._idle = idle
         self.end = Moment(tokens.device)
         self.came = 0.0
 
@@ -438,6 +449,12 @@ class StepTokens:
     def seconds(self) -> float:
         """How long the step took; to be called after `read`."""
         return self.end.since(self._before)
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long it took, without what the device waited for rank 0 in the middle of it; as `seconds`."""
+        idle = self._idle
+        return self.seconds - (0.0 if idle is None else idle[1].since(idle[0]))
 
     def read(self) -> list[tuple[int, int]]:
         """(slot, token) of each token."""

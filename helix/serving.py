@@ -187,7 +187,9 @@ class Serving:
         if run.left > 1:
             return left_s > ahead_s
         until = now + left_s - ahead_s
-        while run.left and perf_counter() < until and (run.undrawn or not run.steps[0].there):
+        while run.left and perf_counter() < until:
+            if self._runner.is_computed if run.undrawn else run.steps[0].there:
+                break
             time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))
         return not run.left  # of one without any, nothing is to be read
 
@@ -204,7 +206,7 @@ class Serving:
             if in_chunk:
                 yield from self._after_chunk(run, seconds)
             else:
-                run.seconds.append(seconds)
+                run.seconds.append(step.busy_seconds)  # or a grammar's time would delay what follows more and more
             outcomes = []
             for slot, drawn in tokens.items():
                 sequence = run.rows[slot]

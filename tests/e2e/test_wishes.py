@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from helix.layout import HelixLayout
 from helix.request import Output, Request
 from helix.sampling import SamplingParams
 from helix.speculation import NgramDrafter
+from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.kernels.test_shape_logits import Wish, bits
@@ -222,6 +225,29 @@ def test_steps_in_two_graphs_draw_what_eager_ones_draw(world: int) -> None:
     *captured, eager = pool(world, "nccl").run(captured_rank, checkpoint("qwen2"), timeout_s=180.0)[0]
     assert all(len(eager[name]) >= 6 for name in PARAMS if "guided" in name)
     assert captured == 3 * [eager]
+
+
+class Slow(EveryThird):
+    """A grammar that takes longer than the steps between its masks."""
+
+    def allowed(self) -> np.ndarray:
+        time.sleep(0.02)
+        return super().allowed()
+
+
+def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step counts without it; and what is over, as on a CPU a step is when it was launched, is not waited for."""
+    naps: list[float] = []
+    seconds: list[float] = []
+    monkeypatch.setattr("helix.serving.time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr("helix.serving.AHEAD_S", 0.0)
+    monkeypatch.setattr(
+        DraftPolicy, "observe", lambda policy, rows, drafts, of_steps, outcomes: seconds.extend(of_steps)
+    )
+    monkeypatch.setattr(DraftPolicy, "seconds", lambda policy, rows, drafts: 1e-3)
+    guided = make_requests()[4]
+    play(HelixLayout.create(), lambda: [replace(guided, grammar=Slow())], lambda engine: None)
+    assert naps == [] and min(seconds) < 0.02
 
 
 def test_a_bias_outside_of_the_vocabulary_is_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ SHARED = "assets", "benchmarks", "docs"  # folders in which nothing is planted: 
 COPIES = 2  # that are tested at a time
 DEADLINE_S = 120.0  # of a test; a fault that lets one hang is caught by it
 OK, FAILED = 0, 1  # exit codes of pytest
+CRASHES = -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT  # of its process: a fault may write where nothing is
 
 T = TypeVar("T")
 
@@ -101,7 +103,11 @@ def plant(tree: Tree, fault: Fault) -> Found:
     finally:
         write(path, original)
     seconds = time.monotonic() - begin
-    return Found(code == FAILED, by if code == FAILED else "survived" if code == OK else f"exit {code}: {by}", seconds)
+    if code in CRASHES:
+        by = signal.strsignal(-code) or str(code)
+    elif code != FAILED:
+        by = "survived" if code == OK else f"exit {code}: {by}"
+    return Found(code in (FAILED, *CRASHES), by, seconds)
 
 
 def write(path: Path, text: str) -> None:

@@ -83,6 +83,7 @@ def check_scores(case: Case, scores: KeyScores) -> None:
         pages = scores.table[b].cpu()[places // page_size].long()
         found = scores.planes.cpu()[:, pages, :, places % page_size].double()  # [n, planes, Hkv]
         found = found.permute(1, 2, 0)
+        assert found.isfinite().all()
         # fp16 keeps 2^-11 of what each plane holds, and sums in fp32 (of products of low precision exactly) hold on to
         # 1e-5. Queries whose sum stands for many rows are two numbers of low precision, which hold on to 5e-5.
         sizes = found.abs() if scores.rows == "each" else found.abs().sum(0)

@@ -111,7 +111,8 @@ def test_a_model_that_never_learned_to_call_calls(tmp_path: Path) -> None:
     """Over a death of its engine as well: what was drawn of a call is where the next engine goes on."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint("demo"))
     tokenizer.chat_template = (
-        "{# <tool_call> #}{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
+        "{# <tool_call> #}{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "<|im_start|>assistant\n"
     )
     tokenizer.save_pretrained(tmp_path)
 

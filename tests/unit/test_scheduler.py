@@ -313,6 +313,20 @@ def test_the_same_prompt_is_computed_once() -> None:
     assert sum(s.computed for s in serving.served.values()) < 403 + 4 * 8
 
 
+def test_pages_that_two_have_computed_are_the_same_on_the_ranks() -> None:
+    """A prompt's last token is never taken over: its stripe, if it is whole, both compute, and one gives it back."""
+    serving = Serving(100, ahead=0, max_batch=2)
+    stripe = serving.stripes.tokens
+    serving.submit(words(stripe), 1)
+    serving.drain()
+    for _ in range(2):
+        serving.submit(words(2 * stripe), 20)
+    for _ in range(2):
+        serving.turn()
+    a, b = (serving.rows[slot].table[: serving.stripes.pages_for(2 * stripe)] for slot in range(2))
+    assert a == b and [s.computed for s in serving.served.values()][1:] == [stripe, stripe]
+
+
 def test_a_long_beginning_is_shared_as_soon_as_it_is_computed() -> None:
     """There is no room for it twice: the second request waits for it, not for the end of the first."""
     serving = Serving(150, prefill_chunk=64, ahead=1, lease=16)

@@ -12,6 +12,16 @@ SERVE = "tests/e2e/test_serve.py::"
 
 FAULTS = [
     # ---- the control plane
+    Fault(
+        "a step's time is a grammar's too", "helix/serving.py",
+        "run.seconds.append(step.busy_seconds)", "run.seconds.append(seconds)",
+        (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
+    ),
+    Fault(
+        "a step that is held is waited for as long as predicted", "helix/serving.py",
+        "self._runner.is_computed if run.undrawn", "False if run.undrawn",
+        (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
+    ),
     Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER),
     Fault(
         "all sequences start on rank 0", "helix/scheduler.py",
