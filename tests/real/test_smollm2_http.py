@@ -101,11 +101,11 @@ COUNTRY = {
         "continent": {"enum": ["Africa", "Asia", "Europe", "Other"]},
         "cities": {
             "type": "array",
-            "items": {"type": "string", "pattern": "^[A-Z][a-z]+$"},
+            "items": {"type": "string", "pattern": "^[A-Z][a-z]{1,15}$"},
             "maxItems": 3,
             "minItems": 1,
         },
-        "population": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "null"}]},
+        "population": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 10**10}, {"type": "null"}]},
     },
     "required": ["country", "continent", "cities", "population"],
     "additionalProperties": False,
