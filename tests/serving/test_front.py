@@ -230,8 +230,9 @@ def test_the_time_in_the_queue_ends_with_admission(tmp_path: Path) -> None:
             await front.post("/v1/completions", {"prompt": [first], "max_tokens": 1})
         values = metrics_of((await front.get("/metrics")).text)
         assert values["request_queue_time_seconds_count"] == 1
-        assert 0.3 <= values["request_queue_time_seconds_sum"] < 0.7
-        assert values["time_to_first_token_seconds_sum"] >= 1
+        # Timers of the loop come a millisecond early.
+        assert 0.29 <= values["request_queue_time_seconds_sum"] < 0.7
+        assert values["time_to_first_token_seconds_sum"] >= 0.99
 
     run(check, tmp_path, FakeJob(slow))
 
