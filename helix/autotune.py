@@ -6,11 +6,13 @@ All functions are collectives, to be called while nothing is served.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from helix.clock import seconds_of_each
+from helix.decision import StepKind
 from helix.graphs import StepGraphs
 from helix.model_runner import ModelRunner
 
@@ -50,9 +52,10 @@ def choose_chunks(runner: ModelRunner, rows: int) -> None:
     _, *more = tried_chunks(runner, rows)
     if not more:
         return
-    best, least = 1, (1 - GAIN) * step_seconds(runner, rows, runner.drafts, 1)
+    kind = StepKind(rows, runner.drafts)
+    best, least = 1, (1 - GAIN) * step_seconds(runner, kind)
     for chunks in more:
-        seconds = step_seconds(runner, rows, runner.drafts, chunks)
+        seconds = step_seconds(runner, replace(kind, chunks=chunks))
         if runner.comm.broadcast_object(seconds >= least):
             break  # more chunks cost more launches: where these do not pay, others will not
         best, least = chunks, seconds
@@ -60,8 +63,8 @@ def choose_chunks(runner: ModelRunner, rows: int) -> None:
 
 
 @torch.inference_mode()
-def step_seconds(runner: ModelRunner, rows: int, drafts: int, chunks: int, steps: int = 8, kept: bool = False) -> float:
-    """Median seconds of a greedy decode step of `rows` rows, each step with its slowest rank.
+def step_seconds(runner: ModelRunner, kind: StepKind, steps: int = 8, kept: bool = False) -> float:
+    """Times decode steps, sparse where sequences are long enough: median seconds, each step with its slowest rank.
 
     The slots' tokens and lengths stay what they are. What is captured for it stays where it is `kept`.
     """
@@ -76,10 +79,10 @@ def step_seconds(runner: ModelRunner, rows: int, drafts: int, chunks: int, steps
     if graphs is not None and not kept:
         graphs = StepGraphs()
     run = partial(graphs.run, runner.step) if graphs is not None else runner.step
-    sparse = runner.sparse_at(int(before[1].max()))
+    kind = replace(kind, sparse=runner.sparse_at(int(before[1].max())))
 
     def step() -> None:
-        run(rows, drafts, False, False, sparse, chunks)
+        run(kind)
 
     seconds_of_each(step, 3, runner.device, restore)  # eagerly, captured, replayed
     runner.comm.barrier()

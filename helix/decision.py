@@ -5,7 +5,9 @@ Plain data, no torch: a `Decision` is all that the ranks need to do the same thi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +68,39 @@ class Segment:
     tokens: np.ndarray
 
 
+@dataclass(frozen=True, order=True)
+class StepKind:
+    """A kind of decode step: what its captured graph is made for.
+
+    Attributes:
+        rows: slots [0, rows) take part: a power of two, or all, so that few graphs serve all.
+        drafts: tokens that the step verifies for each sequence.
+        stochastic: some sequence has a temperature above 0.
+        filtered: some sequence has top-k, top-p or min-p.
+        shaped: some sequence wants something of its logits, or log-probabilities.
+        sparse: attention chooses which keys it reads: some sequence is long enough.
+        chunks: runs of sequences whose attention and exchange take turns (HOP-B).
+    """
+
+    rows: int = 0
+    drafts: int = 0
+    stochastic: bool = False
+    filtered: bool = False
+    shaped: bool = False
+    sparse: bool = False
+    chunks: int = 1
+
+    @classmethod
+    def of(cls, sampling: Collection[SamplingParams], **more: Any) -> StepKind:
+        """Makes the kind of a step that draws for all of these; `more` is its other attributes."""
+        return cls(
+            stochastic=any(not s.is_greedy for s in sampling),
+            filtered=any(s.is_filtered for s in sampling),
+            shaped=any(s.is_shaped for s in sampling),
+            **more,
+        )
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """How a run of decode steps goes on.
@@ -94,10 +129,8 @@ class Decision:
     Attributes:
         masks: which tokens slots may draw in that step, int32 [W], as of `Grammar`.
         tables: of slots that are in use before `admit`.
-        rows: slots [0, rows) take part in the decode steps: a power of two, or all, so that few graphs serve all.
-        drafts, draft_limits: of the decode steps; see `StepPlan`.
-        sparse: whether the decode steps choose which keys they read: some sequence is long enough.
-        shaped: some sequence wants something of its logits, or log-probabilities.
+        kind: of the decode steps; the prompts' first tokens are drawn alike.
+        draft_limits: of the decode steps; see `StepPlan`.
         undrawn: the decode step, a single one, ends with its logits: what may be drawn depends on tokens before it that
             rank 0 has not read.
     """
@@ -108,17 +141,12 @@ class Decision:
     admit: tuple[Admission, ...]
     prefill: tuple[Segment, ...]
     decode_steps: int
-    rows: int
-    stochastic: bool
-    filtered: bool
-    drafts: int = 0
+    kind: StepKind = StepKind()
     draft_limits: tuple[int, ...] = ()
-    sparse: bool = False
-    shaped: bool = False
     undrawn: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
         """A decision that computes nothing."""
-        return cls(0, retire, (), (), (), 0, 0, False, False)
+        return cls(0, retire, (), (), (), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from helix.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.block_tables import BlockTables
 from helix.buffers import doubling_depth
 from helix.config import ServeConfig
-from helix.decision import Decision
+from helix.decision import Decision, StepKind
 from helix.inbox import Inbox
 from helix.model_runner import ModelRunner, StepTokens
 from helix.pages import PagePool
@@ -132,14 +133,14 @@ class Engine:
     @torch.inference_mode()
     def warm_up(
         self,
-        variants: Iterable[tuple[bool, bool, bool]],
-        later: Iterable[tuple[bool, bool, bool]] = (),
+        variants: Iterable[StepKind],
+        later: Iterable[StepKind] = (),
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
 
         Args:
-            variants: (stochastic, filtered, shaped) of the sampling to come; the same on every rank.
+            variants: how tokens are to be drawn; the same on every rank.
             later: of sampling that may come: steps whose kernels are compiled now, and which are captured when they run
                 for the second time. Who decodes then waits for it, as long as two steps take to be launched.
             mark: called where a phase ends, with its name.
@@ -150,13 +151,13 @@ class Engine:
         first = runner.policy.from_tokens
         sparse = [False] if first is None else [True] if first == 0 else [False, True]
         kinds, more = (
-            [(drafts, *v[:2], s, v[2]) for v, drafts, s in product(sorted(set(of)), self.draft_sizes, sparse)]
+            [replace(v, drafts=n, sparse=s) for v, n, s in product(sorted(set(of)), self.draft_sizes, sparse)]
             for of in (variants, later)
         )
         if runner.device.type == "cuda":
             steps = (
-                (rows, drafts, stochastic, filtered, sparse, chunks, shaped)
-                for rows, (drafts, stochastic, filtered, sparse, shaped) in product(sizes, [*kinds, *more])
+                replace(kind, rows=rows, chunks=chunks)
+                for rows, kind in product(sizes, [*kinds, *more])
                 for chunks in tried_chunks(runner, rows)
             )
             rehearse(runner, self._chunks(tokens), steps)
@@ -173,13 +174,13 @@ class Engine:
             fill(runner, rows, max(1, min(runner.max_length, tokens // rows)) - 1)
             choose_chunks(runner, rows)
             if len(self.draft_sizes) > 1:
-                chunks = runner.chunks(rows)
                 for drafts in self.draft_sizes:
-                    self.step_seconds[rows, drafts] = step_seconds(runner, rows, drafts, chunks, kept=True)
+                    kind = StepKind(rows, drafts, chunks=runner.chunks(rows))
+                    self.step_seconds[rows, drafts] = step_seconds(runner, kind, kept=True)
             fill(runner, 0, 0)
             for kind in kinds:
                 for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
-                    runner.decode(rows, *kind)
+                    runner.decode(replace(kind, rows=rows))
         torch.cuda.synchronize()
         mark("capture")
 

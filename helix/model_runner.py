@@ -7,7 +7,7 @@ the same everywhere, and only rank 0 reads them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
 from helix.clock import Moment
-from helix.decision import Admission, Decision, Segment
+from helix.decision import Admission, Decision, Segment, StepKind
 from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
@@ -47,13 +47,13 @@ class Held:
     """The step of a decision that the next one draws.
 
     Attributes:
-        key: arguments of `ModelRunner.step`.
+        kind: of the step.
         begin: when it could begin.
         computed: when its logits are there.
     """
 
     decision: Decision
-    key: tuple[Hashable, ...]
+    kind: StepKind
     undrawn: Undrawn
     begin: Moment
     computed: Moment
@@ -148,7 +148,7 @@ class ModelRunner:
         def keep(tokens: Tensor, slots: Sequence[int] | None = None, held: Held | None = None) -> None:
             if self.comm.rank == 0:
                 of = decision if held is None else held.decision
-                summaries = self.shaper.summaries if of.shaped and self.shaper is not None else None
+                summaries = self.shaper.summaries if of.kind.shaped and self.shaper is not None else None
                 before = held.begin if held is not None else drawn[-1].end if drawn else begin
                 idle = None if held is None else (held.computed, begin)
                 drawn.append(StepTokens(tokens, slots, self.check, before, summaries, idle))
@@ -156,7 +156,7 @@ class ModelRunner:
         if self._held is not None:
             if decision.masks:
                 self._shaper().allow(decision.masks)
-            keep(self._captured(self._draw_held, *self._held.key), held=self._held)
+            keep(self._captured(self._draw_held, self._held.kind), held=self._held)
             self._held = None
         for slot in decision.retire:
             at, state = slice(slot, slot + 1), self.state
@@ -174,20 +174,19 @@ class ModelRunner:
         if decision.prefill:
             keep(*self._prefill(decision.prefill, decision))
         if self.drafter is not None and decision.decode_steps:
-            if decision.drafts and not self._drafting:
+            if decision.kind.drafts and not self._drafting:
                 self.drafter.catch_up(self.state)
-            self._drafting = decision.drafts > 0
+            self._drafting = decision.kind.drafts > 0
         if decision.draft_limits:
             limits = to_device(torch.tensor(decision.draft_limits), self.device)
             self.state.draft_limits[: len(limits)] = limits
-        kind = decision.drafts, decision.stochastic, decision.filtered, decision.sparse, decision.shaped
         if decision.undrawn:
-            key = self._key(decision.rows, *kind)
-            undrawn = self._captured(self._compute, *key)
-            self._held = Held(decision, key, undrawn, drawn[-1].end if drawn else begin, Moment(self.device))
+            kind = self._in_chunks(decision.kind)
+            undrawn = self._captured(self._compute, kind)
+            self._held = Held(decision, kind, undrawn, drawn[-1].end if drawn else begin, Moment(self.device))
             return drawn
         for _ in range(decision.decode_steps):
-            keep(self.decode(decision.rows, *kind))
+            keep(self.decode(decision.kind))
         return drawn
 
     @property
@@ -244,90 +243,62 @@ class ModelRunner:
         rows = (ends - begins).cumsum(0)[of_last] - 1
         slots, lengths = slots[of_last], ends[of_last]
         live = torch.ones_like(slots, dtype=torch.bool)
-        shaping = (slots, torch.full_like(slots, -1)) if decision.shaped else None
-        logits = self.model.logits(hidden[rows])
-        tokens = self._draw(logits, slots, lengths, live, decision.stochastic, decision.filtered, shaping)
+        shaping = (slots, torch.full_like(slots, -1)) if decision.kind.shaped else None
+        tokens = self._draw(self.model.logits(hidden[rows]), slots, lengths, live, decision.kind, shaping)
         self.state.activate(slots, tokens, lengths)
         return tokens[:, None], [segments[i].slot for i in last]
 
-    def decode(
-        self,
-        rows: int,
-        drafts: int = 0,
-        stochastic: bool = False,
-        filtered: bool = False,
-        sparse: bool = False,
-        shaped: bool = False,
-    ) -> Tensor:
-        """One decode step of slots [0, rows): tokens [rows, 1 + drafts] as `DecodeState.commit` gives them.
+    def decode(self, kind: StepKind) -> Tensor:
+        """Launches a decode step, cut as `chunks` says; a collective that waits for nothing.
 
-        On every rank; a collective that waits for nothing.
-
-        What it returns is overwritten by a later step.
+        Returns:
+            Tokens [rows, 1 + drafts], as of `DecodeState.commit`; a later step overwrites them.
         """
-        taken: Tensor = self._captured(self.step, *self._key(rows, drafts, stochastic, filtered, sparse, shaped))
+        taken: Tensor = self._captured(self.step, self._in_chunks(kind))
         return taken
 
-    def _key(
-        self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, shaped: bool
-    ) -> tuple[Hashable, ...]:
-        return rows, drafts, stochastic, filtered, sparse, self.chunks(rows), shaped
+    def _in_chunks(self, kind: StepKind) -> StepKind:
+        return replace(kind, chunks=self.chunks(kind.rows))
 
-    def _captured(self, part: Callable[..., Any], *key: Hashable) -> Any:
-        """What a part of a step returns, captured where that can be."""
+    def _captured(self, part: Callable[[StepKind], Any], kind: StepKind) -> Any:
+        """Runs a part of a step, captured where that can be."""
         if self.graphs is None or self.observer is not None:
-            return part(*key)
-        return self.graphs.run(part, *key)
+            return part(kind)
+        return self.graphs.run(part, kind)
 
-    def step(
-        self,
-        rows: int,
-        drafts: int,
-        stochastic: bool,
-        filtered: bool,
-        sparse: bool,
-        chunks: int,
-        shaped: bool = False,
-    ) -> Tensor:
-        """What `decode` launches, from its first kernel to its last."""
-        undrawn = self._compute(rows, drafts, stochastic, filtered, sparse, chunks, shaped)
-        return self._complete(undrawn, rows, drafts, stochastic, filtered, shaped)
+    def step(self, kind: StepKind) -> Tensor:
+        """Launches all kernels of a step, as in `decode`."""
+        return self._complete(self._compute(kind), kind)
 
-    def _draw_held(
-        self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int, shaped: bool
-    ) -> Tensor:
-        """The rest of the step that is held, which has one key with it: so both read one graph's tensors."""
+    def _draw_held(self, kind: StepKind) -> Tensor:
+        """Launches the rest of the step that is held; both parts have one key, so that they share a graph's tensors."""
         assert self._held is not None
-        return self._complete(self._held.undrawn, rows, drafts, stochastic, filtered, shaped)
+        return self._complete(self._held.undrawn, kind)
 
-    def _compute(
-        self, rows: int, drafts: int, stochastic: bool, filtered: bool, sparse: bool, chunks: int, shaped: bool
-    ) -> Undrawn:
+    def _compute(self, kind: StepKind) -> Undrawn:
         draft = None
         self.mark("draft")
-        if drafts:
+        if kind.drafts:
             assert self.drafter is not None
-            draft = self.drafter.propose(self.state, rows, drafts, stochastic, filtered)
+            draft = self.drafter.propose(self.state, kind)
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
         self.mark("verify")
-        step = self.state.decode_step(rows, tokens, chunks)
-        policy = self.policy if sparse else self.dense
-        if drafts and self.drafter is not None:
+        step = self.state.decode_step(kind.rows, tokens, kind.chunks)
+        policy = self.policy if kind.sparse else self.dense
+        if kind.drafts and self.drafter is not None:
             policy = self.drafter.verification or policy
         hidden = self.model.hidden(self.cache, step, policy)
         self.mark("accept")
         return Undrawn(self.model.logits(hidden), step, draft)
 
-    def _complete(
-        self, undrawn: Undrawn, rows: int, drafts: int, stochastic: bool, filtered: bool, shaped: bool
-    ) -> Tensor:
+    def _complete(self, undrawn: Undrawn, kind: StepKind) -> Tensor:
         """Draws a step's tokens and takes them."""
-        step, draft = undrawn.step, undrawn.draft
+        step, draft, rows, drafts = undrawn.step, undrawn.draft, kind.rows, kind.drafts
         tokens = None if draft is None else draft.tokens
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
-        shaping = (self._slots[:rows], self.state.uncounted(rows)) if shaped else None
-        drawn = self._draw(undrawn.logits, slots, step.positions + 1, step.live, stochastic, filtered, shaping, draft)
+        shaping = (self._slots[:rows], self.state.uncounted(rows)) if kind.shaped else None
+        drawn = self._draw(undrawn.logits, slots, step.positions + 1, step.live, kind, shaping, draft)
         drawn = drawn.view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
@@ -352,8 +323,7 @@ class ModelRunner:
         slots: Tensor | slice,
         positions: Tensor,
         live: Tensor,
-        stochastic: bool,
-        filtered: bool,
+        kind: StepKind,
         shaping: tuple[Tensor, Tensor] | None,
         draft: Draft | None = None,
     ) -> Tensor:
@@ -365,33 +335,27 @@ class ModelRunner:
         if self.observer:
             self.observer(self._slots[slots][live], positions[live], logits[live])
         if shaping is None:
-            return self._sampled(logits, slots, positions, stochastic, filtered, draft)
+            return self._sampled(logits, slots, positions, kind, draft)
         shaper, sequences = self._shaper(), shaping[0]
         shaped = shaper.shape(logits, *shaping, positions)
-        tokens = self._sampled(shaped, slots, positions, stochastic, filtered, draft)
+        tokens = self._sampled(shaped, slots, positions, kind, draft)
         of_first = slice(None, None, len(logits) // len(sequences))  # behind it are drafts, which others have
         shaper.report(logits[of_first], tokens[of_first].contiguous(), sequences, self.comm)
         return tokens
 
     def _sampled(
-        self,
-        logits: Tensor,
-        slots: Tensor | slice,
-        positions: Tensor,
-        stochastic: bool,
-        filtered: bool,
-        draft: Draft | None,
+        self, logits: Tensor, slots: Tensor | slice, positions: Tensor, kind: StepKind, draft: Draft | None
     ) -> Tensor:
         """Tokens [n] drawn from logits [n, V_local]."""
         first, sampling = self.model.embedding.rows.start, self.state.sampling
         if draft is not None and draft.sampled_from is not None:
             of_rows = sampling.rows(slice(0, len(draft.tokens)))
             return accepted_tokens(
-                logits, first, draft.tokens, draft.sampled_from, positions, of_rows, self.comm, filtered=filtered
+                logits, first, draft.tokens, draft.sampled_from, positions, of_rows, self.comm, filtered=kind.filtered
             ).flatten()
-        return sample(
-            logits, first, positions, sampling.rows(slots), self.comm, stochastic=stochastic, filtered=filtered
-        )
+        of_slots = sampling.rows(slots)
+        flags = {"stochastic": kind.stochastic, "filtered": kind.filtered}
+        return sample(logits, first, positions, of_slots, self.comm, **flags)
 
     def _shaper(self) -> Shaper:
         """Made when it is first wanted, on all ranks alike, and never again: captured steps write to it."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from helix.autotune import fill
-from helix.decision import Admission, Decision, Segment
+from helix.decision import Admission, Decision, Segment, StepKind
 from helix.model_runner import ModelRunner
 from helix.sampling import SamplingParams
 from kernels.ahead import compiled_ahead
@@ -18,7 +18,7 @@ from kernels.ahead import compiled_ahead
 def rehearse(
     runner: ModelRunner,
     chunks: Iterable[tuple[int, int, int]],
-    steps: Iterable[tuple[int, int, bool, bool, bool, int, bool]],
+    steps: Iterable[StepKind],
 ) -> None:
     """Goes through chunks of prompts and decode steps; a collective, to be called while nothing is served.
 
@@ -26,7 +26,7 @@ def rehearse(
 
     Args:
         chunks: prompts in one, tokens of each, and tokens before these.
-        steps: arguments of `ModelRunner.step`.
+        steps: each of them once.
     """
     with compiled_ahead():
         for prompts, count, known in chunks:
@@ -37,9 +37,9 @@ def rehearse(
             admit = [Admission("rehearsal", i, end, text, 0, pages, end, end, SamplingParams(), known) for i in slots]
             parts = [Segment(i, known, end, last=True, tokens=tokens) for i in slots]
             rows = min(1 << (prompts - 1).bit_length(), runner.max_batch)
-            runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, rows, stochastic=False, filtered=False))
+            runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows)))
             runner.execute(Decision.nothing(tuple(slots)))
-        for step in steps:
-            fill(runner, step[0], 1)
-            runner.step(*step)
+        for kind in steps:
+            fill(runner, kind.rows, 1)
+            runner.step(kind)
         fill(runner, 0, 0)

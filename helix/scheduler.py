@@ -22,7 +22,7 @@ from zlib import crc32
 import numpy as np
 
 from helix.block_tables import BlockTable, BlockTables
-from helix.decision import Admission, Decision, Segment, StepPlan, TableWrite
+from helix.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
 from helix.prefill_time import PrefillTime
 from helix.request import Request
 
@@ -297,7 +297,6 @@ class Scheduler:
             return None
         self._launched.append(drawing)
         self._number += 1
-        sampling = [s.request.sampling for s in self.running.values()]
         return Decision(
             self._number,
             tuple(retire),
@@ -305,16 +304,16 @@ class Scheduler:
             admit,
             prefill,
             steps,
-            rows,
-            stochastic=any(not p.is_greedy for p in sampling),
-            filtered=any(p.is_filtered for p in sampling),
-            shaped=any(p.is_shaped for p in sampling),
+            StepKind.of(
+                [s.request.sampling for s in self.running.values()],
+                rows=rows,
+                drafts=plan.drafts,
+                # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.
+                sparse=any(s.known + s.most > self._sparse_from for s in decoding),
+            ),
+            draft_limits=plan.draft_limits,
             undrawn=self._undrawn > 0,
             masks=masks,
-            drafts=plan.drafts,
-            draft_limits=plan.draft_limits,
-            # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.
-            sparse=any(s.known + s.most > self._sparse_from for s in decoding),
         )
 
     # ---- slots and pages

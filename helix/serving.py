@@ -181,7 +181,7 @@ class Serving:
         work = sum(self._times.work(s.begin, s.end) for s in plan.prefill) if run.in_chunk else 0.0
         steps = run.left - run.in_chunk
         left_s = (self._times.seconds(work) or 0.0) if work else 0.0
-        left_s += steps * (self._policy.seconds(plan.rows, plan.drafts) or 0.0)
+        left_s += steps * (self._policy.seconds(plan.kind.rows, plan.kind.drafts) or 0.0)
         left_s -= now - max(run.begin, self._came)
         ahead_s = AHEAD_S + (self._chunk_launch_s if self._scheduler.prefills else 0.0)
         if run.left > 1:
@@ -218,12 +218,12 @@ class Serving:
                 logprobs = () if wanted is None else (step.logprobs(slot, wanted),)
                 yield self._record(sequence, slot, drawn, logprobs)
             if not in_chunk:
-                self._timings.step(seconds, run.decision.drafts, outcomes)
+                self._timings.step(seconds, run.decision.kind.drafts, outcomes)
                 run.outcomes += outcomes
         if not run.left:
             self._runs.popleft()
             self._scheduler.landed()
-            self._policy.observe(run.decision.rows, run.decision.drafts, run.seconds, run.outcomes)
+            self._policy.observe(run.decision.kind.rows, run.decision.kind.drafts, run.seconds, run.outcomes)
             self._forget(run.rows)
             self._note_kv()
 
@@ -235,7 +235,7 @@ class Serving:
 
     def _tried(self, run: Run, slot: int) -> int:
         """Drafts of a slot that each step of a run verifies."""
-        drafts = run.decision.drafts
+        drafts = run.decision.kind.drafts
         return min(drafts, run.limits[slot]) if slot < len(run.limits) else drafts
 
     def _after_chunk(self, run: Run, seconds: float) -> Iterator[Delta]:

@@ -322,10 +322,11 @@ class Serving:
             left = row.admission.limit - row.length
             if not row.drawn or left <= 0:
                 continue
-            assert slot < decision.rows, "every row takes part"
+            assert slot < decision.kind.rows, "every row takes part"
             sizes = {min(1 << i, self.max_batch) for i in range(self.max_batch.bit_length() + 1)}
-            assert decision.rows == min(size for size in sizes if size > max(self.rows)), "a size of few, the smallest"
-            tried = min(decision.drafts, left - 1)
+            smallest = min(size for size in sizes if size > max(self.rows))
+            assert decision.kind.rows == smallest, "a size of few"
+            tried = min(decision.kind.drafts, left - 1)
             kept = min(self.kept[self.steps % len(self.kept)], tried)
             for at in range(row.length, row.length + 1 + tried):
                 self.write(row, at, row.chain[at] if at <= row.length + kept and at < len(row.chain) else -2)

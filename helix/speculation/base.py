@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.decision import Admission, TableWrite
+from helix.decision import Admission, StepKind, TableWrite
 from helix.step import DecodeState
 from kernels.tokens.accept import Distribution
 
@@ -95,12 +95,8 @@ class Drafter(ABC):
         return
 
     @abstractmethod
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        """`drafts` tokens, from 1 to `limit`, for each of the first `rows` slots.
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        """Proposes `kind.drafts` tokens, from 1 to `limit`, for each of the first `kind.rows` slots.
 
         The same on all ranks, of fixed shape, without waiting for the host: it is part of a captured step.
-
-        Args:
-            stochastic: whether some row may have a temperature above 0.
-            filtered: whether some row may have top-k or top-p.
         """

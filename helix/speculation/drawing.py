@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
+from helix.decision import StepKind
 from helix.models import Decoder
 from helix.sampling import distribution, draw, sample
 from helix.speculation.base import Draft
@@ -23,15 +24,14 @@ class DraftDrawing:
         comm: over which the logits are sharded.
         shared: with the noise that the target will draw with: what both would say is the same wherever the two
             distributions are. Otherwise with noise of its own, and drafts are kept by rejection.
-        stochastic, filtered: as in `Drafter.propose`.
+        kind: of the step that verifies them.
     """
 
-    def __init__(self, model: Decoder, comm: Communicator, shared: bool, stochastic: bool, filtered: bool) -> None:
+    def __init__(self, model: Decoder, comm: Communicator, shared: bool, kind: StepKind) -> None:
         self.model = model
         self.comm = comm
         self.shared = shared
-        self.stochastic = stochastic
-        self.filtered = filtered
+        self.kind = kind
         self._tokens: list[Tensor] = []
         self._sampled_from: list[Distribution] = []
 
@@ -39,11 +39,11 @@ class DraftDrawing:
         """Tokens [rows] int64 for `positions` [rows], from hidden [rows, H]."""
         logits, first = self.model.logits(hidden), self.model.embedding.rows.start
         sampling = state.sampling.rows(slice(0, len(positions)))
-        if self.shared or not self.stochastic:
-            flags = {"stochastic": self.stochastic, "filtered": self.filtered}
+        if self.shared or not self.kind.stochastic:
+            flags = {"stochastic": self.kind.stochastic, "filtered": self.kind.filtered}
             tokens = sample(logits, first, positions, sampling, self.comm, **flags)
         else:
-            q, best = distribution(logits[:, None], first, sampling, self.comm, filtered=self.filtered)
+            q, best = distribution(logits[:, None], first, sampling, self.comm, filtered=self.kind.filtered)
             self._sampled_from.append(q)
             tokens = draw(q, best, first, positions[:, None], sampling.seed, DRAFT, self.comm)[:, 0]
         self._tokens.append(tokens)

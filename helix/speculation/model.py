@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.decision import Admission, TableWrite
+from helix.decision import Admission, StepKind, TableWrite
 from helix.kv_cache import KVCache, Placement, page_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
@@ -118,14 +118,15 @@ class ModelDrafter(Drafter):
     def check(self, wait: bool = True) -> None:
         self.comm.check(wait)
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        rows, drafts = kind.rows, kind.drafts
         own, lengths, last = self.sequences, state.lengths[:rows], state.tokens[:rows, None]
         before = (lengths - 1).clamp(min=0)  # of rows that do not decode, whatever is there
         own.active[:rows] = state.active[:rows]
         own.lengths[:rows] = before
         own.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
         hidden = self.model.hidden(self.cache, own.decode_step(rows, last), self.policy).unflatten(0, (rows, 2))[:, 1]
-        drawing = DraftDrawing(self.model, self.comm, False, stochastic, filtered)
+        drawing = DraftDrawing(self.model, self.comm, False, kind)
         for n in range(1, drafts + 1):
             tokens = drawing.draw(hidden, state, lengths + n)
             if n < drafts:

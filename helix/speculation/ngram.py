@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helix.decision import StepKind
 from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
 from kernels.tokens.ngram import ngram
@@ -17,5 +18,6 @@ class NgramDrafter(Drafter):
         super().__init__(limit)
         self.longest = longest
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        return Draft(ngram(state.history[:rows], state.lengths[:rows] + 1, drafts, self.longest))
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        rows = slice(0, kind.rows)
+        return Draft(ngram(state.history[rows], state.lengths[rows] + 1, kind.drafts, self.longest))

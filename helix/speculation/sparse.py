@@ -20,7 +20,7 @@ from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import MOST_CHOSEN
-from helix.decision import Admission, TableWrite
+from helix.decision import Admission, StepKind, TableWrite
 from helix.kv_cache import BlockBudget, KeyBudget, KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
@@ -237,11 +237,12 @@ class SparseDrafter(Drafter):
     def catch_up(self, state: DecodeState) -> None:
         self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        rows, drafts = kind.rows, kind.drafts
         lengths, tokens = state.lengths[:rows], state.tokens[:rows]
         ahead = state.steps_ahead(rows, drafts)
         self.policy.prepare(ahead.joint, set(self.model.spec.windows))
-        drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", stochastic, filtered)
+        drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", kind)
         for n in range(drafts):
             step = ahead.step(n, tokens)
             hidden = self.model.hidden(self.cache, step, self.policy)

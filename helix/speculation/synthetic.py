@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helix.decision import StepKind
 from helix.speculation.base import Draft, Drafter
 from helix.step import DecodeState
 from kernels.tokens.synthetic_drafts import synthetic_drafts
@@ -23,6 +24,7 @@ class SyntheticDrafter(Drafter):
         self.seed = seed
         self.vocab = vocab
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        tokens, outcome = synthetic_drafts(state.lengths[:rows], drafts, self.acceptance, self.seed, self.vocab)
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        lengths = state.lengths[: kind.rows]
+        tokens, outcome = synthetic_drafts(lengths, kind.drafts, self.acceptance, self.seed, self.vocab)
         return Draft(tokens, outcome=outcome)

@@ -6,6 +6,7 @@ from typing import Any
 
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.build import build_engine
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.request import Output, Request
 from helix.tiering import of_short_chunks
@@ -28,7 +29,7 @@ def run(task: Task) -> Done:
     wanted, variants = comm.broadcast_object(
         (
             _wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch),
-            {(not r.sampling.is_greedy, r.sampling.is_filtered, r.sampling.is_shaped) for r in requests},
+            {StepKind.of([r.sampling]) for r in requests},
         )
     )
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)

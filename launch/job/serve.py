@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock, Thread
 from time import sleep
@@ -18,6 +19,7 @@ import numpy as np
 
 import helix.request
 from helix.build import build_engine
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.errors import RankError
 from helix.inbox import Inbox
@@ -43,8 +45,8 @@ from launch.serving.frames import (
 from launch.serving.matcher import BegunGrammar, Grammars
 
 # Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
-PLAIN = {(False, False, False), (True, False, False), (True, True, False)}
-SHAPED = {(stochastic, filtered, True) for stochastic, filtered, _ in PLAIN}
+PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}
+SHAPED = {replace(kind, shaped=True) for kind in PLAIN}
 STATS_S = 1.0  # between two reports
 BUFFER = 1 << 22  # bytes on their way to it
 PIECE = 1 << 20  # bytes read at a time

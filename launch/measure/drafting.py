@@ -22,6 +22,7 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
+from helix.decision import StepKind
 from helix.kv_cache import Placement
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
@@ -134,7 +135,7 @@ class Told(Drafter):
         self.learns = learner is not None and learner.learns
         self.verification = None if learner is None else learner.verification
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         return Draft(self.tokens, outcome=self.tokens)
 
     def verified(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
@@ -236,7 +237,7 @@ def _decode(
         turns = torch.tensor(live, device=device)
         while (state.active[:n].copy_(turns & (state.lengths[:n] < last))).any():
             active, before = state.active[:n].clone(), state.lengths[:n].clone()
-            runner.decode(n, way.gamma, sampled, sampled)
+            runner.decode(StepKind(n, way.gamma, sampled, sampled))
             steps.append(torch.where(active, state.lengths[:n] - before - 1, -1))
             if measured is not None:
                 measured.verified(active)
@@ -268,7 +269,8 @@ def _tell(runner: ModelRunner, drafter: Drafter | None, told: list[list[int]], w
         state.active[:n] = torch.tensor([row in group for row in range(n)], device=device)
         drafts = torch.tensor([left[row][:size] if row in group else [0] * size for row in range(n)], device=device)
         runner.drafter = Told(drafts, drafter)
-        runner.decode(n, size, way.temperature > 0, way.temperature > 0)
+        sampled = way.temperature > 0
+        runner.decode(StepKind(n, size, sampled, sampled))
 
     while sizes := {row: min(most, len(x) - final - 1) for row, x in left.items() if len(x) > final}:
         size = min(sizes.values())

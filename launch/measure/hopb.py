@@ -25,6 +25,7 @@ from comm.base import Communicator
 from comm.hopb import Pipeline
 from helix.autotune import CHUNKS, choose_chunks, step_seconds
 from helix.clock import seconds_of_each
+from helix.decision import StepKind
 from helix.graphs import StepGraphs
 from helix.layout import share
 from helix.model_runner import ModelRunner
@@ -71,7 +72,7 @@ def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, lengt
     fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
 
     def microseconds(chunks: int) -> float:
-        return 1e6 * step_seconds(engine.runner, batch, engine.runner.drafts, chunks, steps)
+        return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.drafts, chunks=chunks), steps)
 
     on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
     off = microseconds(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -11,6 +12,7 @@ from statistics import median
 import torch
 
 from comm.base import Communicator
+from helix.decision import StepKind
 from helix.graphs import StepGraphs
 from helix.model_runner import ModelRunner
 
@@ -18,11 +20,12 @@ TIMES = 9
 STEPS = TIMES + 2  # that it takes
 
 
-def phase_us(runner: ModelRunner, comm: Communicator, rows: int, drafts: int) -> dict[str, float]:
-    """Median microseconds of each phase of a step of the first `rows` slots, on the rank where it took longest.
+def phase_us(runner: ModelRunner, comm: Communicator, kind: StepKind) -> dict[str, float]:
+    """Times each phase of a step: median microseconds, on the rank where it took longest.
 
     A collective. The slots move on by these steps.
     """
+    kind = replace(kind, chunks=runner.chunks(kind.rows))
     graphs = StepGraphs() if runner.graphs is not None else None
     marks: list[tuple[str | None, torch.cuda.Event | float]] = []
 
@@ -37,8 +40,7 @@ def phase_us(runner: ModelRunner, comm: Communicator, rows: int, drafts: int) ->
         marks.append((phase, event))
 
     def step() -> None:
-        key = rows, drafts, False, False, False, runner.chunks(rows)
-        (partial(graphs.run, runner.step) if graphs is not None else runner.step)(*key)
+        (partial(graphs.run, runner.step) if graphs is not None else runner.step)(kind)
 
     found: dict[str, list[float]] = defaultdict(list)
     step()

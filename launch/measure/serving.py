@@ -21,6 +21,7 @@ from helix.autotune import fill, step_seconds
 from helix.block_tables import BlockTables
 from helix.build import build_engine
 from helix.config import ServeConfig
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.errors import ConfigError
 from helix.inbox import Inbox
@@ -157,7 +158,7 @@ def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
         length //= small
         runner = client.engine.runner
         fill(runner, batch, length + new // 2)
-        step_s = step_seconds(runner, batch, 0, runner.chunks(batch))
+        step_s = step_seconds(runner, StepKind(batch, chunks=runner.chunks(batch)))
         fill(runner, 0, 0)
         contexts = [client.context(length) for _ in range(batch)]
         for arrivals in (0, 4 if small == 1 else 1):
@@ -343,7 +344,7 @@ def run(task: Task) -> Done:
             layer.normal_()
     task.phases.mark("build")
     if comm.device.type == "cuda":
-        engine.warm_up({(False, False, False)}, mark=task.phases.mark)
+        engine.warm_up({StepKind()}, mark=task.phases.mark)
     client = Client(engine, plan.config.seed)
     rows: list[dict[str, Any]] = []
     for name in plan.config.bench.traces or TRACES:

@@ -18,6 +18,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
 from helix.autotune import choose_chunks
 from helix.config import Config
+from helix.decision import StepKind
 from helix.graphs import StepGraphs
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
@@ -131,10 +132,10 @@ def _time_drafts(
     A step counts with the time of its slowest rank; no rank waits for its host between steps.
     """
     taken: list[Tensor] = []
-    sparse = runner.sparse_at(length)
+    kind = StepKind(batch, gamma, sparse=runner.sparse_at(length))
 
     def step() -> None:
-        tokens = runner.decode(batch, gamma, sparse=sparse)
+        tokens = runner.decode(kind)
         if gamma:
             taken.append(tokens.clone())
 
@@ -149,12 +150,12 @@ def _time_drafts(
         runner.cache.counted_ahead.zero_()
     comm.barrier()
     seconds = _times(step, steps, comm.device)
-    read = blocks_read(runner, comm) if sparse else {}
+    read = blocks_read(runner, comm) if kind.sparse else {}
     if isinstance(runner.cache, TieredCache):
         read |= blocks_fetched(runner.cache, comm, steps)
-    traced = read | _trace(partial(runner.decode, batch, gamma, sparse=sparse), runner.model.spec.layers, comm)
+    traced = read | _trace(partial(runner.decode, kind), runner.model.spec.layers, comm)
     if gamma:
-        traced["phase_us"] = phase_us(runner, comm, batch, gamma)
+        traced["phase_us"] = phase_us(runner, comm, StepKind(batch, gamma))
     comm.check()
     slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
     timings = Timings(acceptance=Acceptance(gamma))

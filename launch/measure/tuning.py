@@ -22,7 +22,7 @@ from helix.autotune import choose_chunks
 from helix.build import build_engine, make_drafter
 from helix.clock import Moment, seconds_of_each
 from helix.config import Config, bench_points
-from helix.decision import Admission, Decision, Segment
+from helix.decision import Admission, Decision, Segment, StepKind
 from helix.engine import Engine
 from helix.errors import ConfigError, RankError
 from helix.graphs import StepGraphs
@@ -157,7 +157,7 @@ class RandomSample(_Sample):
         rewind(self.runner, self.batch, self.length)
 
         def step() -> None:
-            self.runner.decode(self.batch, way.gamma)
+            self.runner.decode(StepKind(self.batch, way.gamma))
 
         for _ in range(WARM_UP):
             step()
@@ -192,8 +192,7 @@ class PromptSample(_Sample):
                 f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts lack {most} pages of the "
                 "cache on a rank: take fewer at a time, shorter ones, or a larger layout.kvp"
             )
-        self.stochastic = any(not r.sampling.is_greedy for r in requests)
-        self.filtered = any(r.sampling.is_filtered for r in requests)
+        self.kind = StepKind.of([r.sampling for r in requests])
         self.console = task.console
         self.turn = -1  # that whose keys are in the cache
         self.begin: tuple[Tensor, ...] = ()
@@ -258,7 +257,7 @@ class PromptSample(_Sample):
         admit: tuple[Admission, ...] = (),
         prefill: tuple[Segment, ...] = (),
     ) -> None:
-        decision = Decision(0, retire, (), admit, prefill, 0, 0, self.stochastic, self.filtered)
+        decision = Decision(0, retire, (), admit, prefill, 0, self.kind)
         for drawn in self.runner.execute(decision):
             drawn.read()
         self.runner.check()
@@ -277,7 +276,7 @@ class PromptSample(_Sample):
             runner.drafter.catch_up(state)
 
     def _step(self, gamma: int, rows: int) -> Tensor:
-        return self.runner.decode(rows, gamma, self.stochastic, self.filtered)
+        return self.runner.decode(replace(self.kind, rows=rows, drafts=gamma))
 
     def _continue(self, gamma: int, requests: Sequence[Request]) -> tuple[list[float], list[list[list[int]]]]:
         """Seconds of each step until all have their tokens, and what each sequence took in it."""

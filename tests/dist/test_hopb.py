@@ -17,6 +17,7 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import rows_of
 from helix.autotune import choose_chunks
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.model_runner import ModelRunner
 from helix.layout import HelixLayout
@@ -141,7 +142,7 @@ def rank(
             if hopb == "auto":  # what it reads while it chooses; the tests' memory is NaN
                 for tensor in engine.runner.cache.tensors:
                     tensor.zero_()
-                engine.warm_up([(False, False, False)])
+                engine.warm_up([StepKind()])
                 assert set(engine.runner.hopb_chunks) == {2, 4, 5}
             for _ in range(2):
                 requests = [Request(i, c.prompt, len(c.tokens)) for i, c in enumerate(wanted)]
@@ -184,7 +185,7 @@ def test_auto_takes_more_chunks_as_long_as_they_pay(
     runner = object.__new__(ModelRunner)
     runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
     runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
-    monkeypatch.setattr("helix.autotune.step_seconds", lambda runner, rows, drafts, chunks: seconds[chunks])
+    monkeypatch.setattr("helix.autotune.step_seconds", lambda runner, kind: seconds[kind.chunks])
     choose_chunks(runner, 8)
     assert runner.chunks(8) == chosen
 

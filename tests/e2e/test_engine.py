@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
+from helix.decision import StepKind
 from helix.engine import Engine, Output
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -413,10 +414,10 @@ def test_steps_that_may_come_are_captured_later(monkeypatch: pytest.MonkeyPatch)
     """Steps that will come run twice of every batch size, eagerly and captured; the others not yet."""
     e, ran, marks = alone(max_batch=3, drafter=NgramDrafter(1, 2), adaptive=False), [], list[str]()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    e.runner.graphs = SimpleNamespace(run=lambda step, *key: ran.append(key) or step(*key))  # type: ignore[assignment]
+    e.runner.graphs = SimpleNamespace(run=lambda step, kind: ran.append(kind) or step(kind))  # type: ignore[assignment]
     for tensor in e.runner.cache.tensors:
         tensor.zero_()
-    e.warm_up({(False, False, False)}, {(False, False, True)}, marks.append)
+    e.warm_up({StepKind()}, {StepKind(shaped=True)}, marks.append)
     assert marks == ["first_request", "capture"]
     ran = ran[-6:]  # behind those of the first request
-    assert ran == [(rows, 1, False, False, False, 1, False) for rows in (1, 2, 3) for _ in range(2)]
+    assert ran == [StepKind(rows, 1) for rows in (1, 2, 3) for _ in range(2)]

@@ -11,6 +11,7 @@ import torch
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.autotune import step_seconds
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
@@ -86,7 +87,9 @@ def test_queries_are_gathered_where_the_exchange_is_left_out_of_a_timing(monkeyp
     seconds = []
 
     def tamper(engine: Engine) -> None:
-        seconds.append(without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, 2, 0, 1, 1)))
+        seconds.append(
+            without_exchange(engine.runner, engine.comm, lambda: step_seconds(engine.runner, StepKind(2), 1))
+        )
 
     check(loopback(checkpoint("deepseek-v2-yarn"), HelixLayout.create("helix", 2), 16, wanted, tamper), wanted)
     assert len(seconds) == 2 and min(seconds) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from comm.loopback import LoopbackWorld
 from helix.autotune import fill
+from helix.decision import StepKind
 from helix.kv_cache import BlockBudget
 from helix.layout import HelixLayout
 from helix.rehearsal import rehearse
@@ -48,10 +50,10 @@ def test_nothing_is_launched_and_nothing_remains(
     def run(kernel: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         (met if warmup else launched).add(kernel.__name__)
 
-    draws = (False, False), (True, False), (True, True)
+    draws = StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)
     sparse = [False] if e.runner.policy.from_tokens is None else [False, True]
     steps = [
-        (rows, drafts, *draw, sparsely, 1, shaped)
+        replace(draw, rows=rows, drafts=drafts, sparse=sparsely, shaped=shaped)
         for rows, drafts, draw, sparsely, shaped in product((1, 4), e.draft_sizes, draws, sparse, (False, True))
     ]
     sampling = SamplingParams(temperature=1.0, top_k=3, presence_penalty=1.0)

@@ -17,6 +17,7 @@ from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.collecting import CollectingAttention
 from helix.autotune import fill
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
@@ -196,18 +197,18 @@ class Watch:
                 self.queries[cache.index, step.first + i] = rows[live].clone()
         return self.attend(q, cache, step, *args)  # type: ignore[arg-type]
 
-    def before(self, state: DecodeState, rows: int, *args: object) -> Draft:
+    def before(self, state: DecodeState, kind: StepKind) -> Draft:
         """Every sequence has a choice of its own, made where it is now or a few drafts before."""
         chosen, p = self.drafter.chosen, self.drafter.placement
         assert chosen is not None
-        for slot in range(rows):
+        for slot in range(kind.rows):
             if state.active[slot] and state.lengths[slot] < state.limits[slot]:
                 where = p.kvp_rank, p.append_block, int(state.starts[slot])
                 behind = p.layout.local_length(int(state.lengths[slot]), *where) - int(chosen.known[slot])
                 assert 0 <= behind <= self.drafter.limit, slot
                 pages = chosen.tables[:, slot, :, : int(chosen.counts[slot])] // p.page_size
                 assert set(pages.flatten().tolist()) <= set(state.block_tables[slot].tolist()), slot
-        return self.propose(state, rows, *args)  # type: ignore[arg-type]
+        return self.propose(state, kind)
 
     def after(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
         self.verified(state, rows, drafts, before)
@@ -288,7 +289,7 @@ def test_phases_of_an_iteration() -> None:
         runner = build_engine(checkpoint("qwen2"), layout, comm, 16, drafter=SelfDrafts(3, FEW), adaptive=False).runner
         fill(runner, 2, 200)
         with torch.inference_mode():
-            return phase_us(runner, comm, 2, 3)
+            return phase_us(runner, comm, StepKind(2, 3))
 
     first, second = run_ranks(2, body, timeout_s=120.0)
     assert first == second and list(first) == ["draft", "verify", "accept", "choose"]

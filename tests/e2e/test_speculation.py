@@ -15,7 +15,7 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from helix.autotune import fill, step_seconds
-from helix.decision import Admission, StepPlan
+from helix.decision import Admission, StepKind, StepPlan
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -41,13 +41,13 @@ class Replay(Drafter):
         self.known = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences])
         self.wrong = wrong
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         tokens = []
-        for row in range(rows):
+        for row in range(kind.rows):
             at = int(state.lengths[row])
             prompt = state.history[row, :2].tolist()
             which = next((i for i, s in enumerate(self.known.tolist()) if s[: len(prompt)] == prompt), 0)
-            place = torch.arange(at + 1, at + 1 + drafts).clamp(max=self.known.shape[1] - 1)
+            place = torch.arange(at + 1, at + 1 + kind.drafts).clamp(max=self.known.shape[1] - 1)
             tokens.append(torch.where(place % self.wrong == 0, 1, self.known[which, place]))
         return Draft(torch.stack(tokens))
 
@@ -170,7 +170,7 @@ def test_steps_are_timed_with_drafts_that_are_verified() -> None:
         before = engine.runner.state.lengths.tolist()
         drafts = torch.zeros(3, 5, dtype=torch.int64)
         assert torch.equal(engine.runner.state.within_limits(drafts), drafts), "none is beyond a row's end"
-        seconds = [step_seconds(engine.runner, 3, n, 1, steps=2) for n in engine.draft_sizes]
+        seconds = [step_seconds(engine.runner, StepKind(3, n), steps=2) for n in engine.draft_sizes]
         assert engine.runner.state.lengths.tolist() == before and engine.draft_sizes == (0, 1, 2, 4, 5)
         return seconds
 
@@ -185,9 +185,9 @@ class Refused(Drafter):
         super().__init__(limit)
         self.limits: list[list[int]] = []
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        self.limits.append(state.draft_limits[:rows].tolist())
-        return Draft(torch.full((rows, drafts), 256))
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        self.limits.append(state.draft_limits[: kind.rows].tolist())
+        return Draft(torch.full((kind.rows, kind.drafts), 256))
 
 
 def test_limits_reach_every_rank_and_end_with_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +236,8 @@ class Witness(Drafter):
         for row in state.active.nonzero()[:, 0].tolist():
             self.read[row] = dict(enumerate(state.history[row, : int(state.lengths[row]) - 1].tolist()))
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        for row in state.active[:rows].nonzero()[:, 0].tolist():
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        for row in state.active[: kind.rows].nonzero()[:, 0].tolist():
             length = int(state.lengths[row])
             history = state.history[row].tolist()
             stale = [i for i in range(length - 1) if self.read[row].get(i) != history[i]]
@@ -245,8 +245,8 @@ class Witness(Drafter):
                 self.missing.append(f"row {row} of {length}: {stale}")
             last = history[length]  # it reads the last two tokens, and all but the last draft
             self.read[row] |= {length - 1: history[length - 1], length: last}
-            self.read[row] |= {length + i: last for i in range(1, drafts)}
-        return Draft(state.tokens[:rows, None].expand(-1, drafts).contiguous())
+            self.read[row] |= {length + i: last for i in range(1, kind.drafts)}
+        return Draft(state.tokens[: kind.rows, None].expand(-1, kind.drafts).contiguous())
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -326,9 +326,9 @@ def test_fp32_over_gpus(family: str, kvp: int) -> None:
 class Garbage(Drafter):
     """Proposes what hardly ever comes, so that a step with drafts gives one token."""
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        offsets = torch.arange(1, 1 + drafts, device=state.tokens.device)
-        return Draft((state.tokens[:rows, None] * 31 + offsets * 977) % 4096)
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        offsets = torch.arange(1, 1 + kind.drafts, device=state.tokens.device)
+        return Draft((state.tokens[: kind.rows, None] * 31 + offsets * 977) % 4096)
 
 
 def in_bf16(

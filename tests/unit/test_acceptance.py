@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.decision import StepKind
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -132,8 +133,8 @@ class Planted(Drafter):
         super().__init__(limit)
         self.holds = holds
 
-    def propose(self, state: DecodeState, rows: int, drafts: int, stochastic: bool, filtered: bool) -> Draft:
-        tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=state.tokens.device)
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        tokens = torch.zeros(kind.rows, kind.drafts, dtype=torch.int64, device=state.tokens.device)
         return Draft(tokens, outcome=tokens if self.holds else None)
 
 

@@ -280,7 +280,7 @@ def test_a_run_goes_at_its_pace() -> None:
     for new in (30, 17):
         serving.submit(words(5, new), new)
     decisions = [d for _ in paces if (d := serving.scheduler.decide(0.0)) is not None]
-    steps = [(d.decode_steps, d.drafts, d.draft_limits) for d in decisions]
+    steps = [(d.decode_steps, d.kind.drafts, d.draft_limits) for d in decisions]
     # Of the other one, 5 tokens are left once all that is under way has come as expected.
     assert steps == [(6, 4, ()), (2, 4, (4, 1)), (5, 0, ())] and asked == [2, 2, 2]
 
@@ -385,9 +385,9 @@ def test_what_steps_have_to_do() -> None:
         serving.scheduler.submit(Request(name, words(15 + name, name), 9, sampling), 0.0)
         decision = serving.scheduler.decide(0.0)
         assert decision is not None
-        found.append((decision.stochastic, decision.filtered, decision.sparse))
+        found.append((decision.kind.stochastic, decision.kind.filtered, decision.kind.sparse))
     assert found == [(False, False, False), (True, False, False), (True, True, False)]
-    found = [d.sparse for _ in range(3) if (d := serving.scheduler.decide(0.0)) is not None]
+    found = [d.kind.sparse for _ in range(3) if (d := serving.scheduler.decide(0.0)) is not None]
     assert found == [False, True, True], "from 20 tokens in the cache on, for all"
 
 
