@@ -33,8 +33,7 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
         most = runner.cache.pages
         first = torch.arange(rows, dtype=torch.int32, device=runner.device) * (most // rows)
         tables.copy_((first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=runner.device)) % most)
-    if runner.drafter is not None:
-        runner.drafter.catch_up(state)
+    runner.drafter.catch_up(state)
 
 
 def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from helix.prefix import NO_PAGES, Node, PrefixTree, path
+from helix.pages import NO_PAGES
+from helix.prefix import Node, PrefixTree, path
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from helix.speculation import (
     DraftModel,
     ModelDrafter,
     NgramDrafter,
+    NoDrafts,
     SparseDrafter,
     SyntheticDrafter,
 )
@@ -43,8 +44,8 @@ def make_drafter(
     placement: Placement,
     max_batch: int,
     max_length: int,
-) -> Drafter | None:
-    """The drafter that a config names, for an engine of these sizes; None for none."""
+) -> Drafter:
+    """The drafter that a config names, for an engine of these sizes."""
     speculation = config.speculation
     match speculation.drafter:
         case "ngram":
@@ -76,7 +77,7 @@ def make_drafter(
                 pages=cache.pages,
             )
         case _:
-            return None
+            return NoDrafts()
 
 
 def make_cache(
@@ -120,7 +121,7 @@ def make_cache(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes {beside}: "
             "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
         )
-    return KVCache(spec.layers, pages, page_size, entries, dtype, comm.device, score)
+    return KVCache(spec.layers, pages, placement, entries, dtype, comm.device, score)
 
 
 def build_engine(

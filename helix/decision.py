@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from helix.prefix import NO_PAGES
+from helix.pages import NO_PAGES
 from helix.sampling import SamplingParams
 
 

@@ -259,7 +259,7 @@ class Engine:
             patience_s=settings.patience_s,
             lease=settings.lease,
             drafts=runner.drafts,
-            keep_drawn=runner.drafter is None or not runner.drafter.lags,
+            keep_drawn=not runner.drafter.lags,
             pace=policy.pace,
             sparse_from=runner.policy.from_tokens,
             remedy=runner.cache.remedy,
@@ -330,8 +330,7 @@ class Engine:
     def _empty_tables(self) -> BlockTables:
         stripes = self.runner.placement.stripes
         tree = PrefixTree(PagePool(self._pages), stripes, self._times.cost)
-        drafter = self.runner.drafter
-        return BlockTables(tree, self.prefix_cache, self._pages if drafter is not None and drafter.own_pages else None)
+        return BlockTables(tree, self.prefix_cache, self._pages if self.runner.drafter.own_pages else None)
 
     # ---- every rank
 

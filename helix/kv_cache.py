@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from helix.config import MAX_QUERIES
+from helix.decision import StepKind
+from helix.follower import Follower, Prefilled, Span, Taken
 from helix.layout import HelixLayout
 from helix.pages import Stripes
 from kernels import dispatch
@@ -207,7 +208,7 @@ class LayerCache:
     bounds: Tensor | None = None
 
 
-class KVCache:
+class KVCache(Follower):
     """What this rank stores of the tokens it owns, paged, for every layer.
 
     Rank 0 says who has which page (`helix.block_tables`). Memory is left uninitialised: whatever reads it masks by
@@ -231,7 +232,7 @@ class KVCache:
         self,
         layers: int,
         pages: int,
-        page_size: int,
+        placement: Placement,
         entries: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
@@ -239,11 +240,12 @@ class KVCache:
         tensors: list[Tensor] | None = None,
     ) -> None:
         self.pages = pages
+        self.placement = placement
         self.score = score
         self.device = device
         self.bytes_per_token = token_bytes(layers, entries, dtype)
         self.tensors = tensors or [
-            torch.empty(layers, pages, page_size, *entry, dtype=dtype, device=device) for entry in entries
+            torch.empty(layers, pages, placement.page_size, *entry, dtype=dtype, device=device) for entry in entries
         ]
         self.bounds: Tensor | None = None
         if score is not None:
@@ -256,44 +258,27 @@ class KVCache:
         values = self.tensors[1][index] if latent is None else keys[..., :latent]
         return LayerCache(index, keys, values, None if self.bounds is None else self.bounds[index])
 
-    def fold(
-        self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int
-    ) -> None:
-        """Writes the bounds of pages that are full now, in all layers; nothing where nobody chooses.
-
-        Args:
-            tables: int32 [n, P].
-            starts: int64 [n].
-            before, after: int64 [n], committed tokens of each sequence, over all ranks.
-            most: the most tokens that a sequence has taken in between.
-        """
+    def fold(self, span: Span) -> None:
+        """Writes the bounds of pages that are full now, in all layers; nothing where nobody chooses."""
         if self.bounds is not None and self.score is not None:
-            pages = most // placement.page_size + 1
             fold_blocks(
-                self.tensors[0], self.bounds, tables, starts, before, after, pages, self.score, **placement.grid
-            )
+                self.tensors[0], self.bounds, span.tables, span.starts, span.before, span.after,
+                span.most // self.placement.page_size + 1, self.score, **self.placement.grid,
+            )  # fmt: skip
 
-    def commit(
-        self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int
-    ) -> None:
-        """Takes notice of what a decode step has committed of sequences 0, 1, ..; arguments as in `fold`."""
-        self.fold(placement, tables, starts, before, after, most)
+    def prefilled(self, chunk: Prefilled) -> None:
+        self.fold(chunk.span)
 
-    def admit(self, placement: Placement, row: int, start: int, pages: np.ndarray, known: int) -> None:
-        """Takes notice of a sequence in slot `row` whose pages, int32 [n], hold its first `known` tokens."""
+    def takes(self, kind: StepKind) -> bool:
+        return self.bounds is not None
 
-    def retire(self, placement: Placement, row: int, table: Tensor, start: Tensor, length: Tensor) -> None:
-        """Leaves in its pages, `table` [P] int32, what a sequence has that gives slot `row` up.
-
-        Args:
-            start, length: int64 [1], on the device.
-        """
+    def taken(self, step: Taken) -> None:
+        self.fold(step.span)
 
     def close(self) -> None:
         """Gives back what is not torch's; no kernel may use the cache any more. A second call does nothing."""
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
-        """Copies pages `sources` [n] int32 to the pages `to`, which nobody has yet, in all layers."""
         for tensor in [*self.tensors, *([] if self.bounds is None else [self.bounds])]:
             tensor[:, to] = tensor[:, sources]
 

@@ -19,6 +19,7 @@ from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
 from helix.clock import Moment
 from helix.decision import Admission, Decision, Segment, StepKind
+from helix.follower import Follower, Prefilled, Span, Taken
 from helix.graphs import StepGraphs
 from helix.kv_cache import KVCache, Placement
 from helix.layout import HelixLayout
@@ -26,7 +27,7 @@ from helix.models import Decoder
 from helix.request import Logprobs
 from helix.sampling import sample
 from helix.shaping import Shaper
-from helix.speculation import Draft, Drafter, accepted_tokens
+from helix.speculation import Draft, Drafter, NoDrafts, accepted_tokens
 from helix.step import PAST, DecodeState, Step
 from helix.tiered_cache import TieredCache
 from helix.transfers import to_device, to_host
@@ -35,9 +36,10 @@ from kernels.reference.top_tokens import logprobs
 
 @dataclass(frozen=True)
 class Undrawn:
-    """A decode step up to its logits [N, V_local] fp32."""
+    """A decode step up to its logits [N, V_local] fp32, of hidden [N, H]."""
 
     logits: Tensor
+    hidden: Tensor
     step: Step
     draft: Draft | None
 
@@ -68,7 +70,7 @@ class ModelRunner:
         max_batch: slots.
         max_length: the most tokens of one sequence, prompt and new ones.
         policy: which keys a query reads in steps that are `sparse`; None where all are dense.
-        drafter: proposes tokens that decode steps verify; None for one token a step.
+        drafter: proposes tokens that decode steps verify.
         hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
             is none where `hopb_chunks` says nothing.
         observer: called on every rank before each draw with (slots [n], positions [n] that the tokens will have,
@@ -108,8 +110,8 @@ class ModelRunner:
         self.max_length = max_length
         self.dense = DenseAttention()
         self.policy = policy or self.dense
-        self.drafter = drafter
-        self.drafts = 0 if drafter is None else drafter.limit
+        self.drafter = drafter or NoDrafts()
+        self.drafts = self.drafter.limit
         self.hopb = hopb
         self.observer = observer
         self.device = cache.device
@@ -159,21 +161,18 @@ class ModelRunner:
             keep(self._captured(self._draw_held, self._held.kind), held=self._held)
             self._held = None
         for slot in decision.retire:
-            at, state = slice(slot, slot + 1), self.state
-            self.cache.retire(self.placement, slot, state.block_tables[slot], state.starts[at], state.lengths[at])
-            self.state.retire(slot)
+            gone = self.state.leaving(slot)
+            for follower in self.followers:
+                follower.retire(gone)
             del self.admitted[slot]
-            if self.drafter is not None:
-                self.drafter.retire(slot)
         for table in decision.tables:
-            self.state.write(table.slot, table.column, table.pages)
-            if self.drafter is not None:
-                self.drafter.write(table)
+            for follower in self.followers:
+                follower.write(table)
         for admission in decision.admit:
             self.admit(admission)
         if decision.prefill:
             keep(*self._prefill(decision.prefill, decision))
-        if self.drafter is not None and decision.decode_steps:
+        if decision.decode_steps:
             if decision.kind.drafts and not self._drafting:
                 self.drafter.catch_up(self.state)
             self._drafting = decision.kind.drafts > 0
@@ -201,27 +200,26 @@ class ModelRunner:
     def check(self, wait: bool = True) -> None:
         """Looks at all collectives of a step, by `Communicator.check`."""
         self.comm.check(wait)
-        if self.drafter is not None:
-            self.drafter.check(wait)
+        self.drafter.check(wait)
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Everything that keeps something of a sequence, in the order in which events reach it."""
+        shaping = [] if self.shaper is None else [self.shaper]
+        return [self.state, *shaping, self.cache, self.drafter]
 
     def admit(self, admission: Admission) -> None:
         """Takes a slot, with the pages of its sequence, into some of which others are copied."""
         self.admitted[admission.slot] = admission
-        self.state.admit(admission.slot, admission.start, admission.pages, admission.limit, admission.text)
-        self.state.sampling.set(admission.slot, admission.sampling)
-        if admission.sampling.is_shaped or self.shaper is not None:
-            wishes = admission.sampling, admission.text, admission.drawn, admission.allowed
-            self._shaper().admit(admission.slot, *wishes)
-        if self.drafter is not None:
-            self.drafter.admit(admission)
+        if admission.sampling.is_shaped:
+            self._shaper()
+        pages = admission.copy_from, admission.copy_to
         if len(admission.copy_from):
-            sources, to = (
-                to_device(torch.from_numpy(pages), self.device) for pages in (admission.copy_from, admission.copy_to)
-            )
-            self.cache.copy(sources, to)
-            if self.drafter is not None:
-                self.drafter.copy(sources, to)
-        self.cache.admit(self.placement, admission.slot, admission.start, admission.pages, admission.known)
+            sources, to = (to_device(torch.from_numpy(p), self.device) for p in pages)
+            for follower in self.followers:
+                follower.copy(sources, to)
+        for follower in self.followers:
+            follower.admit(admission)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
@@ -232,10 +230,10 @@ class ModelRunner:
             to_device(torch.tensor(x), self.device)
             for x in zip(*((s.slot, s.begin, s.end) for s in segments), strict=True)
         )
-        self.cache.fold(self.placement, step.block_tables, self.state.starts[slots], begins, ends, step.max_q)
         self.state.lengths[slots] = ends
-        if self.drafter is not None:
-            self.drafter.prefill(self.state, prompts)
+        span = Span(step.block_tables, self.state.starts[slots], begins, ends, step.max_q)
+        for follower in self.followers:
+            follower.prefilled(Prefilled(prompts, span, hidden))
         last = [i for i, s in enumerate(segments) if s.last]
         if not last:
             return self._slots.new_full((1, 1), PAST), [segments[0].slot]
@@ -279,18 +277,17 @@ class ModelRunner:
         draft = None
         self.mark("draft")
         if kind.drafts:
-            assert self.drafter is not None
             draft = self.drafter.propose(self.state, kind)
             draft = replace(draft, tokens=self.state.within_limits(draft.tokens))
         tokens = None if draft is None else draft.tokens
         self.mark("verify")
         step = self.state.decode_step(kind.rows, tokens, kind.chunks)
         policy = self.policy if kind.sparse else self.dense
-        if kind.drafts and self.drafter is not None:
+        if kind.drafts:
             policy = self.drafter.verification or policy
         hidden = self.model.hidden(self.cache, step, policy)
         self.mark("accept")
-        return Undrawn(self.model.logits(hidden), step, draft)
+        return Undrawn(self.model.logits(hidden), hidden, step, draft)
 
     def _complete(self, undrawn: Undrawn, kind: StepKind) -> Tensor:
         """Draws a step's tokens and takes them."""
@@ -302,18 +299,14 @@ class ModelRunner:
         drawn = drawn.view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
-        learner = self.drafter if drafts and self.drafter is not None and self.drafter.learns else None
-        if self.cache.bounds is None and learner is None:
-            taken = self.state.commit(drawn, tokens)
-            self.mark(None)
-            return taken
-        state, before = self.state, self.state.lengths[:rows].clone()
+        state, followers = self.state, [f for f in self.followers if f.takes(kind)]
+        before = state.lengths[:rows].clone() if followers else None
         taken = state.commit(drawn, tokens)
-        ends = state.starts[:rows], before, state.lengths[:rows]
-        self.cache.commit(self.placement, state.block_tables[:rows], *ends, step.max_q)
-        if learner is not None:
+        if before is not None:
             self.mark("choose")
-            learner.verified(state, rows, drafts, before)
+            span = state.span(rows, before, state.lengths[:rows], step.max_q)
+            for follower in followers:
+                follower.taken(Taken(kind, span, state.active[:rows], undrawn.hidden))
         self.mark(None)
         return taken
 

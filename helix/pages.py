@@ -24,6 +24,8 @@ import numpy as np
 
 from helix.layout import HelixLayout
 
+NO_PAGES = np.empty(0, dtype=np.int32)
+
 
 @dataclass(frozen=True)
 class Stripes:

@@ -27,10 +27,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from helix.pages import PagePool, Stripes
+from helix.pages import NO_PAGES, PagePool, Stripes
 
 HEAD = attrgetter("head")
-NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 @dataclass(eq=False, slots=True)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.sampling import SamplingParams
+from helix.decision import Admission
+from helix.follower import Follower
 from helix.transfers import to_device
 from kernels.tokens.shape_logits import ENDS, IN_PROMPT, ONCE, Shaping, shape_logits
 from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 
 
-class Shaper:
+class Shaper(Follower):
     """The wishes of the sequences in `slots` slots, over this rank's columns.
 
     Written in place, so that a captured step sees them. It takes 8 bytes a slot and column.
@@ -55,29 +56,15 @@ class Shaper:
         )
         self.summaries = zeros(slots, WIDTH, dtype=torch.int64)
 
-    def admit(
-        self,
-        slot: int,
-        params: SamplingParams,
-        tokens: np.ndarray,
-        drawn: int = 0,
-        allowed: np.ndarray | None = None,
-    ) -> None:
-        """A sequence takes a slot.
-
-        Args:
-            tokens: its prompt and, of one that comes back, what it had drawn, int32 [n].
-            drawn: the last so many of them were drawn.
-            allowed: which tokens it may draw behind them, as in `allow`; None: all.
-        """
-        state = self._shaping
+    def admit(self, admission: Admission) -> None:
+        state, slot, params, tokens = self._shaping, admission.slot, admission.sampling, admission.text
         state.shaped[slot].fill_(params.changes_logits)
         if not params.changes_logits:
             return  # nothing else of the slot is read
         state.repetition[slot].fill_(params.repetition_penalty)
         state.frequency[slot].fill_(params.frequency_penalty)
         state.presence[slot].fill_(params.presence_penalty)
-        prompt, answer = np.split(np.asarray(tokens), [len(tokens) - drawn])
+        prompt, answer = np.split(np.asarray(tokens), [len(tokens) - admission.drawn])
         state.ends_from[slot].fill_(len(prompt) + params.min_tokens)
         columns = len(self.columns)
         seen = np.bincount(self._mine(answer), minlength=columns).astype(np.int32) * ONCE
@@ -88,8 +75,8 @@ class Shaper:
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
         state.bias[slot] = to_device(torch.from_numpy(bias[self.columns.start : self.columns.stop]), self._device)
         state.allowed[slot].fill_(-1)
-        if allowed is not None:
-            self.allow({slot: allowed})
+        if admission.allowed is not None:
+            self.allow({slot: admission.allowed})
 
     def allow(self, masks: Mapping[int, np.ndarray]) -> None:
         """Says which tokens slots may draw, until it says otherwise: slot -> a bit a token, lowest first, int32 [W]."""

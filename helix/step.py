@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from helix.config import MAX_QUERIES
+from helix.decision import Admission, TableWrite
+from helix.follower import Follower, Retired, Span
 from helix.kv_cache import Placement
 from helix.sampling import SamplingState
 from helix.transfers import to_device
@@ -152,7 +153,7 @@ class StepsAhead:
         )
 
 
-class DecodeState:
+class DecodeState(Follower):
     """What the device knows of every slot of the batch: one row a sequence, `max_batch` rows.
 
     Args:
@@ -201,27 +202,21 @@ class DecodeState:
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
 
-    def admit(self, row: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray) -> None:
-        """Gives a row to a new sequence; it decodes once `activate` has set its first token.
-
-        Args:
-            pages: int32 [n], on every rank.
-            limit: tokens in the cache at which it ends.
-            text: its first tokens, int32 [n], where they are to be in `history`.
-        """
-        self.write(row, 0, pages)
-        self._starts[row] = start
-        self.starts[row].fill_(start)  # `fill_`, since the host waits for the device where a number is assigned
-        self.limits[row].fill_(limit)
+    def admit(self, admission: Admission) -> None:
+        """Gives a row to a new sequence; it decodes once `activate` has set its first token."""
+        row, text = admission.slot, admission.text
+        self.write(TableWrite(row, 0, admission.pages))
+        self._starts[row] = admission.start
+        self.starts[row].fill_(admission.start)  # `fill_`: the host waits for the device where a number is assigned
+        self.limits[row].fill_(admission.limit)
         self.active[row].fill_(False)
+        self.sampling.set(row, admission.sampling)
         if self.history.shape[1]:
             self.history[row, : len(text)] = to_device(torch.from_numpy(text), self.history.device)
 
-    def write(self, row: int, column: int, pages: np.ndarray) -> None:
-        """Puts pages int32 [n] into a row's table from a column on."""
-        self.block_tables[row, column : column + len(pages)] = to_device(
-            torch.from_numpy(pages), self.block_tables.device
-        )
+    def write(self, table: TableWrite) -> None:
+        columns = slice(table.column, table.column + len(table.pages))
+        self.block_tables[table.slot, columns] = to_device(torch.from_numpy(table.pages), self.block_tables.device)
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
         """Starts decoding in `rows` [n] int64, from their first tokens, after `lengths` tokens of prompt."""
@@ -231,8 +226,17 @@ class DecodeState:
         if self.history.shape[1]:
             self.history[rows, lengths] = tokens.int()
 
-    def retire(self, row: int) -> None:
-        self.active[row].fill_(False)
+    def retire(self, gone: Retired) -> None:
+        self.active[gone.slot].fill_(False)
+
+    def span(self, rows: int, before: Tensor, after: Tensor, most: int) -> Span:
+        """The span in which the first `rows` rows have come from `before` to `after` tokens [rows], `most` at most."""
+        return Span(self.block_tables[:rows], self.starts[:rows], before, after, most)
+
+    def leaving(self, row: int) -> Retired:
+        """The event of a sequence that gives its row up."""
+        at = slice(row, row + 1)
+        return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at])
 
     def within_limits(self, drafts: Tensor) -> Tensor:
         """Drafts [rows, n], with -1 in place of those beyond a row's `draft_limits` or its end."""

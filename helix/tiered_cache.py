@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from helix.decision import Admission
+from helix.follower import Retired, Taken
 from helix.host_store import HostStore
 from helix.kv_cache import KVCache, LayerCache, Placement
 from helix.step import ChunkPart
@@ -126,7 +127,7 @@ class TieredCache(KVCache):
         self,
         layers: int,
         pages: int,
-        page_size: int,
+        placement: Placement,
         entries: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
@@ -142,8 +143,8 @@ class TieredCache(KVCache):
         assert store.tensor is not None
         heads, dim = entries[0]
         self.store, self.host, self.ring_pages = store, store.tensor, ring_pages
-        super().__init__(layers, pages, page_size, entries, dtype, device, score, [*pages_of(self.host, heads)])
-        rings, block = max_batch * ring_pages * heads, (2, page_size, dim)
+        super().__init__(layers, pages, placement, entries, dtype, device, score, [*pages_of(self.host, heads)])
+        rings, block = max_batch * ring_pages * heads, (2, placement.page_size, dim)
         # Zeros: a benchmark's sequences were never written.
         self.places = torch.zeros(layers, rings + heads * hot, *block, dtype=dtype, device=device)
         self.hot = HotBlocks.create(layers, heads, pages, hot, rings, device)
@@ -170,31 +171,31 @@ class TieredCache(KVCache):
             ring_pages=self.ring_pages,
         )  # fmt: skip
 
-    def commit(
-        self, placement: Placement, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int
-    ) -> None:
-        page = placement.page_size
+    def taken(self, step: Taken) -> None:
+        span, page = step.span, self.placement.page_size
         write_back(
-            self.places, self.host, self.hot.place_of, tables, starts, before, after, (page + most - 1) // page,
-            0, self.ring_pages, **placement.grid, page_size=page,
+            self.places, self.host, self.hot.place_of, span.tables, span.starts, span.before, span.after,
+            (page + span.most - 1) // page, 0, self.ring_pages, **self.placement.grid, page_size=page,
         )  # fmt: skip
-        self.fold(placement, tables, starts, before, after, most)
+        self.fold(span)
 
-    def admit(self, placement: Placement, row: int, start: int, pages: np.ndarray, known: int) -> None:
-        local = placement.layout.local_length(known, placement.kvp_rank, placement.append_block, start)
-        column, heads = local // placement.page_size, self._heads
-        if local % placement.page_size:
-            ring = (row * self.ring_pages + column % self.ring_pages) * heads
-            page = int(pages[column]) * heads
+    def admit(self, admission: Admission) -> None:
+        where = self.placement
+        local = where.layout.local_length(admission.known, where.kvp_rank, where.append_block, admission.start)
+        column, heads = local // where.page_size, self._heads
+        if local % where.page_size:
+            ring = (admission.slot * self.ring_pages + column % self.ring_pages) * heads
+            page = int(admission.pages[column]) * heads
             self.places[:, ring : ring + heads] = self.host[:, page : page + heads]
 
-    def retire(self, placement: Placement, row: int, table: Tensor, start: Tensor, length: Tensor) -> None:
-        local = placement.layout.local_length(length, placement.kvp_rank, placement.append_block, start)
-        column = local // placement.page_size
-        heads = torch.arange(self._heads, device=table.device)
-        page = table[column.clamp(max=len(table) - 1)]
-        source = (row * self.ring_pages + column % self.ring_pages) * self._heads + heads
-        unfinished = (local % placement.page_size > 0) * self._heads
+    def retire(self, gone: Retired) -> None:
+        where = self.placement
+        local = where.layout.local_length(gone.length, where.kvp_rank, where.append_block, gone.start)
+        column = local // where.page_size
+        heads = torch.arange(self._heads, device=gone.table.device)
+        page = gone.table[column.clamp(max=len(gone.table) - 1)]
+        source = (gone.slot * self.ring_pages + column % self.ring_pages) * self._heads + heads
+        unfinished = (local % where.page_size > 0) * self._heads
         target = page * self._heads + heads
         blocks = BlockList(source.int()[None], target.int()[None], unfinished.int())
         copy_blocks(self.places, self.host, blocks)

@@ -128,7 +128,7 @@ def make_tiered(
     cache = TieredCache(
         spec.layers,
         pages,
-        placement.page_size,
+        placement,
         entries,
         dtype,
         device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helix.speculation.acceptance import accepted_tokens
-from helix.speculation.base import Draft, Drafter
+from helix.speculation.base import Draft, Drafter, NoDrafts
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
 from helix.speculation.sparse import DraftBudget, SparseDrafter
@@ -16,6 +16,7 @@ __all__ = [
     "Drafter",
     "ModelDrafter",
     "NgramDrafter",
+    "NoDrafts",
     "SparseDrafter",
     "SyntheticDrafter",
     "accepted_tokens",

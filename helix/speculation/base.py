@@ -10,13 +10,13 @@ A drafter that draws its guesses for sampled requests says from what: then draft
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.decision import Admission, StepKind, TableWrite
+from helix.decision import StepKind
+from helix.follower import Follower
 from helix.step import DecodeState
 from kernels.tokens.accept import Distribution
 
@@ -37,66 +37,42 @@ class Draft:
     outcome: Tensor | None = None
 
 
-class Drafter(ABC):
-    """Args:
-    limit: the most tokens proposed for each sequence and step.
+class Drafter(Follower):
+    """Proposes tokens, and follows the sequences as far as it needs.
+
+    Args:
+        limit: the most tokens proposed for each sequence and step.
 
     Attributes:
-    verification: what steps with drafts read in place of the target's own policy, which is dense; None: nothing else.
-    learns: `verified` is to be called.
-    lags: its cache may lack tokens that were drawn, so that what it has of them cannot be shared.
-    own_pages: sequences that share pages of the cache do not share its own, of which there are as many.
+        verification: what steps with drafts read in place of the target's own policy, which is dense; None: nothing
+            else.
+        lags: its cache may lack tokens that were drawn, so that what it has of them cannot be shared.
+        own_pages: sequences that share pages of the cache do not share its own, of which there are as many.
     """
 
     verification: AttentionPolicy | None = None
-    learns = False
     lags = False
     own_pages = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
-    def admit(self, admission: Admission) -> None:
-        """A sequence has taken a slot; called on every rank alike, as is all that follows."""
-        return
-
-    def write(self, table: TableWrite) -> None:
-        """The table of a slot's sequence has other pages from a column on."""
-        return
-
-    def copy(self, sources: Tensor, to: Tensor) -> None:
-        """Pages `sources` [n] int32 of the target's cache are copied to the pages `to`."""
-        return
-
-    def retire(self, slot: int) -> None:
-        """The sequence of a slot has ended."""
-        return
-
-    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
-        """Prompt chunks have gone through the target, those of `DecodeState.prefill_step`."""
-        return
-
     def catch_up(self, state: DecodeState) -> None:
-        """Steps without drafts have gone by, and one with drafts comes next; may wait for the device."""
-        return
-
-    def verified(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
-        """A step has verified `drafts` tokens of each of the first `rows` slots, and `state` has taken what held.
-
-        Part of a captured step, as `propose` is.
-
-        Args:
-            before: `state.lengths` [rows] before that.
-        """
-        return
+        """Follows steps without drafts that have gone by, before one with drafts; may wait for the device."""
 
     def check(self, wait: bool = True) -> None:
         """Looks at collectives of its own, by `Communicator.check`."""
-        return
 
-    @abstractmethod
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         """Proposes `kind.drafts` tokens, from 1 to `limit`, for each of the first `kind.rows` slots.
 
         The same on all ranks, of fixed shape, without waiting for the host: it is part of a captured step.
         """
+        raise NotImplementedError
+
+
+class NoDrafts(Drafter):
+    """The drafter of steps that draw one token."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

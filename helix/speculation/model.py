@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
 from helix.decision import Admission, StepKind, TableWrite
+from helix.follower import Prefilled
 from helix.kv_cache import KVCache, Placement, page_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
@@ -84,26 +85,27 @@ class ModelDrafter(Drafter):
         self.comm = comm
         self.placement = draft.placement(target)
         entries = model.spec.entries(layout, comm.rank)
-        page_size, dtype = self.placement.page_size, model.weights.dtype
-        self.cache = KVCache(model.spec.layers, pages, page_size, entries, dtype, comm.device)
+        self.cache = KVCache(model.spec.layers, pages, self.placement, entries, model.weights.dtype, comm.device)
         # Its lengths count the tokens that are certain: those behind may have been refused.
         most = target.stripes.pages_for(max_length + limit)
         self.sequences = DecodeState(max_batch, most, self.placement, comm.device)
 
     def admit(self, admission: Admission) -> None:
         # Sequences that share pages have one start.
-        start = admission.start % self.placement.layout.kvp
-        self.sequences.admit(admission.slot, start, admission.pages, admission.limit, admission.text)
+        self.sequences.admit(replace(admission, start=admission.start % self.placement.layout.kvp))
 
     def write(self, table: TableWrite) -> None:
-        self.sequences.write(table.slot, table.column, table.pages)
+        self.sequences.write(table)
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         self.cache.copy(sources, to)
 
-    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
-        self.model.hidden(self.cache, self.sequences.prefill_step(segments), self.policy)
-        for row, begin, tokens in segments:
+    def prefilled(self, chunk: Prefilled) -> None:
+        self._read(chunk.prompts)
+
+    def _read(self, prompts: list[tuple[int, int, Tensor]]) -> None:
+        self.model.hidden(self.cache, self.sequences.prefill_step(prompts), self.policy)
+        for row, begin, tokens in prompts:
             self.sequences.lengths[row].fill_(begin + len(tokens))
 
     def catch_up(self, state: DecodeState) -> None:
@@ -112,7 +114,7 @@ class ModelDrafter(Drafter):
         while behind := [row for row in range(len(active)) if active[row] and known[row] < lengths[row] - 1]:
             ends = {row: min(known[row] + max(1, CHUNK // len(behind)), lengths[row] - 1) for row in behind}
             tokens = {row: state.history[row, known[row] : end].long() for row, end in ends.items()}
-            self.prefill(state, [(row, known[row], tokens[row]) for row in behind])
+            self._read([(row, known[row], tokens[row]) for row in behind])
             known = [ends.get(row, at) for row, at in enumerate(known)]
 
     def check(self, wait: bool = True) -> None:

@@ -21,6 +21,7 @@ from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import MOST_CHOSEN
 from helix.decision import Admission, StepKind, TableWrite
+from helix.follower import Prefilled, Retired, Taken
 from helix.kv_cache import BlockBudget, KeyBudget, KVCache, Placement
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
@@ -206,7 +207,6 @@ class SparseDrafter(Drafter):
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
             )
             self._flags = torch.tensor([[False], [True]], device=device).expand(-1, max_batch).contiguous()
-        self.learns = self.chosen is not None
         if rows := ROWS[budget.policy]:
             planes, size = self._planes(1 + limit), placement.page_size
             self.scores = ScorePages(layers, planes, cache.pages, heads, size, max_batch, most, rows, device)
@@ -225,17 +225,22 @@ class SparseDrafter(Drafter):
         if self.scores is not None:
             self.scores.grow(table.slot, table.column + len(table.pages))
 
-    def retire(self, slot: int) -> None:
+    def retire(self, gone: Retired) -> None:
         if self.scores is not None:
-            self.scores.retire(slot)
+            self.scores.retire(gone.slot)
 
-    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
-        for slot, begin, tokens in segments:
-            position = torch.full((1,), begin + len(tokens) - 1, device=self.cache.device)
-            self._choose(state, slice(slot, slot + 1), position, torch.ones_like(position, dtype=torch.bool), 0)
+    def prefilled(self, chunk: Prefilled) -> None:
+        span, live = chunk.span, torch.ones_like(chunk.span.after, dtype=torch.bool)
+        for i, (slot, *_) in enumerate(chunk.prompts):
+            at = slice(i, i + 1)
+            self._choose(slice(slot, slot + 1), span.tables[at], span.starts[at], span.after[at] - 1, live[at], 0)
 
     def catch_up(self, state: DecodeState) -> None:
-        self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)
+        every = slice(0, len(state.active))
+        self._choose(every, state.block_tables, state.starts, state.lengths - 1, state.active, 0)
+
+    def takes(self, kind: StepKind) -> bool:
+        return kind.drafts > 0 and self.chosen is not None
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         rows, drafts = kind.rows, kind.drafts
@@ -252,15 +257,18 @@ class SparseDrafter(Drafter):
         tokens, outcome = synthetic_drafts(lengths, drafts, self.forced, 0, self.model.spec.vocab)
         return Draft(tokens, outcome=outcome)
 
-    def verified(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
+    def taken(self, step: Taken) -> None:
         # The last token, at `before`, has gone through too; of the drafts behind it some may have been refused.
-        held = state.lengths[:rows] - before - 1
-        self._choose(state, slice(0, rows), before, state.active[:rows], 1 + drafts, held)
+        span = step.span
+        held = span.after - span.before - 1
+        slots = slice(0, step.kind.rows)
+        self._choose(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts, held)
 
     def _choose(
         self,
-        state: DecodeState,
         slots: slice,
+        tables: Tensor,
+        starts: Tensor,
         positions: Tensor,
         live: Tensor,
         queries: int,
@@ -269,13 +277,14 @@ class SparseDrafter(Drafter):
         """Chooses among the tokens up to `positions` [n] of the sequences in `slots`, for all layers.
 
         Args:
+            tables, starts: of these sequences, as in `Span`.
             live: sequences that there are [n] bool.
             queries: of the verification that left scores; 0: none did, and the latest keys are chosen.
             held: drafts that held [n] int64.
         """
         if self.chosen is None:
             return
-        starts, fresh = state.starts[slots], not queries or self.scores is None
+        fresh = not queries or self.scores is None
         known, counts, sinks, recent = self.placement.draft_ranges(positions, starts, live, self.keys)
         together = None
         if self.together:
@@ -287,7 +296,6 @@ class SparseDrafter(Drafter):
                 counts = self.budget.room(known.long(), self.placement.layout.kvp).int()
                 together = Together(self._gather, self.comm.kvp_rank, of_all.int(), self.overflow)
         self.chosen.known[slots], self.chosen.counts[slots] = known, counts
-        tables = state.block_tables[slots]
         scores, score_tables, weights = self._nothing, tables, None
         if not fresh and self.scores is not None:
             planes = self._planes(queries)

@@ -23,11 +23,12 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
 from helix.decision import StepKind
+from helix.follower import Prefilled, Span, Taken
 from helix.kv_cache import Placement
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from helix.sampling import SamplingParams
-from helix.speculation import Draft, DraftBudget, Drafter, NgramDrafter, SparseDrafter
+from helix.speculation import Draft, DraftBudget, Drafter, NgramDrafter, NoDrafts, SparseDrafter
 from helix.speculation.sparse import ROWS
 from helix.step import DecodeState
 from launch.inputs.continuations import Continuation
@@ -128,19 +129,20 @@ DRAFTERS: dict[str, Callable[[Way, ModelRunner], Drafter]] = {
 class Told(Drafter):
     """Proposes what is given, which holds whatever the model says; another drafter learns from its verification."""
 
-    def __init__(self, tokens: Tensor, learner: Drafter | None) -> None:
+    def __init__(self, tokens: Tensor, learner: Drafter) -> None:
         super().__init__(tokens.shape[1])
         self.tokens = tokens
         self.learner = learner
-        self.learns = learner is not None and learner.learns
-        self.verification = None if learner is None else learner.verification
+        self.verification = learner.verification
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         return Draft(self.tokens, outcome=self.tokens)
 
-    def verified(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
-        assert self.learner is not None
-        self.learner.verified(state, rows, drafts, before)
+    def takes(self, kind: StepKind) -> bool:
+        return self.learner.takes(kind)
+
+    def taken(self, step: Taken) -> None:
+        self.learner.taken(step)
 
 
 def run(
@@ -194,11 +196,8 @@ def _runner(
     prompts = [c.prompt for c in batch]
     sizing = NgramDrafter(MAX_QUERIES - 1, LONGEST)
     runner = prefilled(model, placement, comm, prompts, room, room, score=score, drafter=sizing)
-    state, n = runner.state, len(batch)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=comm.device)
-    runner.cache.fold(
-        placement, state.block_tables[:n], state.starts[:n], torch.zeros_like(lengths), lengths, int(lengths.max())
-    )
+    runner.cache.fold(runner.state.span(len(batch), torch.zeros_like(lengths), lengths, int(lengths.max())))
     return runner
 
 
@@ -207,13 +206,12 @@ def _decode(
 ) -> list[Outcome]:
     """All turns of a batch, from the end of its prompts."""
     state, n, device, sampled = runner.state, len(batch), runner.device, way.temperature > 0
-    drafter = DRAFTERS[way.policy](way, runner) if way.gamma else None
+    drafter = DRAFTERS[way.policy](way, runner) if way.gamma else NoDrafts()
     for slot, admission in runner.admitted.items():
         state.sampling.set(
             slot, replace(SAMPLED, temperature=way.temperature, seed=slot) if sampled else SamplingParams()
         )
-        if drafter is not None:
-            drafter.admit(admission)
+        drafter.admit(admission)
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(c.prompt) - 1 for c in batch], device=device)
     state.activate(rows, torch.stack([c.prompt[-1] for c in batch]).to(device), lengths)
@@ -226,10 +224,11 @@ def _decode(
         # The first token of a turn: behind what was told it is drawn already.
         first = state.lengths[:n] + torch.tensor([len(x) + 1 for x in told], device=device)
         _tell(runner, drafter, told, way)
-        if drafter is not None and (
-            begun := [(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(told[i])]
-        ):
-            drafter.prefill(state, begun)
+        if begun := [(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(told[i])]:
+            slots = torch.tensor([i for i, *_ in begun], device=device)
+            most, zero = max(len(prompt) for *_, prompt in begun), torch.zeros_like(slots)
+            read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
+            drafter.prefilled(Prefilled(begun, read, hidden=torch.empty(0, device=device)))
         if measured is not None:
             measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)
@@ -247,13 +246,12 @@ def _decode(
         ends = torch.where(turns, last, state.lengths[:n])
         state.activate(rows, state.history[rows, ends].long(), ends)
     for slot in runner.admitted:
-        if drafter is not None:
-            drafter.retire(slot)
+        drafter.retire(state.leaving(slot))
     held = torch.stack(steps, 1).tolist()
     return [Outcome(ids, [x for x in row if x >= 0]) for ids, row in zip(tokens, held, strict=True)]
 
 
-def _tell(runner: ModelRunner, drafter: Drafter | None, told: list[list[int]], way: Way) -> None:
+def _tell(runner: ModelRunner, drafter: Drafter, told: list[list[int]], way: Way) -> None:
     """Appends what sequences are told, and draws the token behind it: all of them end with the same step.
 
     For a sequence that is no part of a step nothing is chosen.

@@ -186,7 +186,6 @@ def _steps(
     rows = torch.arange(n, device=device)
     lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
     tokens = torch.stack([prompt[-1] for prompt in prompts])
-    places = runner.placement, state.block_tables[:n], state.starts[:n]
     if policy.budget is not None:
         assert cache.bounds is not None
         if policy.frozen:
@@ -195,14 +194,14 @@ def _steps(
             cache.bounds[..., 0, :] = -most
             cache.bounds[..., 1, :] = most
         cache.score = policy.score
-        cache.fold(*places, torch.zeros_like(lengths), lengths, int(lengths.max()))
+        cache.fold(state.span(n, torch.zeros_like(lengths), lengths, int(lengths.max())))
     logits = []
     for i in range(steps):
         state.activate(rows, tokens.to(device), lengths)
         hidden = runner.model.hidden(cache, state.decode_step(n), attends)
         logits.append(torch.cat(comm.all_gather_object(runner.model.logits(hidden).float().cpu()), 1))
         if not policy.frozen:
-            cache.fold(*places, lengths, lengths + 1, 1)
+            cache.fold(state.span(n, lengths, lengths + 1, 1))
         lengths = lengths + 1
         if i + 1 < steps:
             tokens = logits[-1].argmax(-1) if given is None else given[:, i]

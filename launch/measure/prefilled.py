@@ -97,10 +97,9 @@ def prefilled(
         drafter: as in `ModelRunner`, which makes room for its drafts.
     """
     n, layout = len(prompts), placement.layout
-    page = placement.page_size
     pages = n * placement.stripes.pages_for(room)
     entries = model.spec.entries(layout, comm.rank)
-    cache = KVCache(model.spec.layers, pages, page, entries, model.weights.dtype, comm.device, score)
+    cache = KVCache(model.spec.layers, pages, placement, entries, model.weights.dtype, comm.device, score)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
     seats = Seats(runner)
     for slot, prompt in enumerate(prompts):

@@ -204,16 +204,15 @@ def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int)
     for slot in range(batch):
         runner.admit(seats.admission(slot, reserved))
     rewind(runner, batch, length)
-    state = runner.state
-    tables, starts, lengths = state.block_tables[:batch], state.starts[:batch], state.lengths[:batch]
-    runner.cache.fold(runner.placement, tables, starts, torch.zeros_like(lengths), lengths, length)
+    lengths = runner.state.lengths[:batch]
+    runner.cache.fold(runner.state.span(batch, torch.zeros_like(lengths), lengths, length))
 
 
 def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
     slots = torch.arange(batch, device=runner.device)
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
-    if runner.drafter is not None and runner.drafter.learns:
+    if runner.drafter.takes(StepKind(batch, runner.drafts)):
         runner.drafter.catch_up(runner.state)
 
 

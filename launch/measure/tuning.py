@@ -30,6 +30,7 @@ from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.request import Request
 from helix.simulate.cost import tokens_per_step
+from helix.speculation import NoDrafts
 from helix.speculation.adaptive import Acceptance, Outcome
 from helix.timings import Timings
 from launch.inputs.preflight import CheckedRun
@@ -110,7 +111,7 @@ class _Sample:
         self._drafts_with = kind
         runner = self.runner
         runner.close()
-        runner.drafter, runner.graphs = None, None
+        runner.drafter, runner.graphs = NoDrafts(), None
         if self.comm.device.type == "cuda":
             gc.collect()  # scores and tables of the one before make room
             torch.cuda.empty_cache()
@@ -120,7 +121,6 @@ class _Sample:
             replace(self.config, speculation=own), None, self.model, self.comm, runner.cache, runner.placement,
             runner.max_batch, runner.max_length,
         )  # fmt: skip
-        assert runner.drafter is not None
         for admission in runner.admitted.values():
             runner.drafter.admit(admission)
         runner.graphs = StepGraphs() if self.comm.capturable else None
@@ -268,12 +268,9 @@ class PromptSample(_Sample):
         for tensor, value in zip((state.tokens, state.lengths), self.begin, strict=True):
             tensor.copy_(value)
         if runner.cache.bounds is not None:
-            nothing = torch.zeros_like(state.lengths)
-            runner.cache.fold(
-                runner.placement, state.block_tables, state.starts, nothing, state.lengths, int(state.lengths.max())
-            )
-        if runner.drafter is not None:
-            runner.drafter.catch_up(state)
+            lengths = state.lengths
+            runner.cache.fold(state.span(len(lengths), torch.zeros_like(lengths), lengths, int(lengths.max())))
+        runner.drafter.catch_up(state)
 
     def _step(self, gamma: int, rows: int) -> Tensor:
         return self.runner.decode(replace(self.kind, rows=rows, drafts=gamma))

@@ -138,7 +138,7 @@ def build_engine(
         drafts = 0 if drafter is None else drafter.limit
         heads, dim = entries[0]
         cache: KVCache = TieredCache(
-            spec.layers, pages, page_size, entries, dtype, device, score, max_batch=max_batch,
+            spec.layers, pages, placement, entries, dtype, device, score, max_batch=max_batch,
             store=HostStore((spec.layers, pages * heads, 2, page_size, dim), dtype, device),
             ring_pages=ring_pages(page_size, drafts + 1),
             hot=sparse.hot,
@@ -147,7 +147,7 @@ def build_engine(
         for tensor in cache.on_gpu:
             tensor.fill_(torch.nan)
     else:
-        cache = KVCache(spec.layers, pages, page_size, entries, dtype, device, score)
+        cache = KVCache(spec.layers, pages, placement, entries, dtype, device, score)
     for tensor in [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):

@@ -19,6 +19,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.engine import Engine
+from helix.follower import Span
 from helix.kv_cache import BlockBudget, LayerCache
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -241,19 +242,19 @@ def without_bounds_of_new_text(engine: Engine) -> None:
     """Pages that generated tokens fill keep what their former owners left."""
     fold = engine.runner.cache.fold
 
-    def only_prompts(*args: object) -> None:
-        if args[-1] != 1:  # a decode step of one token
-            fold(*args)  # type: ignore[arg-type]
+    def only_prompts(span: Span) -> None:
+        if span.most != 1:  # a decode step of one token
+            fold(span)
 
-    engine.runner.cache.fold = only_prompts  # type: ignore[method-assign, assignment]
+    engine.runner.cache.fold = only_prompts  # type: ignore[method-assign]
 
 
 def bounds_of_an_unfinished_page(engine: Engine) -> None:
     """A page gets its bounds with its first token that is certain."""
     fold = engine.runner.cache.fold
 
-    def early(placement: object, tables: Tensor, starts: Tensor, before: Tensor, after: Tensor, most: int) -> None:
-        fold(placement, tables, starts, before + PAGE - 1, after + PAGE - 1, most)  # type: ignore[arg-type]
+    def early(span: Span) -> None:
+        fold(replace(span, before=span.before + PAGE - 1, after=span.after + PAGE - 1))
 
     engine.runner.cache.fold = early  # type: ignore[method-assign]
 

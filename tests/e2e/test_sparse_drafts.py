@@ -19,6 +19,7 @@ from helix.attention.collecting import CollectingAttention
 from helix.autotune import fill
 from helix.decision import StepKind
 from helix.engine import Engine
+from helix.follower import Taken
 from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -181,13 +182,13 @@ class Watch:
         assert isinstance(drafter, SparseDrafter) and isinstance(drafter.verification, CollectingAttention)
         assert drafter.chosen is not None
         self.drafter = drafter
-        self.checked = 0
+        self.checked, self.state = 0, engine.runner.state
         self.queries: dict[tuple[int, int], Tensor] = {}  # by layer and slot, [T, Hq, D] of rows that are tokens
         self.attend = drafter.verification.attend
         drafter.verification.attend = self.note  # type: ignore[method-assign]
-        self.verified, self.choose, self.propose = drafter.verified, drafter._choose, drafter.propose
+        self.taken, self.choose, self.propose = drafter.taken, drafter._choose, drafter.propose
         drafter.propose = self.before  # type: ignore[method-assign]
-        drafter.verified = self.after  # type: ignore[method-assign]
+        drafter.taken = self.after  # type: ignore[method-assign]
         drafter._choose = self.look  # type: ignore[method-assign]
 
     def note(self, q: Tensor, cache: LayerCache, step: Step, *args: object) -> PartialAttention:
@@ -210,17 +211,19 @@ class Watch:
                 assert set(pages.flatten().tolist()) <= set(state.block_tables[slot].tolist()), slot
         return self.propose(state, kind)
 
-    def after(self, state: DecodeState, rows: int, drafts: int, before: Tensor) -> None:
-        self.verified(state, rows, drafts, before)
-        for slot in range(rows):
+    def after(self, step: Taken) -> None:
+        self.taken(step)
+        state, before = self.state, step.span.before
+        for slot in range(step.kind.rows):
             if state.active[slot] and state.lengths[slot] > before[slot]:  # else it was at its end
                 held = int(state.lengths[slot] - before[slot]) - 1
                 self.check(state, slot, int(before[slot]) + 1, held)
 
     def look(
-        self, state: DecodeState, slots: slice, positions: Tensor, live: Tensor, queries: int, *args: object
+        self, slots: slice, tables: Tensor, starts: Tensor, positions: Tensor, live: Tensor, queries: int, *rest: Tensor
     ) -> None:
-        self.choose(state, slots, positions, live, queries, *args)  # type: ignore[arg-type]
+        self.choose(slots, tables, starts, positions, live, queries, *rest)
+        state = self.state
         if not queries:
             for slot, last in zip(range(*slots.indices(len(state.active))), positions.tolist(), strict=True):
                 self.check(state, slot, last + 1 if live[slot - slots.start] else 0, None)

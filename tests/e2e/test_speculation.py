@@ -17,6 +17,7 @@ from comm.symm_mem import SymmMemCommunicator
 from helix.autotune import fill, step_seconds
 from helix.decision import Admission, StepKind, StepPlan
 from helix.engine import Engine
+from helix.follower import Prefilled, Retired
 from helix.layout import HelixLayout
 from helix.request import Request
 from helix.sampling import SamplingParams
@@ -224,11 +225,11 @@ class Witness(Drafter):
         assert admission.slot not in self.read
         self.read[admission.slot] = {}
 
-    def retire(self, slot: int) -> None:
-        del self.read[slot]
+    def retire(self, gone: Retired) -> None:
+        del self.read[gone.slot]
 
-    def prefill(self, state: DecodeState, segments: list[tuple[int, int, Tensor]]) -> None:
-        for slot, begin, tokens in segments:
+    def prefilled(self, chunk: Prefilled) -> None:
+        for slot, begin, tokens in chunk.prompts:
             self.read[slot] |= {begin + i: token for i, token in enumerate(tokens.tolist())}
 
     def catch_up(self, state: DecodeState) -> None:

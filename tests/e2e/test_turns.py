@@ -18,6 +18,7 @@ from helix.step import Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, check, loopback
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS
+from tests.sequences import admission
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_halves_on_two_streams() -> None:
         runner, model = engine.runner, engine.runner.model
         tokens = torch.randint(0, model.spec.vocab, (8000,))
         pages = np.arange(runner.placement.stripes.pages_for(8000), dtype=np.int32)
-        runner.state.admit(0, 0, pages, 8000, tokens.int().numpy())
+        runner.state.admit(admission(0, 0, pages, 8000, tokens.int().numpy()))
         step = runner.state.prefill_step([(0, 0, tokens)])
         whole = model.hidden(runner.cache, step, runner.dense).clone()
         model.turns = turns.Turns(torch.device("cuda"))

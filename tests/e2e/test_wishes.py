@@ -175,9 +175,7 @@ def _without(method: str) -> Callable[[Engine], None]:
 def _forgets_drawn(engine: Engine) -> None:
     shaper = engine.runner._shaper()
     admit = shaper.admit
-    shaper.admit = lambda slot, params, tokens, drawn=0, allowed=None: admit(  # type: ignore[method-assign]
-        slot, params, tokens, 0, allowed
-    )
+    shaper.admit = lambda admission: admit(replace(admission, drawn=0))  # type: ignore[method-assign]
 
 
 def _counts_nothing(engine: Engine) -> None:

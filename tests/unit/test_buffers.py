@@ -21,6 +21,7 @@ from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.step import DecodeState
 from launch.inputs.shapes import spec_of
+from tests.sequences import admission
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,10 @@ def test_a_step_takes_no_more(model: str) -> None:
             for weight in decoder.weights.parameters:
                 weight.normal_(std=0.02)
             placement = Placement(layout, 0, 16, 64)
-            cache = KVCache(2, tokens // 64, 64, spec.entries(layout, rank), torch.bfloat16, device)
+            cache = KVCache(2, tokens // 64, placement, spec.entries(layout, rank), torch.bfloat16, device)
             state = DecodeState(1, tokens // 64, placement, device)
             pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
-            state.admit(0, 0, pages, tokens, prompt)
+            state.admit(admission(0, 0, pages, tokens, prompt))
             step = state.prefill_step([(0, 0, torch.zeros(tokens, dtype=torch.int64))])
             decoder.hidden(cache, step, DenseAttention())
             torch.cuda.reset_peak_memory_stats()
@@ -108,7 +109,7 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
         placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
-        cache = KVCache(3, 4, 32, spec.entries(layout, rank), torch.float32, device)
+        cache = KVCache(3, 4, placement, spec.entries(layout, rank), torch.float32, device)
         drafter = SparseDrafter(3, decoder, comm, cache, placement, budget, noise="own", max_batch=5, max_length=9000)
         assert drafter.chosen is not None
         return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, 5, 9000, 3)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helix.kv_cache import KVCache, Placement, free_bytes
 from helix.layout import HelixLayout
 from helix.step import PAST, DecodeState
+from tests.sequences import admission
 
 blocks, widths, page_sizes = st.integers(1, 20), st.integers(1, 5), st.integers(1, 20)
 
@@ -78,7 +79,7 @@ def test_planned_pages_hold_any_split_of_the_tokens(lengths: list[int], kvp: int
 
 @pytest.mark.parametrize("entries, score", [([(1, 8), (1, 8)], "bounds"), ([(12,)], None)])
 def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: str | None) -> None:
-    cache = KVCache(2, 5, 4, entries, torch.float32, torch.device("cpu"), score)
+    cache = KVCache(2, 5, Placement(HelixLayout.create(), 0, 4, 4), entries, torch.float32, torch.device("cpu"), score)
     tensors = [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]
     for tensor in tensors:
         tensor.normal_()
@@ -105,7 +106,7 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
     for rank in range(2):
         s = state(2, rank)
         for row, start in ((0, 0), (1, 1), (2, 0)):
-            s.admit(row, start, array([10 * row + i for i in range(4)]), 16, array([]))
+            s.admit(admission(row, start, array([10 * row + i for i in range(4)]), 16, array([])))
         s.activate(torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([5, 4]))
         step = s.decode_step(3)
         # Position 5: block 2 of rank (2 + 0) % 2 = 0, its slot 3. Position 4: block 2 of rank (2 + 1) % 2 = 1, slot 2.
@@ -118,11 +119,11 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
 
 def test_commit_grows_active_rows_alone() -> None:
     s = state(1, 0)
-    s.admit(1, 0, array([0, 1]), 16, array([]))
+    s.admit(admission(1, 0, array([0, 1]), 16, array([])))
     s.activate(torch.tensor([1]), torch.tensor([7]), torch.tensor([5]))
     assert s.commit(torch.tensor([[1], [2], [3]])).tolist() == [[PAST], [2], [PAST]]
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
-    s.retire(1)
+    s.retire(s.leaving(1))
     s.commit(torch.tensor([[4], [5], [6]]))
     assert s.tokens.tolist() == [0, 2, 0] and s.lengths.tolist() == [0, 6, 0]
 
@@ -131,7 +132,7 @@ def test_drafts_hold_up_to_the_first_that_was_not_drawn_and_to_the_limit() -> No
     s = DecodeState(4, 4, placement(1, 0, 2, 4), torch.device("cpu"), history=16)
     rows = torch.arange(3)
     for row, limit in enumerate((15, 15, 7)):
-        s.admit(row, 0, array([0, 1]), limit, array([row, 50, 51]))
+        s.admit(admission(row, 0, array([0, 1]), limit, array([row, 50, 51])))
     s.activate(rows, torch.tensor([60, 61, 62]), torch.tensor([3, 3, 5]))
     drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
     drawn = torch.tensor([[1, 9, 3, 4], [9, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
@@ -145,7 +146,7 @@ def test_drafts_hold_up_to_the_first_that_was_not_drawn_and_to_the_limit() -> No
 
 def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
     s = state(2, 0)
-    s.admit(0, 0, array([3, 1, 2, 0]), 16, array([]))
+    s.admit(admission(0, 0, array([3, 1, 2, 0]), 16, array([])))
     s.activate(torch.tensor([0]), torch.tensor([7]), torch.tensor([1]))
     step = s.decode_step(2, torch.tensor([[8, 9, 10], [0, 0, 0]]))
     assert step.tokens[:4].tolist() == [7, 8, 9, 10] and step.positions[:4].tolist() == [1, 2, 3, 4]
@@ -157,7 +158,7 @@ def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
 def test_drafts_beyond_a_rows_limit_are_padding() -> None:
     s = state(1, 0)
     for row, limit in enumerate((16, 4, 16)):
-        s.admit(row, 0, array([4 * row, 4 * row + 1, 4 * row + 2, 4 * row + 3]), limit, array([]))
+        s.admit(admission(row, 0, array([4 * row, 4 * row + 1, 4 * row + 2, 4 * row + 3]), limit, array([])))
     s.activate(torch.arange(3), torch.tensor([7, 7, 7]), torch.tensor([2, 2, 2]))
     s.draft_limits[2] = 2
     drafts = s.within_limits(torch.tensor([[8, 9, 10], [8, 9, 10], [8, 9, 10]]))
@@ -173,8 +174,8 @@ def test_drafts_beyond_a_rows_limit_are_padding() -> None:
 
 def test_a_prefill_step_is_the_chunks_in_a_row() -> None:
     s = state(1, 0)
-    s.admit(0, 0, array([3, 1]), 16, array([]))
-    s.admit(2, 0, array([2, 0]), 16, array([]))
+    s.admit(admission(0, 0, array([3, 1]), 16, array([])))
+    s.admit(admission(2, 0, array([2, 0]), 16, array([])))
     step = s.prefill_step([(2, 4, torch.tensor([40, 41])), (0, 0, torch.tensor([1, 2, 3]))])
     assert step.tokens.tolist() == [40, 41, 1, 2, 3] and step.positions.tolist() == [4, 5, 0, 1, 2]
     assert step.cu_q is not None and step.cu_q.tolist() == [0, 2, 5] and step.max_q == 3

@@ -15,12 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.decision import Admission
 from helix.layout import share
+from helix.pages import NO_PAGES
 from helix.sampling import SamplingParams, SamplingState, sample
 from helix.shaping import Shaper
 from kernels.reference.top_tokens import logprobs
 from kernels.tokens.top_tokens import TOP, WIDTH
 from tests.kernels.test_shape_logits import Wish, bits
+from tests.sequences import admission
 from tests.unit.test_sampling import Alone, oracle
 
 V, SLOTS, EOS = 45, 3, (7, 44)
@@ -91,7 +94,8 @@ class Rank:
     def admit(self, sequence: Sequence, slot: int) -> None:
         self.slots = {s: q for s, q in self.slots.items() if s != slot and q is not sequence} | {slot: sequence}
         tokens = np.array(sequence.prompt + sequence.drawn, np.int32)
-        self.shaper.admit(slot, sequence.params, tokens, len(sequence.drawn))
+        drawn = len(sequence.drawn)
+        self.shaper.admit(admission(slot, 0, NO_PAGES, 0, tokens, sampling=sequence.params, drawn=drawn))
         self.sampling.set(slot, sequence.params)
         self.draw([slot], [-1])
 
@@ -216,6 +220,12 @@ def _keeps(rank: Rank, method: str, change: Callable[..., Any]) -> None:
     setattr(rank.shaper, method, lambda *args: change(original, *args))
 
 
+def _biased_beside(admission: Admission) -> Admission:
+    sampling = admission.sampling
+    bias = {(token + 1) % V: value for token, value in sampling.logit_bias.items()}
+    return replace(admission, sampling=replace(sampling, logit_bias=bias))
+
+
 FAULTS: dict[str, Callable[[Rank], None]] = {
     "counts go to the slot beside": lambda rank: _keeps(
         rank, "shape", lambda f, x, slots, last, p: f(x, slots, last.roll(1), p)
@@ -224,19 +234,15 @@ FAULTS: dict[str, Callable[[Rank], None]] = {
         rank, "shape", lambda f, x, slots, last, p: f(x, slots, last * 0 - 1, p)
     ),
     "the slot keeps what its last sequence wanted": lambda rank: _keeps(
-        rank, "admit", lambda f, slot, params, *rest: params.changes_logits and f(slot, params, *rest)
+        rank, "admit", lambda f, a: a.sampling.changes_logits and f(a)
     ),
     "one that comes back has drawn nothing": lambda rank: _keeps(
-        rank, "admit", lambda f, slot, params, tokens, drawn: f(slot, params, tokens, 0)
+        rank, "admit", lambda f, a: f(replace(a, drawn=0))
     ),
     "the mask of another": lambda rank: _keeps(
         rank, "allow", lambda f, masks: f({s: np.roll(m, 1) for s, m in masks.items()})
     ),
-    "biases of other columns": lambda rank: _keeps(
-        rank, "admit", lambda f, slot, p, *rest: f(
-            slot, replace(p, logit_bias={(t + 1) % V: b for t, b in p.logit_bias.items()}), *rest
-        )
-    ),
+    "biases of other columns": lambda rank: _keeps(rank, "admit", lambda f, a: f(_biased_beside(a))),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Fault(
         "bounds of no generated page", "helix/model_runner.py",
-        "self.state.lengths[:rows].clone()", "self.state.lengths[:rows]",
+        "state.lengths[:rows].clone() if followers", "state.lengths[:rows] if followers",
         ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),
     # ---- a cache in host memory

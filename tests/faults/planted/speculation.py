@@ -56,17 +56,17 @@ FAULTS = [
     ),
     Fault(
         "drafts may choose a key that was refused", "helix/speculation/sparse.py",
-        "self._choose(state, slice(0, rows), before, state", "self._choose(state, slice(0, rows), before + 1, state",
+        "span.starts, span.before, step.live", "span.starts, span.before + 1, step.live",
         ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
     ),
     Fault(
         "a new sequence drafts with its predecessor's keys", "helix/speculation/sparse.py",
-        "for slot, begin, tokens in segments:", "for slot, begin, tokens in segments[1:]:",
+        "for i, (slot, *_) in enumerate(chunk.prompts):", "for i, (slot, *_) in enumerate(chunk.prompts[1:], 1):",
         ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
     ),
     Fault(
         "after steps without drafts, old keys", "helix/speculation/sparse.py",
-        "self._choose(state, slice(0, len(state.active)), state.lengths - 1, state.active, 0)", "return",
+        "self._choose(every, state.block_tables, state.starts, state.lengths - 1, state.active, 0)", "return",
         ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
     ),
     Fault(
