@@ -24,13 +24,15 @@ class Died(Exception):
 
 
 class DyingLink(Link):
-    """A link whose job dies after so many messages; None: it lives."""
+    """A link whose job dies after `lives` messages, counted once `among` requests have come; None: it lives."""
 
-    def __init__(self, path: Path, inbox: Inbox, lives: int | None) -> None:
+    def __init__(self, path: Path, inbox: Inbox, lives: int | None, among: int) -> None:
         super().__init__(path, inbox)
-        self._lives = lives
+        self._lives, self._among = lives, among
+        self._came: set[str | int] = set()
 
     def pass_on(self, delta: Delta) -> None:
+        self._came.update(list(self._names))  # copied at once: another thread adds to them
         if self._lives == 0:
             with self._lock:
                 assert self._peer is not None
@@ -38,7 +40,7 @@ class DyingLink(Link):
             self.close()
             raise Died
         super().pass_on(delta)
-        if self._lives is not None:
+        if self._lives is not None and len(self._came) >= self._among:
             self._lives -= 1
 
 
@@ -49,10 +51,13 @@ class EngineJob:
         make: an engine of one rank.
         model: what holds its tokenizer.
         deaths: of each engine, after how many messages it dies; those behind them live.
+        among: requests that have to come before messages are counted: whoever asks later finds no engine.
     """
 
-    def __init__(self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = ()) -> None:
-        self._make, self._model = make, model
+    def __init__(
+        self, make: Callable[[], Engine], model: Path, deaths: tuple[int, ...] = (), among: int = 1
+    ) -> None:  # fmt: skip
+        self._make, self._model, self._among = make, model, among
         self._deaths = [*deaths]
         self._inbox = Inbox()
         self._thread: Thread | None = None
@@ -70,7 +75,7 @@ class EngineJob:
     def _run(self, path: Path) -> None:
         while True:
             engine, self._inbox = self._make(), Inbox()
-            link = DyingLink(path, self._inbox, self._deaths.pop(0) if self._deaths else None)
+            link = DyingLink(path, self._inbox, self._deaths.pop(0) if self._deaths else None, self._among)
             try:
                 return serve(engine, self._inbox, link, self._model)
             except Died:

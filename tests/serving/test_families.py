@@ -83,7 +83,7 @@ def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: 
         assert metrics["restarts_total"] == 1 and metrics["num_preemptions_total"] > 0, metrics
 
     async def with_front() -> None:
-        job = EngineJob(make, name_tokens(tmp_path, 257), deaths=(12,))
+        job = EngineJob(make, name_tokens(tmp_path, 257), deaths=(12,), among=6)
         async with front(tmp_path, job) as made, asyncio.timeout(60):  # type: ignore[arg-type]
             await check(made)
 
@@ -145,7 +145,7 @@ def test_a_model_that_never_learned_to_call_calls(tmp_path: Path) -> None:
         assert metrics_of((await front.get("/metrics")).text)["restarts_total"] == 1
 
     async def with_front() -> None:
-        async with front(tmp_path, EngineJob(make, tmp_path, deaths=(10,))) as made, asyncio.timeout(100):  # type: ignore[arg-type]
+        async with front(tmp_path, EngineJob(make, tmp_path, deaths=(10,), among=2)) as made, asyncio.timeout(100):  # type: ignore[arg-type]
             await check(made)
 
     asyncio.run(with_front())
