@@ -12,10 +12,12 @@ from helix.buffers import longest_chunk, token_buffers
 from helix.config import Config, SpeculationConfig
 from helix.engine import Engine
 from helix.errors import ConfigError
-from helix.kv_cache import KVCache, Placement, free_bytes, page_bytes
+from helix.keeps import page_bytes
+from helix.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, DecoderSpec
+from helix.placement import Placement
 from helix.speculation import (
     DraftBudget,
     Drafter,
@@ -44,6 +46,7 @@ def make_drafter(
     placement: Placement,
     max_batch: int,
     max_length: int,
+    chunk: int,
 ) -> Drafter:
     """The drafter that a config names, for an engine of these sizes."""
     speculation = config.speculation
@@ -75,6 +78,7 @@ def make_drafter(
                 max_length=max_length,
                 target=placement,
                 pages=cache.pages,
+                chunk=chunk,
             )
         case _:
             return NoDrafts()
@@ -95,20 +99,23 @@ def make_cache(
         ConfigError: kv.tokens does not fit, or not a single page does.
     """
     kv, page_size = config.kv, placement.page_size
-    entries = spec.entries(placement.layout, comm.rank)
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.stored if sparse else "bounds" if quest else None
-    of_page = page_bytes(spec.layers, entries, dtype, page_size, bounds=score is not None) + of_draft
+    keeps = spec.keeps(placement.layout, comm.rank, dtype)
+    keeps = keeps if score is None else with_bounds(keeps)
+    of_page = sum(page_bytes(kept, page_size) for kept in keeps) + of_draft
+    beside_pages = slot_bytes(keeps, placement, max_batch, drafts + 1, chunk)
     tables = 0
     if config.speculation.drafter == "sparse":
         keys, longest = draft_budget(config.speculation), min(wanted, spec.max_positions)
         of_page += keys.page_bytes(spec, placement.layout, comm.rank, drafts, dtype, page_size)
         tables = keys.table_bytes(spec, placement, comm.rank, max_batch, longest, drafts)
     needed = placement.stripes.pages_for_all(wanted, max_batch)
-    fitting = min(max(0, (room - tables) // of_page), needed)
+    fitting = min(max(0, (room - tables - beside_pages) // max(of_page, 1)), needed)
     pages = min(comm.all_gather_object(fitting))
     beside = f"beside the buffers of prefill chunks of {chunk} tokens"
+    beside += f", {beside_pages} bytes of windows and states" if beside_pages else ""
     beside += f" and {tables} bytes of tables of what drafts read" if tables else ""
     if kv.tokens is not None and pages < needed:
         raise ConfigError(
@@ -121,7 +128,9 @@ def make_cache(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes {beside}: "
             "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
         )
-    return KVCache(spec.layers, pages, placement, entries, dtype, comm.device, score)
+    return KVCache(
+        keeps, pages, placement, comm.device, slots=max_batch, rows=drafts + 1, chunk=chunk, score=score
+    )  # fmt: skip
 
 
 def build_engine(
@@ -156,6 +165,7 @@ def build_engine(
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
     room = min(int(free * kv.memory_fraction), free - chunk * buffers)
+    room -= 0 if draft is None else draft.slot_bytes(placement, max_batch, drafts, chunk)
     make = make_tiered if kv.tier == "host" else make_cache
     cache = make(config, spec, placement, comm, dtype, max_batch, wanted, drafts, of_draft, chunk, room)
     budget = min(wanted, cache.pages * placement.stripes.page_tokens)
@@ -163,7 +173,7 @@ def build_engine(
     if max_length is not None and max_length < most:
         most, cache.remedy = max_length, "raise max_length"
     together = config.attention.policy != "dense" and config.attention.choice == "global"
-    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, most)
+    drafter = make_drafter(config, draft, model, comm, cache, placement, max_batch, most, chunk)
     runner = ModelRunner(
         model,
         layout,

@@ -26,7 +26,9 @@ class Admission:
         pages: the beginning of its table, int32 [m], the same on every rank.
         reserved: tokens for which these are taken.
         limit: tokens in the cache at which it ends.
-        known: the first so many tokens are in its pages already, or in those to copy; prefill goes on behind them.
+        known: the first so many tokens are in its pages already, or in those to copy.
+        resumes: position of the first token that is computed: behind these, or before, where pages are not all that
+            layers keep.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
         drawn: so many of `length` were drawn, the last ones.
         allowed: which tokens it may draw behind them, int32 [W], as of `Grammar`; None: all.
@@ -42,6 +44,7 @@ class Admission:
     limit: int
     sampling: SamplingParams
     known: int = 0
+    resumes: int = 0
     copy_from: np.ndarray = field(default_factory=lambda: NO_PAGES)
     copy_to: np.ndarray = field(default_factory=lambda: NO_PAGES)
     drawn: int = 0
@@ -59,13 +62,19 @@ class TableWrite:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Prompt tokens `[begin, end)` of a slot, int32 [end - begin]; `last` is set where the prompt ends with them."""
+    """Prompt tokens `[begin, end)` of a slot, int32 [end - begin].
+
+    Attributes:
+        last: the prompt ends with them.
+        known: the first so many tokens of the sequence are in its pages already.
+    """
 
     slot: int
     begin: int
     end: int
     last: bool
     tokens: np.ndarray
+    known: int = 0
 
 
 @dataclass(frozen=True, order=True)

@@ -262,6 +262,7 @@ class Engine:
             keep_drawn=not runner.drafter.lags,
             pace=policy.pace,
             sparse_from=runner.policy.from_tokens,
+            lacking=runner.lacking,
             remedy=runner.cache.remedy,
         )
         serving = Serving(

@@ -6,11 +6,13 @@ them on every rank alike, in the order of its decisions: pages are copied before
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from helix.decision import Admission, StepKind, TableWrite
+from helix.placement import ChunkPart, PromptChunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +38,15 @@ class Prefilled:
     """A chunk of prompts that has gone through the model.
 
     Attributes:
-        prompts: slot, global position of the first token, and tokens [m] int64, of each sequence.
+        prompts: the chunk of each sequence.
+        span: what their pages have come to hold.
+        parts: where their tokens lie, of layers that keep a window.
         hidden: [N, H], of all their tokens.
     """
 
-    prompts: list[tuple[int, int, Tensor]]
+    prompts: Sequence[PromptChunk]
     span: Span
+    parts: tuple[ChunkPart, ...]
     hidden: Tensor
 
 

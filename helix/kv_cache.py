@@ -1,228 +1,89 @@
-"""This rank's shard of the KV cache: where a token goes, the pages that hold it, how many there can be."""
+"""This rank's memory of sequences: what each layer keeps of them, in pages, rings and slots.
+
+Pages hold all tokens of a sequence, and sequences share them. What a layer keeps for a sliding window lies in a ring of
+pages that each slot has: local page i of its sequence is page `i % ring` of the ring. Nobody shares that, and what was
+found in pages is computed again as far as the window lacks it. Tokens of a prompt's chunk that a ring has no room for
+lie in pages of the chunk meanwhile. A state of a sequence has one place in each slot.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from helix.config import MAX_QUERIES
-from helix.decision import StepKind
+from helix.decision import Admission, StepKind
 from helix.follower import Follower, Prefilled, Span, Taken
-from helix.layout import HelixLayout
-from helix.pages import Stripes
-from kernels import dispatch
-from kernels.attention import placement
+from helix.keeps import Keeps, lacking, token_bytes
+from helix.placement import Placement
+from helix.transfers import to_device
 from kernels.sparse.block_bounds import fold_blocks
-from kernels.sparse.block_ranges import block_ranges
-from kernels.sparse.draft_ranges import MILLION, draft_ranges
-
-
-@dataclass(frozen=True)
-class BlockBudget:
-    """How many blocks, of a page each, a query of a block-sparse step reads; sink and window are of all ranks together.
-
-    Attributes:
-        sink_blocks: first blocks of the sequence, always read.
-        local_blocks: last blocks, the query's own included, always read.
-        topk: blocks chosen between them, on this rank.
-        from_tokens: a query that sees fewer tokens than this reads them all.
-    """
-
-    sink_blocks: int
-    local_blocks: int
-    topk: int
-    from_tokens: int
-
-
-@dataclass(frozen=True)
-class KeyBudget:
-    """How many keys of a sequence drafts read; shares are in millionths.
-
-    Attributes:
-        sink_tokens: first tokens of the sequence, always read.
-        least: keys of a rank that are read at least.
-        share: of a rank's keys.
-        latest: of those, the share that the sink and the latest keys have whatever is chosen.
-    """
-
-    sink_tokens: int
-    least: int
-    share: int
-    latest: int
-
-    def of(self, known: Tensor) -> Tensor:
-        """How many of so many local keys are read."""
-        return torch.minimum(((known * self.share + MILLION - 1) // MILLION).clamp(min=self.least), known)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the tokens of a sequence live on one kvp rank: round-robin blocks, cut into pages in local order."""
-
-    layout: HelixLayout
-    kvp_rank: int
-    append_block: int
-    page_size: int
-
-    def bounds(self, positions: Tensor, starts: Tensor, live: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Local keys `[lo, hi)` that causal queries at global `positions` read; none where not `live`.
-
-        Args:
-            positions, starts: int64 [N]; `starts` is the kvp rank of each sequence's first block.
-            live: bool [N].
-            window: sliding window in tokens, the query's own included; None for all.
-
-        Returns:
-            lo, hi: int32 [N].
-        """
-        if dispatch.on_gpu(positions):
-            return placement.local_bounds(positions, starts, live, **self.grid, window=window)
-        lo, hi = self.layout.local_bounds(positions, self.kvp_rank, self.append_block, starts, window)
-        return lo.int(), torch.where(live, hi, lo).int()
-
-    def cache_slots(
-        self, positions: Tensor, starts: Tensor, live: Tensor, block_tables: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
-        """Flat cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks or not `live`.
-
-        Args:
-            positions, starts: int64 [N].
-            live: bool [N].
-            block_tables: int32 [n, P], the pages of each sequence.
-            rows: int64 [N], the row of each token's sequence in `block_tables`; None: token i's is row i.
-        """
-        if dispatch.on_gpu(positions):
-            where = {"page_size": self.page_size, **self.grid}
-            return placement.cache_slots(positions, starts, live, block_tables, rows, **where)
-        block_tables = block_tables if rows is None else block_tables[rows]
-        slot = self.layout.token_slot(positions, self.append_block)
-        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # others' slots may lie past our pages
-        page = block_tables.gather(1, column[:, None]).squeeze(1).long()
-        mine = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
-        return torch.where(mine & live, page * self.page_size + slot % self.page_size, -1)
-
-    def block_ranges(
-        self, positions: Tensor, starts: Tensor, live: Tensor, queries: int, budget: BlockBudget
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which local pages queries read whatever they say, and among which they choose; nothing where not `live`.
-
-        Of `pages` local pages, those before `first` (the sink's) and from `last` on (the window's, and all that hold
-        tokens which are not committed) are read anyway.
-
-        Args:
-            positions, starts: int64 [N], `queries` of each sequence, the first at the sequence's committed length.
-            live: bool [N].
-
-        Returns:
-            first, last, pages, hi: int32 [N]; `hi` is one past the last key in a table of the pages that are read.
-        """
-        if dispatch.on_gpu(positions):
-            where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
-            return block_ranges(positions, starts, live, queries, **where)
-
-        def local(tokens: Tensor) -> Tensor:
-            return self.layout.local_length(tokens, self.kvp_rank, self.append_block, starts)
-
-        page = self.page_size
-        committed = positions.view(-1, queries)[:, :1].expand(-1, queries).flatten()
-        window = (positions // page - budget.local_blocks + 1).clamp(min=0) * page
-        length = torch.where(live, local(positions + 1), 0)
-        pages = -(-length // page)
-        first = torch.minimum(-(-local(torch.full_like(positions, budget.sink_blocks * page)) // page), pages)
-        last = torch.minimum(local(window), local(committed)) // page
-        last = torch.minimum(torch.maximum(last, first), pages)
-        short = positions + 1 < budget.from_tokens
-        first, last = (torch.where(short, pages, x) for x in (first, last))
-        left_out = last - first - (last - first).clamp(max=budget.topk)
-        return first.int(), last.int(), pages.int(), (length - left_out * page).int()
-
-    def draft_ranges(
-        self, positions: Tensor, starts: Tensor, live: Tensor, budget: KeyBudget
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Among which local keys drafts choose, those of tokens up to `positions`, and how many they read.
-
-        Args:
-            positions, starts: int64 [n].
-            live: bool [n]; the others have no keys.
-
-        Returns:
-            known, counts, sinks, recent: int32 [n]: the first `known` keys are chosen from, `counts` of them are read,
-            the first `sinks` and the last `recent` whatever they score.
-        """
-        if dispatch.on_gpu(positions):
-            return draft_ranges(positions, starts, live, **self.grid, **asdict(budget))
-
-        def local(tokens: Tensor) -> Tensor:
-            return self.layout.local_length(tokens, self.kvp_rank, self.append_block, starts)
-
-        length = torch.where(live, positions + 1, 0)
-        known = local(length)
-        counts = budget.of(known)
-        sinks = torch.minimum(local(length.clamp(max=budget.sink_tokens)), counts)
-        recent = (counts * budget.latest // MILLION - sinks).clamp(min=0)
-        return known.int(), counts.int(), sinks.int(), recent.int()
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """What kernels need to know of it."""
-        return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
-
-    def most_blocks(self, budget: BlockBudget, max_length: int) -> int:
-        """Pages that a query of a sequence of up to `max_length` tokens reads, at most."""
-
-        def touched(tokens: int) -> int:
-            """Local pages that a run of so many tokens can lie in."""
-            cycle = self.append_block * self.layout.kvp
-            return -(-(tokens // cycle + 1) * self.append_block // self.page_size) + 1
-
-        fixed = (budget.sink_blocks + budget.local_blocks) * self.page_size + MAX_QUERIES
-        sparse = touched(budget.sink_blocks * self.page_size) + budget.topk + touched(fixed)
-        return min(max(sparse, touched(min(budget.from_tokens, max_length))), touched(max_length) + budget.topk)
-
-    @property
-    def stripes(self) -> Stripes:
-        """How sequences fill pages, on all ranks alike."""
-        return Stripes(self.layout, self.append_block, self.page_size)
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's part of the cache on this rank.
+    """One layer's part of the memory on this rank.
 
     Attributes:
         index: of the layer.
-        keys: [pages, page_size, Hkv, D]; latents: [pages, page_size, R + P].
-        values: like `keys`; latents: the first R of the numbers in `keys`.
-        bounds: [pages, Hkv, 2, D], what stands for a page that is full of committed tokens; None where nobody chooses.
+        kept: what it keeps, by name. Of tokens [pages, page_size, *entry], of pages [pages, *entry], of slots
+            [slots, *entry], of rows [slots, rows, *entry].
+        accepted: [slots] int64, rows of a sequence's last step that are a part of it; empty where nobody keeps rows.
     """
 
     index: int
-    keys: Tensor
-    values: Tensor
-    bounds: Tensor | None = None
+    kept: Mapping[str, Tensor]
+    accepted: Tensor
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys [pages, page_size, Hkv, D]."""
+        return self.kept["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        """Values [pages, page_size, Hkv, D]."""
+        return self.kept["values"]
+
+    @property
+    def bounds(self) -> Tensor:
+        """Bounds [pages, Hkv, 2, D] of the keys in each page that is full of committed tokens."""
+        return self.kept["bounds"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that keep the same, and their memory: by name [layers, ...], each layer's part as in `LayerCache`."""
+
+    layers: tuple[int, ...]
+    keeps: tuple[Keeps, ...]
+    tensors: dict[str, Tensor]
 
 
 class KVCache(Follower):
-    """What this rank stores of the tokens it owns, paged, for every layer.
+    """What this rank stores of the tokens that it owns, and of the sequences in its slots, for every layer.
 
     Rank 0 says who has which page (`helix.block_tables`). Memory is left uninitialised: whatever reads it masks by
     length.
 
     Args:
-        entries: shapes of what one token stores in one layer: `(Hkv, D)` twice for keys and values, `(R + P,)` for a
-            latent.
-        score: what stands for a page where queries choose, as `kernels.sparse.block_bounds` has it; None: nothing.
-        tensors: the memory; None: allocated on `device`.
+        keeps: of each layer.
+        slots: sequences of the batch.
+        rows: tokens of a sequence in a decode step, at most.
+        chunk: tokens of a prefill step, at most.
+        score: what the bounds of a page are, as `kernels.sparse.block_bounds` has it, in layers that keep some.
 
     Attributes:
-        tensors: one for each entry, [layers, pages, page_size, *entry].
-        bounds: [layers, pages, Hkv, 2, D], or None.
+        groups: the memory.
+        rings: pages of a slot's ring, by the window that it serves; by None where it serves those without.
+        lacking: tokens before the end of what was found in pages that are computed again.
+        has_states: whether a layer keeps a state of each sequence.
+        bytes_per_token: of a token that this rank owns, in pages.
         remedy: what makes room for more.
     """
 
@@ -230,71 +91,150 @@ class KVCache(Follower):
 
     def __init__(
         self,
-        layers: int,
+        keeps: Sequence[tuple[Keeps, ...]],
         pages: int,
         placement: Placement,
-        entries: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
         device: torch.device,
+        *,
+        slots: int = 1,
+        rows: int = 1,
+        chunk: int = 1,
         score: str | None = None,
-        tensors: list[Tensor] | None = None,
     ) -> None:
         self.pages = pages
         self.placement = placement
         self.score = score
         self.device = device
-        self.bytes_per_token = token_bytes(layers, entries, dtype)
-        self.tensors = tensors or [
-            torch.empty(layers, pages, placement.page_size, *entry, dtype=dtype, device=device) for entry in entries
+        self.bytes_per_token = sum(token_bytes(kept) for kept in keeps)
+        self.lacking = lacking(keeps)
+        self.rings: dict[int | None, int] = {
+            k.reach: ring(placement, k.reach, rows) for kept in keeps for k in kept if k.reach is not None
+        }
+        self._slots, self._rows, self._chunk_pages = slots, rows, placement.chunk_pages(chunk, slots)
+        of: dict[tuple[Keeps, ...], list[int]] = {}
+        for index, kept in enumerate(keeps):
+            of.setdefault(kept, []).append(index)
+        self.groups = [
+            Group(tuple(layers), kept, {k.name: self._allocate(k, len(layers)) for k in kept})
+            for kept, layers in of.items()
         ]
-        self.bounds: Tensor | None = None
-        if score is not None:
-            heads, dim = entries[0]
-            self.bounds = torch.empty(layers, pages, heads, 2, dim, dtype=dtype, device=device)
+        self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
+        self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
+        self._replays = any(k.per == "row" for kept in keeps for k in kept)
+        self.accepted = torch.zeros(slots if self._replays else 0, dtype=torch.int64, device=device)
 
-    def layer(self, index: int, latent: int | None = None, prefill: bool = False) -> LayerCache:
-        """One layer's part; `latent` is R of a cache of latents; `prefill`: for a step of prompts."""
-        keys = self.tensors[0][index]
-        values = self.tensors[1][index] if latent is None else keys[..., :latent]
-        return LayerCache(index, keys, values, None if self.bounds is None else self.bounds[index])
+    def _allocate(self, kept: Keeps, layers: int) -> Tensor:
+        """Memory of one thing that so many layers keep."""
+        count = entries(kept, self.placement, self.pages, self._slots, self._rows, self._chunk_pages)
+        return torch.empty(layers, *count, *kept.entry, dtype=kept.dtype, device=self.device)
+
+    def layer(self, index: int, prefill: bool = False) -> LayerCache:
+        """Returns one layer's part; `prefill`: for a step of prompts."""
+        group, place = self._places[index]
+        return LayerCache(index, {name: tensor[place] for name, tensor in group.tensors.items()}, self.accepted)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory, [layers, ...] each."""
+        return [tensor for group in self.groups for tensor in group.tensors.values()]
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Bounds [layers, pages, Hkv, 2, D] of the layers that keep some."""
+        return next((group.tensors["bounds"] for group in self.groups if "bounds" in group.tensors), None)
 
     def fold(self, span: Span) -> None:
-        """Writes the bounds of pages that are full now, in all layers; nothing where nobody chooses."""
-        if self.bounds is not None and self.score is not None:
-            fold_blocks(
-                self.tensors[0], self.bounds, span.tables, span.starts, span.before, span.after,
-                span.most // self.placement.page_size + 1, self.score, **self.placement.grid,
-            )  # fmt: skip
+        """Writes the bounds of pages that are full now, in all layers that keep some."""
+        for group in self.groups:
+            if (bounds := group.tensors.get("bounds")) is not None:
+                assert self.score is not None
+                fold_blocks(
+                    group.tensors["keys"], bounds, span.tables, span.starts, span.before, span.after,
+                    span.most // self.placement.page_size + 1, self.score, **self.placement.grid,
+                )  # fmt: skip
+
+    def admit(self, admission: Admission) -> None:
+        slot = admission.slot
+        if self._replays:
+            self.accepted[slot].fill_(0)
+        for group in self.groups:
+            for kept in group.keeps:
+                tensor = group.tensors[kept.name]
+                if kept.per == "slot":
+                    tensor[:, slot].fill_(0)
+                elif kept.reach is not None and admission.resumes:
+                    # What goes before is not there: of any numbers, so that what is computed of them is some.
+                    pages = self.rings[kept.reach]
+                    tensor[:, slot * pages : (slot + 1) * pages].fill_(0)
 
     def prefilled(self, chunk: Prefilled) -> None:
+        for reach in self.rings.keys() - {None}:
+            pages = self.rings[reach]
+            last = [
+                (part, range(part.begin // self.placement.page_size + 1, part.columns.stop)) for part in chunk.parts
+            ]
+            moved = [
+                (self._slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
+                for part, columns in last
+                for column in columns[-pages:]
+            ]
+            if moved:
+                sources, to = (to_device(torch.tensor(x), self.device) for x in zip(*moved, strict=True))
+                for group in self.groups:
+                    for kept in group.keeps:
+                        if kept.reach == reach:
+                            group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
         self.fold(chunk.span)
 
     def takes(self, kind: StepKind) -> bool:
-        return self.bounds is not None
+        return self.score is not None or self._replays
 
     def taken(self, step: Taken) -> None:
+        if self._replays:
+            self.accepted[: step.kind.rows] = step.span.after - step.span.before
         self.fold(step.span)
 
     def close(self) -> None:
         """Gives back what is not torch's; no kernel may use the cache any more. A second call does nothing."""
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
-        for tensor in [*self.tensors, *([] if self.bounds is None else [self.bounds])]:
-            tensor[:, to] = tensor[:, sources]
+        for group in self.groups:
+            for kept in group.keeps:
+                if kept.is_paged:
+                    group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
 
 
-def page_bytes(
-    layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dtype, page_size: int, bounds: bool = False
-) -> int:
-    """Bytes of a page in the caches of all layers, and of what stands for it where queries choose."""
-    return (
-        token_bytes(layers, entries, dtype) * page_size + bounds * layers * 2 * math.prod(entries[0]) * dtype.itemsize
-    )
+def with_bounds(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
+    """Adds bounds of the keys of each page to what layers keep that read whole sequences."""
+
+    def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:
+        keys = [k for k in kept if k.name == "keys" and k.reach is None]
+        return (*kept, *(Keeps("bounds", (k.entry[0], 2, k.entry[1]), k.dtype, "page") for k in keys))
+
+    return [more(kept) for kept in keeps]
 
 
-def token_bytes(layers: int, entries: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Bytes that a token takes in the caches of all layers on the rank that stores it."""
-    return layers * sum(math.prod(entry) for entry in entries) * dtype.itemsize
+def ring(placement: Placement, reach: int, rows: int) -> int:
+    """Counts the pages of a slot's ring that a window of `reach` tokens needs, where steps have `rows` tokens."""
+    return placement.touched(reach + rows - 1)
+
+
+def entries(
+    kept: Keeps, placement: Placement, pages: int, slots: int, rows: int, chunk_pages: int
+) -> tuple[int, ...]:  # fmt: skip
+    """Shape of the entries of one thing that a layer keeps, for so many pages and slots."""
+    if kept.reach is not None:
+        return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
+    return {"token": (pages, placement.page_size), "page": (pages,), "slot": (slots,), "row": (slots, rows)}[kept.per]
+
+
+def slot_bytes(
+    keeps: Sequence[tuple[Keeps, ...]], placement: Placement, slots: int, rows: int, chunk: int
+) -> int:  # fmt: skip
+    """Counts the bytes of all that is not in pages; arguments as of `KVCache`."""
+    chunk_pages = placement.chunk_pages(chunk, slots)
+    others = (k for kept in keeps for k in kept if not k.is_paged)
+    return sum(k.bytes * math.prod(entries(k, placement, 0, slots, rows, chunk_pages)) for k in others)
 
 
 def free_bytes(device: torch.device) -> int:

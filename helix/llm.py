@@ -90,7 +90,7 @@ class LLM:
             raise ValueError(f"max_batch={max_batch} and max_length={max_length} must be positive")
         layout = HelixLayout.create("helix", kvp, tpa, ep=ep)
         spec = spec_from_config(read_config(Path(path)))
-        layout.check_heads(spec.q_heads, spec.kv_heads)
+        layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
         max_length = min(max_length, spec.max_positions)
         settings = Settings(str(path), spec, layout, dtype, max_batch, max_length, timeout_s)
         self._ranks: list[subprocess.Popen[bytes]] = []

@@ -19,17 +19,17 @@ from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
 from helix.clock import Moment
 from helix.decision import Admission, Decision, Segment, StepKind
-from helix.follower import Follower, Prefilled, Span, Taken
+from helix.follower import Follower, Prefilled, Taken
 from helix.graphs import StepGraphs
-from helix.kv_cache import KVCache, Placement
+from helix.kv_cache import KVCache
 from helix.layout import HelixLayout
 from helix.models import Decoder
+from helix.placement import Placement, PromptChunk
 from helix.request import Logprobs
 from helix.sampling import sample
 from helix.shaping import Shaper
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_tokens
 from helix.step import PAST, DecodeState, Step
-from helix.tiered_cache import TieredCache
 from helix.transfers import to_device, to_host
 from kernels.reference.top_tokens import logprobs
 
@@ -117,8 +117,7 @@ class ModelRunner:
         self.device = cache.device
         max_pages = placement.stripes.pages_for(max_length + self.drafts)
         history = max_length + self.drafts + 1 if self.drafts else 0
-        rings = cache.ring_pages if isinstance(cache, TieredCache) else 0
-        self.state = DecodeState(max_batch, max_pages, placement, self.device, history, rings)
+        self.state = DecodeState(max_batch, max_pages, placement, self.device, history, cache.rings)
         self.admitted: dict[int, Admission] = {}
         self.hopb_chunks: dict[int, int] = {}
         self.mark: Callable[[str | None], None] = lambda phase: None
@@ -130,7 +129,7 @@ class ModelRunner:
 
     def chunks(self, rows: int) -> int:
         """Into how many chunks the attention of a step of `rows` rows is cut."""
-        alone = self.layout.kvp == 1 and not isinstance(self.cache, TieredCache)
+        alone = self.layout.kvp == 1 and None not in self.cache.rings
         if alone or self.hopb == "none":  # nothing to exchange, and nothing comes from host memory
             return 1
         return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
@@ -189,6 +188,11 @@ class ModelRunner:
         return drawn
 
     @property
+    def lacking(self) -> float:
+        """Tokens before the end of what was found in pages that are computed again."""
+        return max(self.cache.lacking, self.drafter.lacking)
+
+    @property
     def is_computed(self) -> bool:
         """Says whether the device waits for the decision that draws the step which is held."""
         return self._held is not None and self._held.computed.reached
@@ -223,22 +227,20 @@ class ModelRunner:
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
         """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
-        prompts = [(s.slot, s.begin, torch.from_numpy(s.tokens).long()) for s in segments]
+        prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
         step = self.state.prefill_step(prompts)
         hidden = self.model.hidden(self.cache, step, self.policy)
-        slots, begins, ends = (
-            to_device(torch.tensor(x), self.device)
-            for x in zip(*((s.slot, s.begin, s.end) for s in segments), strict=True)
-        )
+        span = self.state.prompts_span(step, prompts)
+        slots, ends = step.slots, span.after
         self.state.lengths[slots] = ends
-        span = Span(step.block_tables, self.state.starts[slots], begins, ends, step.max_q)
         for follower in self.followers:
-            follower.prefilled(Prefilled(prompts, span, hidden))
+            follower.prefilled(Prefilled(prompts, span, step.parts, hidden))
         last = [i for i, s in enumerate(segments) if s.last]
         if not last:
             return self._slots.new_full((1, 1), PAST), [segments[0].slot]
         of_last = to_device(torch.tensor(last), self.device)
-        rows = (ends - begins).cumsum(0)[of_last] - 1
+        assert step.cu_q is not None
+        rows = step.cu_q[1:][of_last] - 1
         slots, lengths = slots[of_last], ends[of_last]
         live = torch.ones_like(slots, dtype=torch.bool)
         shaping = (slots, torch.full_like(slots, -1)) if decision.kind.shaped else None

@@ -34,7 +34,9 @@ def rehearse(
             pages = np.arange(runner.placement.stripes.pages_for(end), dtype=np.int32)
             tokens = np.zeros(count, dtype=np.int32)
             text = np.zeros(end, dtype=np.int32)
-            admit = [Admission("rehearsal", i, end, text, 0, pages, end, end, SamplingParams(), known) for i in slots]
+            admit = [
+                Admission("rehearsal", i, end, text, 0, pages, end, end, SamplingParams(), known, known) for i in slots
+            ]
             parts = [Segment(i, known, end, last=True, tokens=tokens) for i in slots]
             rows = min(1 << (prompts - 1).bit_length(), runner.max_batch)
             runner.execute(Decision(0, (), (), tuple(admit), tuple(parts), 0, StepKind(rows)))

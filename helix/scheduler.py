@@ -121,6 +121,7 @@ class Scheduler:
         keep_drawn: whether what was drawn is kept for others, like prompts.
         pace: how steps of so many rows go on, of which some slots take no drafts; called before each run of them.
         sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
+        lacking: tokens before the end of what is found in pages that are computed again.
         remedy: what makes room for more pages.
 
     Attributes:
@@ -145,6 +146,7 @@ class Scheduler:
         keep_drawn: bool = True,
         pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
         sparse_from: int | None = None,
+        lacking: float = 0.0,
         remedy: str,
     ) -> None:
         self._remedy = remedy
@@ -154,6 +156,7 @@ class Scheduler:
         self._owed_per_second = decode_share / (1 - decode_share)
         self._patience_s = patience_s
         self._keep_drawn = keep_drawn
+        self._lacking = lacking
         self._run_tokens = run_steps * (1 + drafts)
         self._lease = max(lease, 1 + self._run_tokens)  # a prompt that ends decodes in the same decision
         self._sparse_from = math.inf if sparse_from is None else sparse_from
@@ -330,7 +333,7 @@ class Scheduler:
                 at += 1
                 continue
             del self._waiting[at]
-            s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots), held, held.known
+            s.slot, s.held, s.prefilled = heapq.heappop(self._free_slots), held, self._resumes(held.known)
             self.running[s.slot] = s
             request = s.request
             yield Admission(
@@ -344,6 +347,7 @@ class Scheduler:
                 s.prompt_tokens + request.max_new_tokens - 1,  # the last token is never appended
                 request.sampling,
                 held.known,
+                s.prefilled,
                 held.copy_from,
                 held.copy_to,
                 request.drawn + len(s.drawn),
@@ -452,7 +456,8 @@ class Scheduler:
         for s, end in ends.items():
             if end > s.prefilled:
                 assert s.slot is not None and s.held is not None
-                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), s.tokens[s.prefilled : end])
+                new = s.tokens[s.prefilled : end]
+                yield Segment(s.slot, s.prefilled, end, end == len(s.tokens), new, s.held.known)
                 done += self._times.work(s.prefilled, end)
                 s.prefilled = end
                 columns = self._tables.enter(s.held, s.tokens[:end])
@@ -463,8 +468,14 @@ class Scheduler:
     def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
         """Takes over what others have computed of a prompt meanwhile."""
         assert s.held is not None
-        s.prefilled, columns = self._tables.advance(s.held, s.tokens, s.prefilled)
+        known, columns = self._tables.advance(s.held, s.tokens, max(s.prefilled, s.held.known))
+        if known > s.held.known and known > s.prefilled:
+            s.held.known, s.prefilled = known, max(s.prefilled, self._resumes(known))
         writes.append(_Change(s, s.held, columns.start, len(columns)))
+
+    def _resumes(self, known: int) -> int:
+        """Where a prompt goes on of which so many tokens are in its pages."""
+        return int(max(known - self._lacking, 0))
 
     def _next_stripe(self, s: Scheduled) -> Hashable:
         assert s.held is not None

@@ -156,10 +156,10 @@ class Serving:
     def _begin(self, decision: Decision) -> list[Delta]:
         """Launches a decision; says who is admitted with it."""
         for admission in decision.admit:
-            self._to_prefill += admission.length - admission.known
+            self._to_prefill += admission.length - admission.resumes
             if not admission.drawn:
                 progress = self._open[admission.id]
-                progress.cached_tokens = progress.prefilled = admission.known
+                progress.cached_tokens = progress.prefilled = admission.resumes
         self._limits = decision.draft_limits or self._limits
         rows, begin = dict(self._scheduler.running), perf_counter()
         steps = deque(self._launch(decision))

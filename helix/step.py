@@ -6,7 +6,7 @@ host nor changes shape as sequences grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,30 +15,12 @@ from torch import Tensor
 from helix.config import MAX_QUERIES
 from helix.decision import Admission, TableWrite
 from helix.follower import Follower, Retired, Span
-from helix.kv_cache import Placement
+from helix.placement import ChunkPart, Placement, PromptChunk
 from helix.sampling import SamplingState
 from helix.transfers import to_device
 from kernels.tokens.commit import PAST, commit
 
 __all__ = ["PAST", "DecodeState", "Step"]
-
-
-@dataclass(frozen=True)
-class ChunkPart:
-    """A sequence's part of a prefill step whose new keys go to pages of the chunk's own first.
-
-    Attributes:
-        row: of its slot.
-        queries: its tokens among the step's.
-        begin, end: its local tokens before and behind the chunk.
-        page: page of the chunk for local page `begin // page_size`, the next ones behind it.
-    """
-
-    row: int
-    queries: slice
-    begin: int
-    end: int
-    page: int
 
 
 @dataclass(frozen=True)
@@ -64,8 +46,9 @@ class Step:
         positions: global positions [N] int64.
         starts: kvp rank of the first block of each token's sequence [N] int64.
         live: False [N] for rows that are padding: they read and write no KV.
-        block_tables: pages [n, P] int32 of the n sequences.
-        append_slots: flat cache slots [N] int64, -1 where this rank stores nothing.
+        slots: of the n sequences [n] int64.
+        tables: by window, None for layers without one: pages [n, P] int32 of the n sequences.
+        append_slots: by window: flat cache slots [N] int64, -1 where this rank stores nothing.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
         max_q: the most tokens that one sequence has here.
         max_k: the most keys that one of them reads on this rank, about; of prefill.
@@ -74,6 +57,7 @@ class Step:
         overlapped: whether another half of a prefill step computes while messages of this one are on their way.
         shared: tensors [N] that all layers read, by what they are.
         chunk: of a prefill step, where the cache lies in host memory.
+        parts: of a prefill step, where layers have windows.
     """
 
     placement: Placement
@@ -81,8 +65,9 @@ class Step:
     positions: Tensor
     starts: Tensor
     live: Tensor
-    block_tables: Tensor
-    append_slots: Tensor
+    slots: Tensor
+    tables: dict[int | None, Tensor]
+    append_slots: dict[int | None, Tensor]
     cu_q: Tensor | None
     max_q: int
     max_k: int = 0
@@ -91,6 +76,12 @@ class Step:
     overlapped: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
     chunk: Chunk | None = None
+    parts: tuple[ChunkPart, ...] = ()
+
+    @property
+    def block_tables(self) -> Tensor:
+        """Pages [n, P] int32 of layers without a window."""
+        return self.tables[None]
 
     def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `make` gives, tensors [N]; made once for each key."""
@@ -112,7 +103,7 @@ class Step:
             positions=self.positions[rows],
             starts=self.starts[rows],
             live=self.live[rows],
-            append_slots=self.append_slots[rows],
+            append_slots={window: slots[rows] for window, slots in self.append_slots.items()},
             cu_q=self.cu_q.clamp(begin, end) - begin,
             max_q=min(self.max_q, end - begin),
             overlapped=True,
@@ -148,7 +139,7 @@ class StepsAhead:
             positions=joint.positions[rows],
             starts=joint.starts[rows],
             live=joint.live[rows],
-            append_slots=joint.append_slots[rows],
+            append_slots={window: slots[rows] for window, slots in joint.append_slots.items()},
             shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in joint.shared.items()},
         )
 
@@ -158,7 +149,8 @@ class DecodeState(Follower):
 
     Args:
         history: tokens of each sequence to be kept for drafters, 0 where nobody looks back.
-        ring_pages: pages of a sequence that new tokens go to, where the cache lies in host memory; 0 elsewhere.
+        rings: pages of the ring of each slot that new tokens go to, by the window of layers that have one; by None of
+            the others, where their pages lie in host memory.
 
     Attributes:
         tokens: last token of each sequence [B] int64, not yet in the cache.
@@ -169,7 +161,7 @@ class DecodeState(Follower):
         active: rows that decode [B] bool.
         history: tokens of each sequence from its first on, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
-        append_tables: pages that new tokens of decode steps go to [B, P] int32; the same where the cache is on the GPU.
+        append_tables: by window, pages that new tokens of decode steps go to [B, P] int32.
         sampling: each row's sampling parameters.
     """
 
@@ -180,7 +172,7 @@ class DecodeState(Follower):
         placement: Placement,
         device: torch.device,
         history: int = 0,
-        ring_pages: int = 0,
+        rings: Mapping[int | None, int] | None = None,
     ) -> None:
         self.placement = placement
         self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
@@ -190,14 +182,12 @@ class DecodeState(Follower):
         self.draft_limits = torch.full((max_batch,), MAX_QUERIES, dtype=torch.int64, device=device)
         self.active = torch.zeros(max_batch, dtype=torch.bool, device=device)
         self.block_tables = torch.zeros(max_batch, max(max_pages, 1), dtype=torch.int32, device=device)
-        self.append_tables = self.block_tables
-        if ring_pages:
-            row, column = (
-                torch.arange(max_batch, device=device),
-                torch.arange(self.block_tables.shape[1], device=device),
-            )
-            self.append_tables = (row[:, None] * ring_pages + column % ring_pages).int()
-        self.ring_pages = ring_pages
+        self.rings = dict(rings or {})
+        self._slots = torch.arange(max_batch, device=device)
+        columns = torch.arange(self.block_tables.shape[1], device=device)
+        self.append_tables: dict[int | None, Tensor] = {None: self.block_tables}
+        for window, pages in self.rings.items():
+            self.append_tables[window] = (self._slots[:, None] * pages + columns % pages).int()
         self._starts = [0] * max_batch
         self.history = torch.zeros(max_batch, history, dtype=torch.int32, device=device)
         self.sampling = SamplingState.create(max_batch, device)
@@ -233,6 +223,13 @@ class DecodeState(Follower):
         """The span in which the first `rows` rows have come from `before` to `after` tokens [rows], `most` at most."""
         return Span(self.block_tables[:rows], self.starts[:rows], before, after, most)
 
+    def prompts_span(self, step: Step, prompts: Sequence[PromptChunk]) -> Span:
+        """The span of the chunks of a prefill step, as far as their pages have come to hold more."""
+        before, after = (
+            to_device(torch.tensor(x), self.lengths.device) for x in zip(*(p.written for p in prompts), strict=True)
+        )
+        return Span(step.block_tables, self.starts[step.slots], before, after, step.max_q)
+
     def leaving(self, row: int) -> Retired:
         """The event of a sequence that gives its row up."""
         at = slice(row, row + 1)
@@ -261,7 +258,6 @@ class DecodeState(Follower):
         """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         tokens, positions, owner = self.tokens[:rows], lengths, None
-        block_tables = self.block_tables[:rows]
         if drafts is not None:
             each = 1 + drafts.shape[1]
             offsets = torch.arange(each, device=drafts.device)
@@ -275,8 +271,12 @@ class DecodeState(Follower):
             positions=positions,
             starts=starts,
             live=active,
-            block_tables=block_tables,
-            append_slots=self.placement.cache_slots(positions, starts, active, self.append_tables[:rows], owner),
+            slots=self._slots[:rows],
+            tables=self._tables(rows),
+            append_slots={
+                window: self.placement.cache_slots(positions, starts, active, table[:rows], owner)
+                for window, table in self.append_tables.items()
+            },
             cu_q=None,
             max_q=len(tokens) // rows,
             chunks=chunks,
@@ -288,7 +288,7 @@ class DecodeState(Follower):
         owner = torch.arange(rows, device=self.lengths.device).repeat(count)
         positions = (self.lengths[:rows] + turn).flatten()
         live = (self.active[:rows] & (turn < self.left(rows))).flatten()
-        starts, tables = self.starts[:rows].repeat(count), self.block_tables[:rows]
+        starts = self.starts[:rows].repeat(count)
         return StepsAhead(
             Step(
                 self.placement,
@@ -296,8 +296,12 @@ class DecodeState(Follower):
                 positions=positions,
                 starts=starts,
                 live=live,
-                block_tables=tables,
-                append_slots=self.placement.cache_slots(positions, starts, live, tables, owner),
+                slots=self._slots[:rows],
+                tables=self._tables(rows),
+                append_slots={
+                    window: self.placement.cache_slots(positions, starts, live, table[:rows], owner)
+                    for window, table in self.append_tables.items()
+                },
                 cu_q=None,
                 max_q=1,
             ),
@@ -328,51 +332,73 @@ class DecodeState(Follower):
             self.history[rows],
         )
 
-    def prefill_step(self, segments: list[tuple[int, int, Tensor]]) -> Step:
-        """The step of several sequences' prompt chunks: (row, global position of the first token, tokens [n] int64)."""
-        counts = [len(tokens) for _, _, tokens in segments]
+    def _tables(self, rows: int) -> dict[int | None, Tensor]:
+        """Pages that the first `rows` slots read, by window."""
+        return {
+            window: (self.block_tables if window is None else table)[:rows]
+            for window, table in self.append_tables.items()
+        }
+
+    def prefill_step(self, chunks: Sequence[PromptChunk]) -> Step:
+        """Makes the step of several sequences' prompt chunks."""
+        counts = [len(chunk.tokens) for chunk in chunks]
         sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))  # [N]
-        at = torch.cat([torch.arange(begin, begin + len(tokens)) for _, begin, tokens in segments])
+        at = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks])
         offsets = torch.tensor([0, *counts]).cumsum(0)
-        ids = torch.cat([tokens for _, _, tokens in segments])
-        slots = torch.tensor([row for row, _, _ in segments])
-        rows, sequence, positions, cu_q, tokens = (
-            to_device(x, self.tokens.device) for x in (slots, sequence, at, offsets.int(), ids)
+        ids = torch.cat([chunk.tokens for chunk in chunks])
+        known = at < torch.tensor([chunk.known for chunk in chunks])[sequence]
+        numbers = torch.tensor([chunk.slot for chunk in chunks])
+        slots, sequence, positions, known, cu_q, tokens = (
+            to_device(x, self.tokens.device) for x in (numbers, sequence, at, known, offsets.int(), ids)
         )
-        tables = self.block_tables[rows]
-        starts = self.starts[rows][sequence]
+        starts = self.starts[slots][sequence]
         live = torch.ones_like(positions, dtype=torch.bool)
-        chunk = self._chunk([(row, at, len(tokens)) for row, at, tokens in segments]) if self.ring_pages else None
-        append_tables = tables if chunk is None else chunk.tables
+        tables: dict[int | None, Tensor] = {None: self.block_tables[slots]}
+        append_tables = dict(tables)
+        first = [self._starts[chunk.slot] for chunk in chunks]
+        chunk = None
+        if None in self.rings:
+            chunk = self._chunk(self.placement.parts(chunks, first, whole=False))
+            append_tables[None] = chunk.tables
+        whole = self.placement.parts(chunks, first, whole=True) if self.rings.keys() - {None} else ()
+        for window in self.rings.keys() - {None}:
+            tables[window] = append_tables[window] = self._ring_tables(window, slots, whole)
         return Step(
             self.placement,
             tokens=tokens,
             positions=positions,
             starts=starts,
             live=live,
-            block_tables=tables,
-            append_slots=self.placement.cache_slots(positions, starts, live, append_tables, sequence),
+            slots=slots,
+            tables=tables,
+            append_slots={
+                window: self.placement.cache_slots(
+                    positions, starts, ~known if window is None else live, table, sequence
+                )
+                for window, table in append_tables.items()
+            },
             cu_q=cu_q,
             max_q=max(counts),
-            max_k=-(-max(at + len(tokens) for _, at, tokens in segments) // self.placement.layout.kvp),
+            max_k=-(-max(chunk.end for chunk in chunks) // self.placement.layout.kvp),
             chunk=chunk,
+            parts=whole,
         )
 
-    def _chunk(self, segments: list[tuple[int, int, int]]) -> Chunk:
-        """Pages for the new tokens of segments (row, global position of the first token, tokens)."""
-        where, page_size = self.placement, self.placement.page_size
-        parts: list[ChunkPart] = []
-        offset = page = 0
-        for row, at, count in segments:
-            begin, end = (
-                where.layout.local_length(n, where.kvp_rank, where.append_block, self._starts[row])
-                for n in (at, at + count)
-            )
-            parts.append(ChunkPart(row, slice(offset, offset + count), begin, end, page))
-            offset += count
-            page += -(-end // page_size) - begin // page_size
+    def _ring_tables(self, window: int | None, slots: Tensor, parts: Sequence[ChunkPart]) -> Tensor:
+        """Pages [n, P] int32 of a prefill step for a window: those of the ring, and behind them those of the chunk."""
+        columns = torch.arange(self.block_tables.shape[1], device=slots.device)
+        first, page = (
+            to_device(torch.tensor(x)[:, None], slots.device)
+            for x in zip(*((part.columns.start, part.page) for part in parts), strict=True)
+        )
+        behind = len(self.active) * self.rings[window] + page + columns - first
+        return torch.where(columns > first, behind, self.append_tables[window][slots]).int()
+
+    def _chunk(self, parts: tuple[ChunkPart, ...]) -> Chunk:
+        """Pages of its own for the new tokens of a chunk."""
         columns = self.block_tables.shape[1]
-        firsts = torch.tensor([part.begin // page_size for part in parts])
+        firsts = torch.tensor([part.columns.start for part in parts])
         tables = torch.tensor([part.page for part in parts])[:, None] - firsts[:, None] + torch.arange(columns)
-        edges = (firsts * page_size).repeat_interleave(torch.tensor([count for *_, count in segments]))
-        return Chunk(tuple(parts), *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))
+        counts = torch.tensor([part.queries.stop - part.queries.start for part in parts])
+        edges = (firsts * self.placement.page_size).repeat_interleave(counts)
+        return Chunk(parts, *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))

@@ -16,8 +16,9 @@ from torch import Tensor
 from helix.decision import Admission
 from helix.follower import Retired, Taken
 from helix.host_store import HostStore
-from helix.kv_cache import KVCache, LayerCache, Placement
-from helix.step import ChunkPart
+from helix.keeps import Keeps
+from helix.kv_cache import KVCache, LayerCache
+from helix.placement import ChunkPart, Placement
 from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.write_back import write_back
@@ -37,7 +38,8 @@ class TieredLayer(LayerCache):
         pieces: like `chunk`: pages of what is before it.
         misses: what has to come, for all layers in turn, with room for each sequence of the batch; `counts` is
             [max_batch, Hkv], of the sequences that are looked up together where the first of them is.
-        ahead: what has to come for a guess, for the layers with an even index in turn, and for the others.
+        ahead: what has to come for a guess, for every other layer in turn.
+        lane: which of the two these are.
         counted: [2] int64: blocks chosen that had a place, and blocks that came.
         counted_ahead: like `counted`, of guesses.
         ring_pages: of a sequence.
@@ -50,6 +52,7 @@ class TieredLayer(LayerCache):
     pieces: Tensor
     misses: BlockList
     ahead: BlockList
+    lane: int
     counted: Tensor
     counted_ahead: Tensor
     ring_pages: int
@@ -104,18 +107,19 @@ class TieredLayer(LayerCache):
 
 
 class TieredCache(KVCache):
-    """What this rank stores of the tokens it owns, in host memory.
+    """What this rank stores, with the pages of layers that read whole sequences in host memory.
+
+    Other arguments are as in `KVCache`.
 
     Args:
-        store: host memory, [layers, pages * Hkv, 2, page_size, D].
-        ring_pages: of each of `max_batch` sequences; `ring_pages` says how many.
+        store: host memory, [layers, pages * Hkv, 2, page_size, D], of these layers.
+        ring_pages: of each slot; `ring_pages` says how many.
         hot: places of each KV head in each layer, for at least as many blocks as a step can choose.
-        chunk_pages: that the chunks of a prefill step can touch.
+        chunk: tokens of a prefill step, at most.
         piece_pages: of what lies before a chunk, that are on the GPU at once, in two halves.
 
     Attributes:
-        tensors: keys and values [layers, pages, page_size, Hkv, D] in host memory.
-        hot: which blocks have a place, in all layers.
+        hot: which blocks have a place, in all these layers.
         places: [layers, places, 2, page_size, D].
         counted: [2] int64, on the device: blocks chosen that had a place, and blocks that came over the link for them.
         counted_ahead: like `counted`, of guesses: what a guess has let come has a place when it is chosen.
@@ -125,50 +129,59 @@ class TieredCache(KVCache):
 
     def __init__(
         self,
-        layers: int,
+        keeps: Sequence[tuple[Keeps, ...]],
         pages: int,
         placement: Placement,
-        entries: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
         device: torch.device,
-        score: str,
         *,
+        slots: int,
+        rows: int,
+        chunk: int,
+        score: str,
         store: HostStore,
-        max_batch: int,
-        ring_pages: int,
         hot: int,
-        chunk_pages: int,
         piece_pages: int,
     ) -> None:
         assert store.tensor is not None
-        heads, dim = entries[0]
-        self.store, self.host, self.ring_pages = store, store.tensor, ring_pages
-        super().__init__(layers, pages, placement, entries, dtype, device, score, [*pages_of(self.host, heads)])
-        rings, block = max_batch * ring_pages * heads, (2, placement.page_size, dim)
+        paged = [kept[0] for kept in keeps if kept[0].is_paged]
+        (heads, dim), dtype, layers = paged[0].entry, paged[0].dtype, len(paged)
+        self._heads = heads
+        self.store, self.host = store, store.tensor
+        super().__init__(keeps, pages, placement, device, slots=slots, rows=rows, chunk=chunk, score=score)
+        self.ring_pages = self.rings[None] = ring_pages(placement.page_size, rows)
+        self._rings, block = slots * self.ring_pages * heads, (2, placement.page_size, dim)
         # Zeros: a benchmark's sequences were never written.
-        self.places = torch.zeros(layers, rings + heads * hot, *block, dtype=dtype, device=device)
-        self.hot = HotBlocks.create(layers, heads, pages, hot, rings, device)
+        self.places = torch.zeros(layers, self._rings + heads * hot, *block, dtype=dtype, device=device)
+        self.hot = HotBlocks.create(layers, heads, pages, hot, self._rings, device)
         self.counted, self.counted_ahead = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._chunk, self._pieces = (
-            torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (chunk_pages, piece_pages)
+            torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (self._chunk_pages, piece_pages)
         )
         misses, *self._ahead = (BlockList.create(heads, hot, device) for _ in range(LISTS))
-        self._misses = replace(misses, counts=misses.counts.repeat(max_batch, 1))
-        self._heads, self._rings = heads, rings
+        self._misses = replace(misses, counts=misses.counts.repeat(slots, 1))
+
+    def _allocate(self, kept: Keeps, layers: int) -> Tensor:
+        if not kept.is_paged or kept.per != "token":
+            return super()._allocate(kept, layers)
+        keys, values = pages_of(self.host, self._heads)
+        return keys if kept.name == "keys" else values
 
     @property
     def on_gpu(self) -> list[Tensor]:
         """All blocks that are not in host memory."""
         return [self.places, self._chunk, self._pieces]
 
-    def layer(self, index: int, latent: int | None = None, prefill: bool = False) -> LayerCache:
-        assert latent is None and self.bounds is not None
-        keys, values = pages_of(self._chunk[0] if prefill else self.places[index, : self._rings], self._heads)
+    def layer(self, index: int, prefill: bool = False) -> LayerCache:
+        group, place = self._places[index]
+        if not group.keeps[0].is_paged:
+            return super().layer(index, prefill)
+        keys, values = pages_of(self._chunk[0] if prefill else self.places[place, : self._rings], self._heads)
+        at = slice(place, place + 1)
         return TieredLayer(
-            index, keys, values, self.bounds[index], host=self.host[index : index + 1],
-            places=self.places[index : index + 1], hot=self.hot.layer(index), chunk=self._chunk, pieces=self._pieces,
-            misses=self._misses, ahead=self._ahead[index % 2], counted=self.counted, counted_ahead=self.counted_ahead,
-            ring_pages=self.ring_pages,
+            index, {"keys": keys, "values": values, "bounds": group.tensors["bounds"][place]}, self.accepted,
+            host=self.host[at], places=self.places[at], hot=self.hot.layer(place), chunk=self._chunk,
+            pieces=self._pieces, misses=self._misses, ahead=self._ahead[place % 2], lane=place % 2,
+            counted=self.counted, counted_ahead=self.counted_ahead, ring_pages=self.ring_pages,
         )  # fmt: skip
 
     def taken(self, step: Taken) -> None:
@@ -177,11 +190,12 @@ class TieredCache(KVCache):
             self.places, self.host, self.hot.place_of, span.tables, span.starts, span.before, span.after,
             (page + span.most - 1) // page, 0, self.ring_pages, **self.placement.grid, page_size=page,
         )  # fmt: skip
-        self.fold(span)
+        super().taken(step)
 
     def admit(self, admission: Admission) -> None:
+        super().admit(admission)
         where = self.placement
-        local = where.layout.local_length(admission.known, where.kvp_rank, where.append_block, admission.start)
+        local = where.local_length(admission.known, admission.start)
         column, heads = local // where.page_size, self._heads
         if local % where.page_size:
             ring = (admission.slot * self.ring_pages + column % self.ring_pages) * heads
@@ -219,10 +233,3 @@ def pages_of(blocks: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values [..., n, page_size, heads, D] in blocks [..., n * heads, 2, page_size, D]."""
     keys, values = (x.transpose(-3, -2) for x in blocks.unflatten(-4, (-1, heads)).unbind(-3))
     return keys, values
-
-
-def chunk_pages(placement: Placement, tokens: int, sequences: int) -> int:
-    """Pages of a rank that a prefill step of so many tokens of so many sequences can touch."""
-    block = placement.append_block
-    local = -(-tokens // (placement.layout.kvp * block)) * block + sequences * block
-    return -(-local // placement.page_size) + 2 * sequences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,11 @@ from helix.attention.tiered import TieredAttention
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.host_store import host_store
-from helix.kv_cache import Placement, page_bytes
+from helix.keeps import Keeps, page_bytes
+from helix.kv_cache import slot_bytes, with_bounds
 from helix.models import DecoderSpec
-from helix.tiered_cache import LISTS, TieredCache, chunk_pages, ring_pages
+from helix.placement import Placement
+from helix.tiered_cache import LISTS, TieredCache, ring_pages
 
 # Attention of a chunk computes so much while a byte comes: a chunk of 4,096 takes 2.4 times as long as its prefix, at
 # Qwen2.5-7B's shape on an H200 with PCIe 5.
@@ -39,22 +42,17 @@ class TieredBytes:
 
 
 def tiered_bytes(
-    spec: DecoderSpec,
-    placement: Placement,
-    entries: list[tuple[int, ...]],
-    dtype: torch.dtype,
-    max_batch: int,
-    drafts: int,
-    chunk: int,
+    keeps: Sequence[tuple[Keeps, ...]], placement: Placement, max_batch: int, drafts: int, chunk: int
 ) -> TieredBytes:
     """How the GPU's share is made up."""
-    (heads, dim), page, layers = entries[0], placement.page_size, spec.layers
+    paged = [kept[0] for kept in keeps if kept[0].is_paged]
+    (heads, dim), dtype, page, layers = paged[0].entry, paged[0].dtype, placement.page_size, len(paged)
     block = 2 * page * dim * dtype.itemsize
-    prompts = chunk_pages(placement, chunk, max_batch) + piece_pages(page)
+    prompts = placement.chunk_pages(chunk, max_batch) + piece_pages(page)
     rings = layers * max_batch * ring_pages(page, drafts + 1)
     number = torch.int32.itemsize
     return TieredBytes(
-        (rings + prompts) * heads * block,
+        (rings + prompts) * heads * block + slot_bytes(keeps, placement, max_batch, drafts + 1, chunk),
         layers * heads * (2 * dim * dtype.itemsize + number),
         heads * (layers * (block + 4 * number) + LISTS * 2 * number),
     )
@@ -92,9 +90,9 @@ def make_tiered(
         ConfigError: too little of either memory, or the host does not give it.
     """
     kv, device = config.kv, comm.device
-    entries = list(spec.entries(placement.layout, comm.rank))
+    keeps = spec.keeps(placement.layout, comm.rank, dtype)
     assert kv.host_bytes is not None
-    of_page = page_bytes(spec.layers, entries, dtype, placement.page_size)
+    of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps)
     stripes = placement.stripes
     needed = stripes.pages_for_all(wanted, max_batch)
     on_host = min(comm.all_gather_object(min(int(kv.host_bytes) // of_page, needed)))
@@ -108,9 +106,9 @@ def make_tiered(
     longest = min(wanted, on_host * stripes.page_tokens, spec.max_positions)
     policy = make_policy(config.attention, placement, longest, comm, kv)
     assert isinstance(policy, TieredAttention)
-    size = tiered_bytes(spec, placement, entries, dtype, max_batch, drafts, chunk)
+    size = tiered_bytes(keeps, placement, max_batch, drafts, chunk)
     room = room if kv.gpu_bytes is None else int(kv.gpu_bytes)
-    least = max_batch * policy.least_places(spec.windows, drafts)
+    least = max_batch * policy.least_places(drafts)
     taken = size.fixed + least * size.place
     pages = min(comm.all_gather_object(min(on_host, (room - taken) // (size.page + of_draft))))
     one = stripes.pages_for(min(longest, stripes.tokens))
@@ -124,20 +122,18 @@ def make_tiered(
             "that, or decode.max_batch, attention.topk or attention.from_tokens lower"
         )
     hot = (room - size.fixed - pages * (size.page + of_draft)) // size.place
-    heads, dim = entries[0]
+    heads, dim = keeps[spec.full[0]][0].entry
     cache = TieredCache(
-        spec.layers,
+        with_bounds(keeps),
         pages,
         placement,
-        entries,
-        dtype,
         device,
-        config.attention.stored,
-        store=host_store((spec.layers, pages * heads, 2, placement.page_size, dim), dtype, comm),
-        max_batch=max_batch,
-        ring_pages=ring_pages(placement.page_size, drafts + 1),
+        slots=max_batch,
+        rows=drafts + 1,
+        chunk=chunk,
+        score=config.attention.stored,
+        store=host_store((len(spec.full), pages * heads, 2, placement.page_size, dim), dtype, comm),
         hot=min(hot, max(pages, least)),
-        chunk_pages=chunk_pages(placement, chunk, max_batch),
         piece_pages=piece_pages(placement.page_size),
     )
     rooms = (int(kv.host_bytes) // of_page, (room - taken) // (size.page + of_draft))
@@ -151,7 +147,7 @@ def make_tiered(
 
 def least_chunk(spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Prompt tokens of a chunk whose attention takes as long as what lies before the chunk takes to come."""
-    group = spec.q_heads / spec.kv_heads
+    group = spec.attention.q_heads / spec.attention.kv_heads
     return math.ceil(FLOPS_A_BYTE * dtype.itemsize / (2 * group))
 
 

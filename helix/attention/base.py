@@ -27,6 +27,7 @@ class LayerAttention:
     Attributes:
         window: its sliding window in tokens, or None.
         scale: factor on q.k.
+        latent: width of the values, which are a part of the keys: latents; None: keys and values are kept apart.
         sinks: [Hq_local] fp32, the score of one more key of value 0 that every query of a head reads, or None; its
             weight is part of the LSE. Given to one rank of a kvp group alone.
         reserved_sms: room on the GPU to leave to kernels that run beside its own.
@@ -34,6 +35,7 @@ class LayerAttention:
 
     window: int | None
     scale: float
+    latent: int | None = None
     sinks: Tensor | None = None
     reserved_sms: int = 0
 
@@ -96,15 +98,17 @@ class AttentionPolicy(ABC):
 
 def rows_of(step: Step, rows: slice) -> Step:
     """The part of a decode step that is `rows` of its N tokens, whole sequences; what layers share is cut alike."""
-    each = len(step.tokens) // len(step.block_tables)
+    each = len(step.tokens) // len(step.slots)
+    sequences = slice(rows.start // each, rows.stop // each)
     return replace(
         step,
         tokens=step.tokens[rows],
         positions=step.positions[rows],
         starts=step.starts[rows],
         live=step.live[rows],
-        block_tables=step.block_tables[rows.start // each : rows.stop // each],
-        append_slots=step.append_slots[rows],
+        slots=step.slots[sequences],
+        tables={window: table[sequences] for window, table in step.tables.items()},
+        append_slots={window: slots[rows] for window, slots in step.append_slots.items()},
         first=step.first + rows.start // each,
         shared={key: tuple(of_tokens[rows] for of_tokens in made) for key, made in step.shared.items()},
     )

@@ -16,7 +16,8 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.kv_cache import LayerCache
+from helix.placement import BlockBudget, Placement
 from helix.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.split_kv import PartialAttention
@@ -97,7 +98,6 @@ class BlockSparseAttention(AttentionPolicy):
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
         """The page table [N, Hkv, width] of what each query reads of each KV head, in one layer."""
-        assert cache.bounds is not None, "the cache was made without bounds"
         offered = None
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
@@ -121,7 +121,6 @@ class BlockSparseAttention(AttentionPolicy):
     def _promising(
         self, q: Tensor, cache: LayerCache, step: Step, budget: BlockBudget, counted: Tensor, sms: int, **more: Any
     ) -> Tensor:
-        assert cache.bounds is not None
         first, last, pages, *_ = self._ranges(step, budget)
         return select_blocks(
             q, cache.bounds, step.block_tables, first, last, pages, budget.topk, self.width, self.score, counted,

@@ -22,15 +22,21 @@ class DenseAttention(AttentionPolicy):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         lo, hi = step.bounds(layer.window)
-        latents = cache.keys.dim() == 3
+        tables = step.tables[layer.window]
+        latents = layer.latent is not None
+        kept = (
+            (cache.kept["latents"], cache.kept["latents"][..., : layer.latent])
+            if latents
+            else (cache.keys, cache.values)
+        )
         if step.cu_q is not None:
-            keys = PagedKeys(cache.keys, cache.values, step.block_tables, lo, hi, layer.scale, layer.sinks)
+            keys = PagedKeys(*kept, tables, lo, hi, layer.scale, layer.sinks)
             prefill = mla_prefill if latents else flash_prefill
             most = step.max_k if layer.window is None else min(step.max_k, layer.window + step.max_q)
             return PartialAttention(*prefill(q, keys, step.cu_q, step.max_q, most))
-        of_sequences = (len(step.block_tables), -1)
+        of_sequences = (len(step.slots), -1)
         bounds = lo.view(of_sequences), hi.view(of_sequences)
-        keys = PagedKeys(cache.keys, cache.values, step.block_tables, *bounds, layer.scale, layer.sinks)
+        keys = PagedKeys(*kept, tables, *bounds, layer.scale, layer.sinks)
         decode = mla_decode_parts if latents else decode_parts
         sms = layer.sms(q.device)
         return decode(q.unflatten(0, of_sequences), keys, sms=sms, early=True)

@@ -7,7 +7,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
 from helix.config import AttentionConfig, KVConfig
 from helix.errors import ConfigError
-from helix.kv_cache import BlockBudget, Placement
+from helix.placement import BlockBudget, Placement
 from kernels.sparse.select_blocks import MOST_PAGES
 
 

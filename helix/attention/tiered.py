@@ -7,7 +7,7 @@ whose partial results are merged by their LSE.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,9 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, LayerCache, Placement
-from helix.step import ChunkPart, Step
+from helix.kv_cache import LayerCache
+from helix.placement import BlockBudget, ChunkPart, Placement
+from helix.step import Step
 from helix.tiered_cache import TieredLayer, pages_of
 from helix.transfers import to_device
 from kernels.attention.flash_decode import decode_parts
@@ -27,7 +28,6 @@ from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine
 from kernels.attention.split_kv import PartialAttention
 from kernels.paged_keys import PagedKeys
-from kernels.sparse.select_blocks import select_blocks
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.resolve import resolve
 
@@ -56,7 +56,6 @@ class TieredAttention(BlockSparseAttention):
     ) -> None:
         super().__init__(budget, score, placement, max_length, device, comm, repeat)
         self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
-        self._placement, self._max_length = placement, max_length
         self.overlap = overlap
         self.guesses = ahead
         on_gpu = device.type == "cuda"
@@ -65,43 +64,19 @@ class TieredAttention(BlockSparseAttention):
         self._ahead = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
         self._guessed: dict[int, Callable[[], Tensor]] = {}  # what the guesses under way read, by their layers
 
-    def _width(self, window: int | None) -> int:
-        """The most pages that a query of a layer reads."""
-        if window is None:
-            return self.width
-        budget = BlockBudget(0, -(-window // self._placement.page_size) + 1, 0, 0)
-        return self._placement.most_blocks(budget, self._max_length)
-
-    def least_places(self, windows: Iterable[int | None], drafts: int) -> int:
+    def least_places(self, drafts: int) -> int:
         """Hot places of each KV head that hold whatever a sequence's queries of one step read, drafts among them."""
-        return max(self._width(w) + drafts * (self.budget.topk if w is None else 0) for w in windows)
+        return self.width + drafts * self.budget.topk
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
-        for window in windows:
-            if step.cu_q is not None:
-                step.bounds(window)
-                continue
-            self._read(step, window)
-            if self.guesses and window is None:
-                self._ranges(step, self.share)
-
-    def _read(self, step: Step, window: int | None) -> tuple[Tensor, ...]:
-        """First, last and number of the pages that each query's table is made of, one past its last key, its first."""
-        if window is None:
-            return self._ranges(step)
-
-        def make() -> tuple[Tensor, ...]:
-            lo, hi = step.bounds(window)
-            page = step.placement.page_size
-            skipped = lo // page
-            return torch.zeros_like(lo), skipped, -(-hi // page), hi - skipped * page, lo - skipped * page
-
-        return step.once(("pages of a window", window), make)
+        super().prepare(step, windows)
+        if self.guesses and step.cu_q is None and None in windows:
+            self._ranges(step, self.share)
 
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
         """Lets blocks come that such queries would choose; those that the layer does choose are fetched as ever."""
         assert isinstance(cache, TieredLayer)
-        lane = cache.index % 2
+        lane = cache.lane
         self._guessed[cache.index] = queries  # its memory goes to nobody else meanwhile
         with self._beside(self._ahead[lane]):
             table = self.named(queries(), cache, step, lane=1 + lane)
@@ -113,6 +88,8 @@ class TieredAttention(BlockSparseAttention):
             copy_blocks(cache.host, cache.places, cache.ahead)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
+        if layer.window is not None:
+            return self.dense.attend(q, cache, step, layer)
         if step.cu_q is None:
             return self.begin(q, cache, step, layer)()
         assert isinstance(cache, TieredLayer)
@@ -120,22 +97,18 @@ class TieredAttention(BlockSparseAttention):
 
     def begin(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> Callable[[], PartialAttention]:
         """Chooses, and lets what is missing come; what it returns attends to it."""
-        assert isinstance(cache, TieredLayer) and cache.bounds is not None
-        first, last, pages, hi, lo = self._read(step, layer.window)
+        if layer.window is not None:
+            return super().begin(q, cache, step, layer)
+        assert isinstance(cache, TieredLayer)
+        _, _, pages, hi, lo = self._ranges(step)
         sms = layer.sms(q.device)
-        if layer.window is None:
-            table = self.choose(q, cache, step, sms)
-        else:
-            width, ranges = self._width(layer.window), (first, last, pages)
-            table = select_blocks(
-                q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
-            )
+        table = self.choose(q, cache, step, sms)
         late = torch.empty_like(table) if self.overlap else None
         misses, room = cache.missing(step.first), cache.hot.places // len(cache.misses.counts)
-        least = self.least_places([layer.window], step.max_q - 1)
+        least = self.least_places(step.max_q - 1)
         assert step.chunks == 1 or room >= least, "parts share lists and places"
         if self._guessed.pop(cache.index, None):
-            self._join(self._ahead[cache.index % 2])
+            self._join(self._ahead[cache.lane])
         resolve(
             table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
             cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
@@ -177,14 +150,14 @@ class TieredAttention(BlockSparseAttention):
 
     def _prefill(self, q: Tensor, cache: TieredLayer, step: Step, layer: LayerAttention) -> PartialAttention:
         assert step.cu_q is not None and step.chunk is not None
-        lo, hi = step.bounds(layer.window)
+        lo, hi = step.bounds(None)
         for part in step.chunk.parts:
             cache.begin(part)
         most = cache.pieces.shape[1] // cache.keys.shape[2] // 2  # pages: one piece comes while another is read
         pieces = [
             piece
             for part, table in zip(step.chunk.parts, step.block_tables, strict=True)
-            for piece in _before(part, table, cache.keys.shape[1], layer.window, most)
+            for piece in _before(part, table, cache.keys.shape[1], most)
         ]
 
         def bring(i: int) -> None:
@@ -207,7 +180,7 @@ class TieredAttention(BlockSparseAttention):
                 bring(i + 1)
             at, tokens = piece.queries, len(piece.pages) * cache.keys.shape[1]
             first = (lo[at] - piece.first).clamp(0, tokens)
-            last = torch.full_like(first, tokens)
+            last = (hi[at] - piece.first).clamp(0, tokens)  # of queries before what the chunk writes, less
             keys = PagedKeys(*pages_of(cache.pieces[0], cache.keys.shape[2]), here(i)[None], first, last, layer.scale)
             cu_q = to_device(torch.tensor([0, len(first)], dtype=torch.int32), q.device)
             flash_prefill(q[at], keys, cu_q, len(first), tokens, out=out[1, at], lse=lse[1, at])
@@ -226,9 +199,8 @@ class _Piece:
     first: int
 
 
-def _before(part: ChunkPart, table: Tensor, page_size: int, window: int | None, most: int) -> Iterator[_Piece]:
+def _before(part: ChunkPart, table: Tensor, page_size: int, most: int) -> Iterator[_Piece]:
     """What a part of a chunk may read of the full pages before it, in pieces of at most so many pages."""
-    begin = 0 if window is None else max(0, part.begin - window) // page_size
     stop = part.begin // page_size
-    for page in range(begin, stop, most):
+    for page in range(0, stop, most):
         yield _Piece(part.queries, table[page : min(page + most, stop)], page * page_size)

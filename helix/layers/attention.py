@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.hopb import RESERVED_SMS, Pipeline
+from comm.hopb import RESERVED_SMS
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
+from helix.keeps import Keeps
 from helix.kv_cache import KVCache, LayerCache
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
+from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
@@ -42,34 +44,72 @@ class AttentionSpec:
     def scale(self) -> float:
         return self.head_dim**-0.5
 
+    @property
+    def attends(self) -> bool:
+        """Whether queries read keys of the sequence."""
+        return True
+
+    @property
+    def latent(self) -> None:
+        """Width of values that are a part of their keys; None: they are kept apart."""
+        return None
+
+    @property
+    def weights(self) -> int:
+        """Numbers in all projections, those of all ranks together."""
+        return self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of a token's queries with one key and value, over all heads."""
+        return self.q_heads * 2 * self.head_dim
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
+        """Lists what the layer keeps on a rank."""
+        entry = len(layout.kv_heads(rank, self.kv_heads)), self.head_dim
+        return tuple(Keeps(name, entry, dtype, reach=self.window) for name in ("keys", "values"))
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the numbers that a token of a prefill step takes on a rank.
+
+        QKV, the queries, partial outputs of all heads, and those again as messages that leave and arrive.
+        """
+        q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
+        rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
+        return copies * rows + 2 * (q + lanes) * self.head_dim
+
+    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Attention:
+        """Makes this rank's part."""
+        return Attention(weights, comm, layout, self, place)
+
+
+def sent(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
+    """Lists query heads of a rank, heads in messages that it receives, and copies of what it makes, sends, receives."""
+    heads = rank, q_heads, kv_heads
+    if layout.kvp == 1:
+        return len(layout.q_heads(*heads)), 0, 1
+    return len(layout.q_heads(*heads)), layout.kvp * max(layout.head_shares(*heads)), 3
+
 
 class ShardedAttention:
     """What lies behind the queries: partial attention over this rank's shard, the exchange, the output projection.
 
     Attributes:
         index: of the layer.
-        latent: R of a cache of latents.
         shares: query heads that each rank of the kvp group keeps.
-        pipeline: what runs the chunks that decode steps are cut into.
+        latent: width of the values, which are a part of the latents that it keeps; None: it keeps keys and values.
         sinks: learned sinks of the query heads, on the rank that adds them.
     """
 
     output: RowParallel
+    latent: int | None = None
 
     def __init__(
-        self,
-        comm: Communicator,
-        pipeline: Pipeline,
-        index: int,
-        shares: list[int],
-        scale: float,
-        window: int | None = None,
-        latent: int | None = None,
+        self, comm: Communicator, place: LayerPlace, shares: list[int], scale: float, window: int | None = None
     ) -> None:
         self.comm = comm
-        self.index = index
-        self.latent = latent
-        self.pipeline = pipeline
+        self.index = place.index
+        self.pipeline = place.pipeline
         self.shares = shares
         self.scale = scale
         self.window = window
@@ -77,18 +117,16 @@ class ShardedAttention:
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
         """Queries of `project` -> this rank's part [N, H]."""
-        return self.output(
-            self.attend(q, cache.layer(self.index, self.latent, step.cu_q is not None), step, policy).flatten(1)
-        )
+        return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
         """[N, Hq_local, D] over one layer's cache -> what all ranks found for this one's own heads [N, heads, D]."""
-        sequences = len(step.block_tables)
+        sequences = len(step.slots)
         chunks = min(step.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
-            return self.exchange(policy.attend(q, cache, step, LayerAttention(self.window, self.scale, self.sinks)))
+            return self.exchange(policy.attend(q, cache, step, self._layer(0)))
 
-        layer = LayerAttention(self.window, self.scale, self.sinks, RESERVED_SMS)
+        layer = self._layer(RESERVED_SMS)
 
         def begin(rows: slice) -> Callable[[], PartialAttention]:
             return policy.begin(q[rows], cache, rows_of(step, rows), layer)
@@ -98,6 +136,9 @@ class ShardedAttention:
         return self.pipeline.run(
             [slice(c.start * each, c.stop * each) for c in cuts], begin, lambda attend: self.exchange(attend())
         )
+
+    def _layer(self, reserved_sms: int) -> LayerAttention:
+        return LayerAttention(self.window, self.scale, self.latent, self.sinks, reserved_sms)
 
     def exchange(self, partial: PartialAttention) -> Tensor:
         # A kvp group of one has all keys and all heads of its own.
@@ -120,13 +161,11 @@ class Attention(ShardedAttention):
         comm: Communicator,
         layout: HelixLayout,
         spec: AttentionSpec,
-        name: str,
-        index: int,
-        pipeline: Pipeline,
+        place: LayerPlace,
     ) -> None:
         heads = (comm.rank, spec.q_heads, spec.kv_heads)
-        super().__init__(comm, pipeline, index, layout.head_shares(*heads), spec.scale, spec.window)
-        self.spec = spec
+        super().__init__(comm, place, layout.head_shares(*heads), spec.scale, spec.window)
+        self.spec, name = spec, f"{place.name}.self_attn"
 
         def rows(part: str, total: int, share: range) -> Rows:
             dim = spec.head_dim
@@ -163,7 +202,7 @@ class Attention(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """x [N, H], the same on every rank -> queries [N, Hq, D] of this TPA slice; keys and values are appended."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.append_slots, self.norms
+        to = *angles, mine.keys, mine.values, step.append_slots[self.window], self.norms
         if len(self.shares) > 1 and step.overlapped:
             return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
         return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
@@ -177,7 +216,7 @@ class Attention(ShardedAttention):
         bias = None if self.qkv.bias is None else self.qkv.bias[rows]
         heads = F.linear(x, self.qkv.weight[rows], bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
-        return kv_append(heads, *angles, *no_heads, step.append_slots, self.norms)
+        return kv_append(heads, *angles, *no_heads, step.append_slots[self.window], self.norms)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """QKV [N, rows], each rank of the kvp group for its run of tokens; another half computes while they meet."""

@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
-from comm.hopb import Pipeline
+from helix.keeps import Keeps
 from helix.kv_cache import KVCache
-from helix.layers.attention import ShardedAttention
+from helix.layers.attention import ShardedAttention, sent
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
+from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
 from helix.step import Step
@@ -86,6 +87,40 @@ class MLASpec:
         of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
         return self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads that the cache has: the one latent."""
+        return 1
+
+    @property
+    def attends(self) -> bool:
+        """Whether queries read keys of the sequence."""
+        return True
+
+    @property
+    def window(self) -> None:
+        """Sliding window in tokens: there is none."""
+        return None
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of a token's queries with one latent, over all heads."""
+        return self.q_heads * (self.entry + self.latent)
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
+        """Lists what the layer keeps on a rank."""
+        return (Keeps("latents", (self.entry,), dtype),)
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the numbers that a token of a prefill step takes on a rank; as `AttentionSpec.buffers`."""
+        q, lanes, copies = sent(layout, rank, self.q_heads, 1)
+        queries = q * (self.query + copies * self.entry + self.latent)
+        return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent
+
+    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> MLA:
+        """Makes this rank's part."""
+        return MLA(weights, comm, layout, self, place)
+
 
 def exchanges_values(spec: MLASpec, rows: int) -> bool:
     """Whether the exchange of `rows` tokens is faster in value space, W_UV of all heads applied before it.
@@ -120,13 +155,11 @@ class MLA(ShardedAttention):
         comm: Communicator,
         layout: HelixLayout,
         spec: MLASpec,
-        name: str,
-        index: int,
-        pipeline: Pipeline,
+        place: LayerPlace,
     ) -> None:
         heads = (comm.rank, spec.q_heads, 1)
-        super().__init__(comm, pipeline, index, layout.head_shares(*heads), spec.scale, latent=spec.latent)
-        self.spec = spec
+        super().__init__(comm, place, layout.head_shares(*heads), spec.scale)
+        self.spec, self.latent, name = spec, spec.latent, f"{place.name}.self_attn"
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
         # With one latent head a kvp group of more than one rank is the world, which is whom all_gather reaches.
         gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize)
@@ -173,12 +206,12 @@ class MLA(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """x [N, H], the same on every rank -> absorbed queries [N, Hq_local, R + P]; latents are appended."""
         spec = self.spec
-        latents = cache.layer(self.index, self.latent).keys
+        latents, slots = cache.layer(self.index).kept["latents"], step.append_slots[None]
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])
         q = q.unflatten(1, (self.makes, spec.query))  # [N, h, nope + P]
-        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, latents, step.append_slots)
+        absorbed = mla_append(q, kv, *angles, self.kv_gain, spec.norm_eps, self.w_uk, latents, slots)
         if not self.gathered:
             return absorbed
         return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)

@@ -71,6 +71,22 @@ class MoESpec:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     storage: Literal["apart", "stacked", "mxfp4"] = "apart"
 
+    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> MoE:
+        """Makes this rank's part; `layer` is the name of the layer in the checkpoint."""
+        return MoE(weights, comm, layout, hidden, self, f"{layer}.{self.block}")
+
+    def multiplications(self, hidden: int) -> int:
+        """Counts multiplications with weights for one token, over all ranks; the router's are not worth counting."""
+        return 3 * hidden * (self.top_k * self.width + self.shared_width)
+
+    def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
+        """Counts the numbers that a token of a prefill step takes on a rank.
+
+        All pairs of token and expert have rows there, wherever the expert is.
+        """
+        routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
+        return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
+
 
 class MoE:
     """y = sum over a token's chosen experts of weight x expert(x), plus the shared expert: this rank's part of it.

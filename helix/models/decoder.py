@@ -14,12 +14,14 @@ from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
+from helix.keeps import Keeps
 from helix.kv_cache import KVCache
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
-from helix.layers.mla import MLA, MLASpec
-from helix.layers.mlp import GatedMLP
-from helix.layers.moe import MoE, MoESpec
+from helix.layers.mixer import LayerPlace, MixerSpec
+from helix.layers.mla import MLASpec
+from helix.layers.mlp import MLPSpec
+from helix.layers.moe import MoESpec
 from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import RopeSpec, Rotary
 from helix.layers.weights import Weights
@@ -28,62 +30,68 @@ from helix.step import Step
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """One layer: what mixes tokens, and the FFN behind it."""
+
+    mixer: MixerSpec
+    ffn: MLPSpec | MoESpec
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Shape and switches of a checkpoint.
 
     Attributes:
-        ffn: width of a dense layer's FFN.
-        windows: each layer's sliding window in tokens, None for full attention.
-        moe: the experts of layers that have some.
-        moe_layers: which layers those are.
-        sinks: attention has a learned sink for each query head.
         tied: the head uses the embedding's rows.
         max_positions: the context that the model was made for, in tokens; `limited_by`: the key that says so.
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
-        mla: attention over one latent a token, whose shape replaces heads of K and V (`kv_heads` is 1).
         unused: prefixes of tensors that the checkpoint has for other uses.
     """
 
     vocab: int
     hidden: int
-    ffn: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]
+    layers: tuple[LayerSpec, ...]
     rope: RopeSpec
     norm_eps: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    sinks: bool
-    moe: MoESpec | None
-    moe_layers: tuple[bool, ...]
     tied: bool
     max_positions: int
     limited_by: str
     dtype: str
     eos: tuple[int, ...]
-    mla: MLASpec | None = None
     unused: tuple[str, ...] = ()
 
     @property
-    def layers(self) -> int:
-        return len(self.windows)
+    def attention(self) -> AttentionSpec | MLASpec:
+        """Attention of a layer that reads whole sequences, or of the first one where none does."""
+        attending = [layer.mixer for layer in self.layers if layer.mixer.attends]
+        found = next((mixer for mixer in attending if mixer.window is None), attending[0])
+        assert isinstance(found, AttentionSpec | MLASpec)
+        return found
+
+    @property
+    def experts(self) -> MoESpec | None:
+        """Experts of the layers that have some; None in a dense model."""
+        return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoESpec)), None)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window in tokens of each layer that attends, None for full attention."""
+        return tuple(layer.mixer.window for layer in self.layers if layer.mixer.attends)
+
+    @property
+    def full(self) -> list[int]:
+        """Layers that read whole sequences."""
+        return [i for i, layer in enumerate(self.layers) if layer.mixer.attends and layer.mixer.window is None]
 
     @property
     def context(self) -> str:
         """What sentences say of `max_positions`."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
-    def entries(self, layout: HelixLayout, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what a token stores in one layer's cache on the rank that it lives on."""
-        if self.mla is not None:
-            return ((self.mla.entry,),)
-        heads = len(layout.kv_heads(rank, self.kv_heads))
-        return (heads, self.head_dim), (heads, self.head_dim)
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> list[tuple[Keeps, ...]]:
+        """Lists what each layer keeps on a rank, numbers of the model being of `dtype`."""
+        return [layer.mixer.keeps(layout, rank, dtype) for layer in self.layers]
 
 
 class DecoderLayer:
@@ -101,37 +109,17 @@ class DecoderLayer:
         index: int,
         pipeline: Pipeline,
     ) -> None:
-        name = f"model.layers.{index}"
+        self.index = index
+        name, layer = f"model.layers.{index}", spec.layers[index]
         self.input_norm = AllReduceNorm(weights, comm, f"{name}.input_layernorm", spec.hidden, spec.norm_eps)
-        place = f"{name}.self_attn", index, pipeline
-        self.attention: Attention | MLA
-        if spec.mla is not None:
-            self.attention = MLA(weights, comm, layout, spec.mla, *place)
-        else:
-            attention = AttentionSpec(
-                spec.hidden,
-                spec.q_heads,
-                spec.kv_heads,
-                spec.head_dim,
-                spec.qkv_bias,
-                spec.output_bias,
-                spec.qk_norm,
-                spec.norm_eps,
-                spec.windows[index],
-                spec.sinks,
-            )
-            self.attention = Attention(weights, comm, layout, attention, *place)
+        self.mixer = layer.mixer.build(weights, comm, layout, LayerPlace(name, index, pipeline))
         self.ffn_norm = AllReduceNorm(weights, comm, f"{name}.post_attention_layernorm", spec.hidden, spec.norm_eps)
-        self.ffn: MoE | GatedMLP
-        if spec.moe is not None and spec.moe_layers[index]:
-            self.ffn = MoE(weights, comm, layout, spec.hidden, spec.moe, f"{name}.{spec.moe.block}")
-        else:
-            self.ffn = GatedMLP(weights, comm, layout, spec.hidden, spec.ffn, spec.mlp_bias, f"{name}.mlp")
+        self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Queries [N, Hq, D] of this TPA slice, were x [N, H] the layer's input; nothing is appended."""
-        assert isinstance(self.attention, Attention), "nothing is chosen by queries of latents"
-        return self.attention.queries(self.input_norm.of(x), angles, cache, step)
+        assert isinstance(self.mixer, Attention), "nothing is chosen by queries of latents"
+        return self.mixer.queries(self.input_norm.of(x), angles, cache, step)
 
 
 class Decoder:
@@ -155,6 +143,7 @@ class Decoder:
         device: torch.device,
     ) -> None:
         self.spec = spec
+        self.full = {*spec.full}
         self.comm = comm
         self.weights = weights = Weights(dtype, device)
         rows = layout.vocab_rows(comm.rank, spec.vocab)
@@ -162,7 +151,7 @@ class Decoder:
         self.pipeline = Pipeline(device if comm.capturable else None)
         self.turns = turns.Turns(device if comm.capturable else None)
         parts = weights, comm, layout, spec
-        self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(spec.layers)]
+        self.layers = [DecoderLayer(*parts, index, self.pipeline) for index in range(len(spec.layers))]
         self.norm = AllReduceNorm(weights, comm, "model.norm", spec.hidden, spec.norm_eps)
         self.head = Head(weights, None if spec.tied else "lm_head", self.embedding, spec.vocab, spec.hidden)
         self.rotary = Rotary(spec.rope, dtype, device)
@@ -173,8 +162,9 @@ class Decoder:
         Args:
             policy: which keys a query reads, in this step; steps of different policies may share a cache.
         """
-        # Layers of a cache in host memory have one place for a chunk's keys: no half may run ahead of the other.
-        whole = step.cu_q is None or step.chunk is not None or self.comm.world_size == 1
+        # Layers of a cache in host memory have one place for a chunk's keys, and a state is made of all tokens before:
+        # no half may run ahead of the other.
+        whole = step.cu_q is None or step.chunk is not None or self.comm.world_size == 1 or cache.has_states
         if whole or len(step.tokens) < 2 * turns.LEAST:
             *_, normed = self._through(cache, step, policy)
             assert normed is not None
@@ -190,12 +180,12 @@ class Decoder:
         guesses = policy.guesses and step.cu_q is None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             normed, x = layer.input_norm(parts, x)
-            if guesses and following is not None and following.attention.window is None:
+            if guesses and following is not None and following.index in self.full:
                 queries = partial(following.queries, x, angles, cache, step)
-                policy.guess(queries, cache.layer(following.attention.index), step)
-            q = layer.attention.project(normed, angles, cache, step)
+                policy.guess(queries, cache.layer(following.index), step)
+            q = layer.mixer.project(normed, angles, cache, step)
             yield None
-            parts = layer.attention.finish(q, cache, step, policy)
+            parts = layer.mixer.finish(q, cache, step, policy)
             yield None
             normed, x = layer.ffn_norm(parts, x)
             parts = layer.ffn(normed)

@@ -56,7 +56,7 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
         scale *= spec.rope.mscale(temperature) ** 2
     mla = MLASpec(
         hidden=spec.hidden,
-        q_heads=spec.q_heads,
+        q_heads=config.num_attention_heads,
         q_rank=config.q_lora_rank,
         latent=latent,
         rope=rope,
@@ -67,7 +67,8 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
         interleaved=interleaved,
     )
     # A layer for multi-token prediction follows the last one in some checkpoints.
-    return replace(spec, mla=mla, unused=(f"model.layers.{layers}.",))
+    unused = (f"model.layers.{layers}.",)
+    return replace(spec, layers=tuple(replace(layer, mixer=mla) for layer in spec.layers), unused=unused)
 
 
 def _experts(config: Any, grouped: bool) -> MoESpec:

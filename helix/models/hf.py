@@ -9,13 +9,16 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from helix.layers.attention import AttentionSpec
+from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layers.rotary import RopeSpec
-from helix.models.decoder import DecoderSpec
+from helix.models.decoder import DecoderSpec, LayerSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers counts up to any number of them
@@ -139,23 +142,20 @@ def decoder_spec(
         raise ValueError(f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     eos = config.eos_token_id
     positions, limited_by = _context(config)
+    eps = float(config.rms_norm_eps)
+    attention = AttentionSpec(
+        hidden, q_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm, eps, window=None, sinks=sinks
+    )
+    dense = MLPSpec(config.intermediate_size, mlp_bias)
     return DecoderSpec(
         vocab=config.vocab_size,
         hidden=hidden,
-        ffn=config.intermediate_size,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        windows=windows or (None,) * layers,
+        layers=tuple(
+            LayerSpec(replace(attention, window=window), moe if moe is not None and has_experts else dense)
+            for window, has_experts in zip(windows or (None,) * layers, moe_layers or (True,) * layers, strict=True)
+        ),
         rope=RopeSpec.from_config(config, head_dim),
-        norm_eps=float(config.rms_norm_eps),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        sinks=sinks,
-        moe=moe,
-        moe_layers=moe_layers or (moe is not None,) * layers,
+        norm_eps=eps,
         tied=bool(config.tie_word_embeddings),
         max_positions=positions,
         limited_by=limited_by,

@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from helix.layers.attention import AttentionSpec
+from helix.layers.mla import MLASpec
+from helix.layers.mlp import MLPSpec
+from helix.layers.moe import MoESpec
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, Array, Constant, Hardware, between
@@ -86,6 +90,7 @@ class Layer:
         options: Options,
         drafting: bool = False,
     ) -> None:
+        self.mixer = spec.attention  # all layers have its heads
         self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
         self.length = length
         sparse = options.sparse
@@ -96,8 +101,8 @@ class Layer:
         self.sequences = _up(p.batch, p.dp)
         self.rows = self.sequences * each  # of a group
         self.all_rows = p.batch * each  # of a stage
-        self.q = _up(spec.q_heads, p.tpa)
-        self.kv = _up(spec.kv_heads, p.tpa)
+        self.q = _up(self.mixer.q_heads, p.tpa)
+        self.kv = _up(self.mixer.kv_heads, p.tpa)
         owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
         self.o = self.q if options.output == "tpa" else owned
         self.item = {key: BYTES[getattr(options, key)] for key in ("weights", "kv", "messages")}
@@ -108,11 +113,11 @@ class Layer:
 
     def attention(self, window: int | None) -> list[Phase]:
         """From the layer's input to the sum behind its output projection; `window` in tokens, None for all."""
-        return self._latent(window) if self.spec.mla is not None else self._heads(window)
+        return self._latent(window) if isinstance(self.mixer, MLASpec) else self._heads(window)
 
-    def ffn(self, experts: bool) -> list[Phase]:
+    def ffn(self, spec: MLPSpec | MoESpec) -> list[Phase]:
         """From there to the sum behind the FFN."""
-        return self._experts() if experts else self._dense()
+        return self._experts(spec) if isinstance(spec, MoESpec) else self._dense(spec)
 
     def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int | Array = 1, flops: Any = None) -> Phase:
         """A product of `rows` with matrices of `weights` numbers on this rank; `flops`: what experts compute of it."""
@@ -149,7 +154,7 @@ class Layer:
         return Phase(name, latency + wire, self.zeros, self.zeros, sent, self.zeros + (width > 1), level)
 
     def _heads(self, window: int | None) -> list[Phase]:
-        s, d = self.spec, self.spec.head_dim
+        s, d = self.spec, self.head_dim
         qkv = self.kernel("qkv", s.hidden * d * (self.q + 2 * self.kv), self.rows)
         attention, exchange = self._attend(window, self.kv * 2 * d, 2 * d, d)
         return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
@@ -157,9 +162,8 @@ class Layer:
     def _latent(self, window: int | None) -> list[Phase]:
         """MLA: queries in latent space; of both orders of W_UV and the exchange, and of both ways to make queries, the
         faster one at each point."""
-        s, m = self.spec, self.spec.mla
-        assert m is not None
-        p = self.points
+        s, m, p = self.spec, self.mixer, self.points
+        assert isinstance(m, MLASpec)
 
         def queries(heads: Any, gathers: bool) -> list[Phase]:
             first = s.hidden * (m.entry + (m.q_rank or heads * m.query))
@@ -207,13 +211,13 @@ class Layer:
     def planes(self) -> Array:
         """Planes of scores that verification leaves in such a layer, with one choice by all of its queries."""
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
-        of = [score_planes(self.options.step_tokens, int(g), self.spec.head_dim, torch.bfloat16, "all") for g in groups]
+        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, torch.bfloat16, "all") for g in groups]
         return np.array(of)[each]
 
     def choosing(self) -> Phase:
         """Choosing the keys of the next drafts, in all layers at once."""
         scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
-        read = scores * self.spec.windows.count(None)
+        read = scores * len(self.spec.full)
         price, rate = self.price("select_s"), self.price("select_bytes_per_s")
         seconds = price.value + read / rate.value
         level = self.zeros.astype(int) + max(INTERPOLATED, price.level, rate.level)
@@ -246,7 +250,7 @@ class Layer:
             )
         kvp = self.points.kvp
         scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # nothing is chosen: nothing is judged
-        bounds = self.sequences * 2 * self.kv * self.spec.head_dim * scored
+        bounds = self.sequences * 2 * self.kv * self.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
         seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
         paid = Phase("", seconds, free, free, free, free + 1, level)
@@ -258,7 +262,7 @@ class Layer:
 
     def _fetching(self, window: int | None) -> list[Phase]:
         """What a layer waits for from host memory: of the chosen blocks, those that are neither hot nor guessed."""
-        tier, layers = self.options.tier, self.spec.windows.count(None)
+        tier, layers = self.options.tier, len(self.spec.full)
         if self._chooses(window) is None or tier is None:
             return []
         return [self._fetch(1 - (tier.ahead or 0.0) * self.guessed / layers)]
@@ -274,9 +278,9 @@ class Layer:
         s, tier = self.spec, self.options.tier
         if not self.guessed or tier is None:
             return [], self.zeros
-        query = self.kernel("guess", s.hidden * s.head_dim * self.q, self.rows)
+        query = self.kernel("guess", s.hidden * self.head_dim * self.q, self.rows)
         guess = replace(query.plus(self._finding(None)[0]), name="guess")
-        busy = s.windows.count(None) * self._fetching(None)[0].seconds + self.guessed * self._fetch(1.0).seconds
+        busy = len(s.full) * self._fetching(None)[0].seconds + self.guessed * self._fetch(1.0).seconds
         return [guess.times(self.guessed)], busy
 
     def _fetch(self, share: float) -> Phase:
@@ -291,7 +295,7 @@ class Layer:
             )
         chosen = np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen
-        come = self.rows * self.kv * tokens * 2 * self.spec.head_dim * self.item["kv"]
+        come = self.rows * self.kv * tokens * 2 * self.head_dim * self.item["kv"]
         level = self.zeros.astype(int) + max(INTERPOLATED, rate.level, fixed.level)
         seconds = fixed.value + come / rate.value
         return Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)
@@ -309,7 +313,7 @@ class Layer:
         readers = self.sequences if self._chooses(window) is None else self.rows  # a draft chooses for itself
         read = readers * tokens * stored * self.item["kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
-        share, rate = (hw.latent_share, hw.latent_flops) if self.spec.mla is not None else (None, None)
+        share, rate = (hw.latent_share, hw.latent_flops) if isinstance(self.mixer, MLASpec) else (None, None)
         if self.drafting and window is None:
             share = self.price("gather_share")
         attention = self._timed("attention", read, flops, 1, share, rate)
@@ -348,13 +352,14 @@ class Layer:
         )
 
     @property
-    def _moe(self) -> Any:
-        assert self.spec.moe is not None
-        return self.spec.moe
+    def head_dim(self) -> int:
+        """Width of a head of layers that keep keys and values."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer.head_dim
 
-    def _dense(self) -> list[Phase]:
+    def _dense(self, spec: MLPSpec) -> list[Phase]:
         p, s = self.points, self.spec
-        columns = _up(s.ffn, p.ffn_ranks)
+        columns = _up(spec.width, p.ffn_ranks)
         message = self.all_rows * s.hidden * self.item["messages"]
         return [
             self._gather_rows(),
@@ -362,8 +367,8 @@ class Layer:
             self.collective("ffn all-reduce", "all_reduce", p.ranks, message),
         ]
 
-    def _experts(self) -> list[Phase]:
-        p, s, m = self.points, self.spec, self._moe
+    def _experts(self, m: MoESpec) -> list[Phase]:
+        p, s = self.points, self.spec
         item = self.item["messages"]
         matrices = 3 * s.hidden * _up(m.width, p.tpf)
         touched = cost.experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
@@ -382,7 +387,7 @@ class Layer:
             rows = np.where(alone, self.rows, self.all_rows)
             alike = (self.options.shared == "routed") & (m.shared_width % m.width == 0)
             kernels = np.where(~alone & (p.ep == 1) & alike, 0, 2)
-            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(), rows, kernels=kernels))
+            phases.append(self.kernel("shared experts", 3 * s.hidden * self._shared_columns(m), rows, kernels=kernels))
         full = self.all_rows * s.hidden * item
         summed = self.collective("ffn all-reduce", "all_reduce", p.ranks, full)
         chosen = np.minimum(self.all_rows, self.all_rows * m.top_k / p.ep) * s.hidden * item
@@ -394,32 +399,32 @@ class Layer:
 
     def attention_numbers(self) -> Array:
         """Weights of a layer's attention on the fullest rank."""
-        s = self.spec
-        if (m := s.mla) is None:
-            return s.hidden * s.head_dim * (self.q + 2 * self.kv + self.o)
+        s, m = self.spec, self.mixer
+        if isinstance(m, AttentionSpec):
+            return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.o)
         of_head = m.query * (m.q_rank or s.hidden) + (m.nope + m.value) * m.latent
         return s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value) + self.q * of_head
 
-    def ffn_numbers(self, experts: bool) -> Array:
+    def ffn_numbers(self, spec: MLPSpec | MoESpec) -> Array:
         """Weights of a layer's FFN on the fullest rank."""
         s, p = self.spec, self.points
-        if not experts:
-            return 3 * s.hidden * _up(s.ffn, p.ffn_ranks)
-        m = self._moe
-        routed = _up(m.experts, p.ep) * _up(m.width, p.tpf)
-        return s.hidden * (m.experts + 3 * self._shared_columns() + 3 * routed)
+        if isinstance(spec, MLPSpec):
+            return 3 * s.hidden * _up(spec.width, p.ffn_ranks)
+        routed = _up(spec.experts, p.ep) * _up(spec.width, p.tpf)
+        return s.hidden * (spec.experts + 3 * self._shared_columns(spec) + 3 * routed)
 
-    def _shared_columns(self) -> Array:
+    def _shared_columns(self, spec: MoESpec) -> Array:
         """Columns of shared experts, which are divided like a dense FFN; in mode dp each group has them whole."""
-        p, width = self.points, self._moe.shared_width
+        p, width = self.points, spec.shared_width
         return np.where(p.mode == DP, _up(width, p.tpa), _up(width, p.ffn_ranks))
 
 
 def token_numbers(spec: DecoderSpec, points: Points) -> Array:
     """Numbers of one layer's cache that a token takes on the rank that stores it."""
-    if spec.mla is not None:
-        return np.full(len(points), spec.mla.entry)
-    return 2 * _up(spec.kv_heads, points.tpa) * spec.head_dim
+    m = spec.attention
+    if isinstance(m, MLASpec):
+        return np.full(len(points), m.entry)
+    return 2 * _up(m.kv_heads, points.tpa) * m.head_dim
 
 
 def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:

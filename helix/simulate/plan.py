@@ -338,7 +338,8 @@ def _verdict(ranking: Ranking) -> str:
         return f"Helix does not help here: {why}."
     if whole is None and not any(r.layout.kvp == 1 for r in ranking.refused):
         q = ranking.question
-        heads = f"{q.spec.kv_heads} KV heads and {q.spec.q_heads} query heads cannot be split into {q.gpus}"
+        of = q.spec.attention
+        heads = f"{of.kv_heads} KV heads and {of.q_heads} query heads cannot be split into {q.gpus}"
         return f"Helix is not compared here: there is no plain TP over {q.gpus} GPUs, {heads}."
     if whole is None:
         return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."

@@ -245,28 +245,28 @@ def check(spec: DecoderSpec, options: Options) -> None:
         what, remedy = "block-sparse attention", "take dense attention"
     else:
         return
-    if spec.mla is not None:
+    if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): {remedy}")
-    if None not in spec.windows:
+    if not spec.full:
         raise ValueError(f"{what}: every layer of the model has a sliding window already: {remedy}")
 
 
 def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
     """Rules of layouts, and which points break them; the runtime's rules where the runtime has the mode."""
     grid = (p.mode == HELIX) | (p.mode == MEDHA)
-    whole = (spec.kv_heads % p.tpa == 0) | ((p.tpa % spec.kv_heads == 0) & (p.tpa <= spec.q_heads))
-    experts = spec.moe.experts if spec.moe is not None else 1
+    heads, experts = spec.attention, 1 if spec.experts is None else spec.experts.experts
+    whole = (heads.kv_heads % p.tpa == 0) | ((p.tpa % heads.kv_heads == 0) & (p.tpa <= heads.q_heads))
     return [
         ("every width and the batch are at least 1", np.min([getattr(p, f.name) for f in fields(p)[1:]], axis=0) < 1),
         ("tpf * ep is the number of FFN ranks", p.tpf * p.ep != p.ffn_ranks),
-        (f"in modes helix and medha tpa divides the {spec.kv_heads} KV heads", grid & (spec.kv_heads % p.tpa != 0)),
+        (f"in modes helix and medha tpa divides the {heads.kv_heads} KV heads", grid & (heads.kv_heads % p.tpa != 0)),
         ("in modes tp and dp tpa divides the KV heads, or they divide it and it is at most the query heads", ~whole),
         ("modes tp and dp have kvp = 1", ~grid & (p.kvp > 1)),
         ("modes tp and medha have dp = 1", ((p.mode == TP) | (p.mode == MEDHA)) & (p.dp > 1)),
         ("mode dp has dp of at least 2", (p.mode == DP) & (p.dp < 2)),
         ("dp is at most the batch: other groups would idle", p.dp > p.batch),
         (f"ep is at most the {experts} experts (1 in a dense model)", p.ep > experts),
-        (f"pp is at most the {spec.layers} layers", p.pp > spec.layers),
+        (f"pp is at most the {len(spec.layers)} layers", p.pp > len(spec.layers)),
     ]
 
 

@@ -30,7 +30,7 @@ def layouts(
     """
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ValueError(f"unknown modes {', '.join(unknown)}; choose from {', '.join(MODES)}")
-    experts = spec.moe.experts if spec.moe is not None else 1
+    experts = 1 if spec.experts is None else spec.experts.experts
     candidates: list[tuple[int, ...]] = []
     for total in sorted(set(gpus)):
         for stages in _divisors(total) if pp else [1]:

@@ -107,8 +107,8 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     total: dict[str, Phase] = {}
     for window, count in Counter(layer.spec.windows).items():
         _add(total, layer.attention(window), count)
-    for experts, count in Counter(layer.spec.moe_layers).items():
-        _add(total, layer.ffn(experts), count)
+    for ffn, count in Counter(of.ffn for of in layer.spec.layers).items():
+        _add(total, layer.ffn(ffn), count)
     guesses, busy = layer.ahead()
     _add(total, guesses, 1)
     if guesses:
@@ -137,9 +137,9 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
         raise ValueError(f"length={length} must be at least 1")
     p = points
     layer = Layer(spec, hardware, p, length, options)
-    numbers = spec.layers * layer.attention_numbers()
-    for experts, count in Counter(spec.moe_layers).items():
-        numbers = numbers + count * layer.ffn_numbers(experts)
+    numbers = len(spec.layers) * layer.attention_numbers()
+    for ffn, count in Counter(of.ffn for of in spec.layers).items():
+        numbers = numbers + count * layer.ffn_numbers(ffn)
     # Embedding and head stand in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
     weight_bytes = (numbers * _stretch(spec, p) / p.pp + vocabulary) * BYTES[options.weights]
@@ -148,18 +148,22 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     local = -(-(length + options.step_tokens) // cycle) * options.append_block  # tokens on the fullest rank
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
-    each = paged * token_numbers(spec, p) * spec.layers * _stretch(spec, p) * BYTES[options.kv]
+    numbers = token_numbers(spec, p) * _stretch(spec, p) * BYTES[options.kv]
+    each = paged * len(spec.full) * numbers
     if (sparse := options.sparse) is not None:
         each = each * (1 + 1 / sparse.block)  # of a block two vectors, of a token a key and a value
+    windows = sum(_ring_tokens(window, p, options) for window in spec.windows if window is not None) * numbers
+    each = each + windows
     if layer.self_drafts is not None:
         columns = layer.draft_keys() + layer.self_drafts.tail  # of a table: a rank may hold the whole tail
         own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
-        each = each + own * layer.kv * spec.windows.count(None)
+        each = each + own * layer.kv * len(spec.full)
     free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
     fixed, on_host, room = np.zeros(len(p)), np.zeros(len(p)), free
     if (tier := options.tier) is not None and sparse is not None:
-        on_host = paged * token_numbers(spec, p) * spec.layers * BYTES[options.kv]
+        on_host = paged * token_numbers(spec, p) * len(spec.full) * BYTES[options.kv]
         fixed, each = _on_gpu(layer, paged / options.page_size)
+        each = each + windows
         room = free if tier.gpu_bytes is None else np.minimum(free, tier.gpu_bytes)
     largest = np.maximum(np.floor((room - fixed) / each), 0)
     if tier is not None and sparse is not None:
@@ -168,25 +172,32 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     return Memory(weight_bytes, sequences * each + fixed, largest.astype(np.int64) * p.dp, sequences * on_host)
 
 
+def _ring_tokens(window: int, p: Points, options: Options) -> Array:
+    """Tokens of a rank that a slot has room for in a layer with a window, as `helix.kv_cache.ring` has it."""
+    cycle = options.append_block * p.kvp
+    touched = -(-((window + options.step_tokens - 1) // cycle + 1) * options.append_block // options.page_size) + 1
+    return touched * options.page_size
+
+
 def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
     """Bytes that a cache in host memory takes on the GPU at least: for prompts, and for each sequence of so many pages.
 
     As `helix.tiering.tiered_bytes` has it.
     """
-    spec, sparse, item = layer.spec, layer.options.sparse, BYTES[layer.options.kv]
+    layers, sparse, item = len(layer.spec.full), layer.options.sparse, BYTES[layer.options.kv]
     assert sparse is not None
-    block = 2 * sparse.block * spec.head_dim * item  # a page of one head
-    page = spec.layers * layer.kv * (2 * spec.head_dim * item + NUMBER_BYTES)
-    place = layer.kv * (spec.layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
+    block = 2 * sparse.block * layer.head_dim * item  # a page of one head
+    page = layers * layer.kv * (2 * layer.head_dim * item + NUMBER_BYTES)
+    place = layer.kv * (layers * (block + 4 * NUMBER_BYTES) + LISTS * 2 * NUMBER_BYTES)
     drafts = layer.options.step_tokens - 1
     places = sparse.blocks(layer.points.kvp) + RUN_ENDS + drafts * -(-sparse.topk // layer.points.kvp)
     prompts = (2 * PIECE_TOKENS + CHUNK_TOKENS) / sparse.block * layer.kv * block
-    return prompts, pages * page + spec.layers * layer.kv * block + places * place
+    return prompts, pages * page + layers * layer.kv * block + places * place
 
 
 def _stretch(spec: DecoderSpec, p: Points) -> Array:
     """By how much the layers of the fullest stage, times the stages, exceed the model's layers."""
-    return -(-spec.layers // p.pp) * p.pp / spec.layers
+    return -(-len(spec.layers) // p.pp) * p.pp / len(spec.layers)
 
 
 def _ends(layer: Layer) -> list[Phase]:

@@ -48,11 +48,13 @@ class Drafter(Follower):
             else.
         lags: its cache may lack tokens that were drawn, so that what it has of them cannot be shared.
         own_pages: sequences that share pages of the cache do not share its own, of which there are as many.
+        lacking: as of `KVCache`, of its own cache.
     """
 
     verification: AttentionPolicy | None = None
     lags = False
     own_pages = False
+    lacking = 0.0
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

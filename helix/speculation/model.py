@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -11,10 +12,12 @@ from comm.base import Communicator
 from helix.attention.dense import DenseAttention
 from helix.decision import Admission, StepKind, TableWrite
 from helix.follower import Prefilled
-from helix.kv_cache import KVCache, Placement, page_bytes
+from helix.keeps import Keeps, page_bytes
+from helix.kv_cache import KVCache, slot_bytes
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.pages import Stripes
+from helix.placement import Placement, PromptChunk
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState
@@ -42,8 +45,16 @@ class DraftModel:
 
     def page_bytes(self, target: Placement) -> int:
         """Bytes of a page on this rank."""
-        spec, page_size = self.model.spec, self.placement(target).page_size
-        return page_bytes(spec.layers, spec.entries(self.layout, self.comm.rank), self.model.weights.dtype, page_size)
+        return sum(page_bytes(kept, self.placement(target).page_size) for kept in self.keeps)
+
+    @property
+    def keeps(self) -> list[tuple[Keeps, ...]]:
+        """What each of its layers keeps on this rank."""
+        return self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype)
+
+    def slot_bytes(self, target: Placement, max_batch: int, drafts: int, chunk: int) -> int:
+        """Counts the bytes of all that is not in pages on this rank."""
+        return slot_bytes(self.keeps, self.placement(target), max_batch, rows(drafts), max(chunk, CHUNK))
 
 
 class ModelDrafter(Drafter):
@@ -59,6 +70,7 @@ class ModelDrafter(Drafter):
         max_batch, max_length: the engine's.
         target: where the target's cache has tokens.
         pages: of the target's cache.
+        chunk: tokens of a prefill step, at most.
 
     Raises:
         ValueError: the vocabularies differ, or the ranks, or pages do not divide; alike on every rank.
@@ -76,6 +88,7 @@ class ModelDrafter(Drafter):
         max_length: int,
         target: Placement,
         pages: int,
+        chunk: int,
     ) -> None:
         super().__init__(limit)
         model, layout, comm = draft.model, draft.layout, draft.comm
@@ -84,15 +97,19 @@ class ModelDrafter(Drafter):
         self.policy = DenseAttention()
         self.comm = comm
         self.placement = draft.placement(target)
-        entries = model.spec.entries(layout, comm.rank)
-        self.cache = KVCache(model.spec.layers, pages, self.placement, entries, model.weights.dtype, comm.device)
+        self.cache = KVCache(
+            draft.keeps, pages, self.placement, comm.device, slots=max_batch, rows=rows(limit), chunk=max(chunk, CHUNK)
+        )
+        self.lacking = self.cache.lacking
         # Its lengths count the tokens that are certain: those behind may have been refused.
         most = target.stripes.pages_for(max_length + limit)
-        self.sequences = DecodeState(max_batch, most, self.placement, comm.device)
+        self.sequences = DecodeState(max_batch, most, self.placement, comm.device, rings=self.cache.rings)
 
     def admit(self, admission: Admission) -> None:
         # Sequences that share pages have one start.
-        self.sequences.admit(replace(admission, start=admission.start % self.placement.layout.kvp))
+        admission = replace(admission, start=admission.start % self.placement.layout.kvp)
+        self.sequences.admit(admission)
+        self.cache.admit(admission)
 
     def write(self, table: TableWrite) -> None:
         self.sequences.write(table)
@@ -103,10 +120,12 @@ class ModelDrafter(Drafter):
     def prefilled(self, chunk: Prefilled) -> None:
         self._read(chunk.prompts)
 
-    def _read(self, prompts: list[tuple[int, int, Tensor]]) -> None:
-        self.model.hidden(self.cache, self.sequences.prefill_step(prompts), self.policy)
-        for row, begin, tokens in prompts:
-            self.sequences.lengths[row].fill_(begin + len(tokens))
+    def _read(self, prompts: Sequence[PromptChunk]) -> None:
+        step = self.sequences.prefill_step(prompts)
+        hidden = self.model.hidden(self.cache, step, self.policy)
+        for prompt in prompts:
+            self.sequences.lengths[prompt.slot].fill_(prompt.written[1])
+        self.cache.prefilled(Prefilled(prompts, self.sequences.prompts_span(step, prompts), step.parts, hidden))
 
     def catch_up(self, state: DecodeState) -> None:
         active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))
@@ -114,7 +133,7 @@ class ModelDrafter(Drafter):
         while behind := [row for row in range(len(active)) if active[row] and known[row] < lengths[row] - 1]:
             ends = {row: min(known[row] + max(1, CHUNK // len(behind)), lengths[row] - 1) for row in behind}
             tokens = {row: state.history[row, known[row] : end].long() for row, end in ends.items()}
-            self._read([(row, known[row], tokens[row]) for row in behind])
+            self._read([PromptChunk(row, known[row], tokens[row].cpu()) for row in behind])
             known = [ends.get(row, at) for row, at in enumerate(known)]
 
     def check(self, wait: bool = True) -> None:
@@ -137,6 +156,11 @@ class ModelDrafter(Drafter):
                 hidden = self.model.hidden(self.cache, own.decode_step(rows), self.policy)
         own.lengths[:rows] = lengths + 1
         return drawing.draft()
+
+
+def rows(drafts: int) -> int:
+    """Counts the tokens of a step, and of those behind it that may be refused: it begins with the last two."""
+    return drafts + 2
 
 
 def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Stripes) -> None:

@@ -22,9 +22,11 @@ from helix.attention.dense import DenseAttention
 from helix.config import MOST_CHOSEN
 from helix.decision import Admission, StepKind, TableWrite
 from helix.follower import Prefilled, Retired, Taken
-from helix.kv_cache import BlockBudget, KeyBudget, KVCache, Placement
+from helix.kv_cache import KVCache
+from helix.layers.attention import AttentionSpec
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec
+from helix.placement import BlockBudget, KeyBudget, Placement
 from helix.score_pages import ScorePages, score_bytes
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
@@ -105,8 +107,9 @@ class DraftBudget:
         rows = ROWS[self.policy]
         if rows is None:
             return 0
-        group = len(layout.q_heads(rank, spec.q_heads, spec.kv_heads)) // len(layout.kv_heads(rank, spec.kv_heads))
-        return score_planes(queries, group, spec.head_dim, dtype, rows)
+        of = attention(spec)
+        group = len(layout.q_heads(rank, of.q_heads, of.kv_heads)) // len(layout.kv_heads(rank, of.kv_heads))
+        return score_planes(queries, group, of.head_dim, dtype, rows)
 
     def room(self, known: Tensor, kvp: int) -> Tensor:
         """Columns of a table for the chosen among so many local keys of a rank."""
@@ -125,16 +128,19 @@ class DraftBudget:
         """Bytes of all tables on a rank."""
         if self.policy in ("full", "quest"):
             return 0
-        heads = 1 if self.shared else len(placement.layout.kv_heads(rank, spec.kv_heads))
+        heads = 1 if self.shared else len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
         columns = self.columns(placement, max_length, drafts)
-        return len(full_layers(spec)) * max_batch * heads * columns * torch.int32.itemsize
+        return len(spec.full) * max_batch * heads * columns * torch.int32.itemsize
 
     def page_bytes(
         self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: torch.dtype, page_size: int
     ) -> int:
         """Bytes of a page of scores on a rank, in all layers that have some."""
-        planes, heads = self.planes(spec, layout, rank, 1 + drafts, dtype), len(layout.kv_heads(rank, spec.kv_heads))
-        return score_bytes(len(full_layers(spec)), planes, heads, page_size)
+        planes, heads = (
+            self.planes(spec, layout, rank, 1 + drafts, dtype),
+            len(layout.kv_heads(rank, spec.attention.kv_heads)),
+        )
+        return score_bytes(len(spec.full), planes, heads, page_size)
 
 
 def tail(drafts: int) -> int:
@@ -142,9 +148,10 @@ def tail(drafts: int) -> int:
     return 2 * drafts + 1
 
 
-def full_layers(spec: DecoderSpec) -> list[int]:
-    """Layers that read whole sequences."""
-    return [index for index, window in enumerate(spec.windows) if window is None]
+def attention(spec: DecoderSpec) -> AttentionSpec:
+    """Attention of the layers whose keys are chosen."""
+    assert isinstance(spec.attention, AttentionSpec), "latents were refused before"
+    return spec.attention
 
 
 class SparseDrafter(Drafter):
@@ -198,7 +205,8 @@ class SparseDrafter(Drafter):
             self.policy = BlockSparseAttention(blocks, "bounds", placement, max_length, device)
         else:
             most = placement.stripes.pages_for(max_length + limit)
-            layers, heads = full_layers(spec), cache.tensors[0].shape[3]
+            layers = spec.full
+            heads = len(layout.kv_heads(comm.rank, spec.attention.kv_heads))
             width = budget.columns(placement, max_length, limit)
             self.chosen = ChosenAttention(layers, max_batch, 1 if budget.shared else heads, width, device)
             self.policy = self.chosen
@@ -231,8 +239,8 @@ class SparseDrafter(Drafter):
 
     def prefilled(self, chunk: Prefilled) -> None:
         span, live = chunk.span, torch.ones_like(chunk.span.after, dtype=torch.bool)
-        for i, (slot, *_) in enumerate(chunk.prompts):
-            at = slice(i, i + 1)
+        for i, prompt in enumerate(chunk.prompts):
+            at, slot = slice(i, i + 1), prompt.slot
             self._choose(slice(slot, slot + 1), span.tables[at], span.starts[at], span.after[at] - 1, live[at], 0)
 
     def catch_up(self, state: DecodeState) -> None:

@@ -47,7 +47,7 @@ def measure(given: Given, model: str, sparsity: float) -> list[Row]:
     points, gammas, steps = (POINTS[near], GAMMAS, STEPS) if given.gpu else ([(2, 512)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
     layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
-    about: dict[str, Any] = {"kind": "self-drafts", "model": model, "layers": spec.layers, "layout": str(layout)}
+    about: dict[str, Any] = {"kind": "self-drafts", "model": model, "layers": len(spec.layers), "layout": str(layout)}
     about |= {"sparsity": sparsity, "acceptance": KEPT}
     try:
         record = spawn.measure(

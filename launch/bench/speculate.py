@@ -95,7 +95,7 @@ def synthetic(given: Given, model: str) -> list[Row]:
     points, gammas, steps = (POINTS, GAMMAS, STEPS) if given.gpu else ([(2, 64)], [0, 2], 3)
     spec, overrides = fitting_spec(model, ranks)
     layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
-    about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": spec.layers, "layout": str(layout)}
+    about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": len(spec.layers), "layout": str(layout)}
     about |= {"acceptance": ACCEPTANCE}
     try:
         record = _job(

@@ -103,7 +103,7 @@ def measure(
     item = 2 if given.gpu else 4
     for row in time_job(works, layout, overrides):
         floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], given.ranks, item)
-        yield row | {"layers": spec.layers, "floor_us": floor_us}
+        yield row | {"layers": len(spec.layers), "floor_us": floor_us}
 
 
 def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchmark:
@@ -131,7 +131,7 @@ def measure_sparse(
     read = budget(composed(overrides))
     attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block}"
     for row in time_job(works, layout, overrides):
-        about = {"layers": spec.layers, "attention": attention}
+        about = {"layers": len(spec.layers), "attention": attention}
         yield row | about | {"sparse": None if read is None else asdict(read)}
 
 

@@ -17,10 +17,10 @@ from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
 from helix.build import build_engine
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
-from helix.kv_cache import Placement
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint
 from helix.models import Decoder
+from helix.placement import Placement
 from helix.request import Request
 from helix.tiered_cache import TieredCache
 from helix.tiering import tiered_bytes
@@ -56,13 +56,13 @@ def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Co
     if share is None:
         return found
     spec, placement = make_spec(found), Placement(HelixLayout.create("helix", kvp), 0, PAGE, PAGE)
-    size = tiered_bytes(spec, placement, list(spec.entries(placement.layout, 0)), dtype, BATCH, 0, CHUNK)
+    size = tiered_bytes(spec.keeps(placement.layout, 0, dtype), placement, BATCH, 0, CHUNK)
     found.kv.tier, found.kv.host_bytes = "host", 8e9
     world = LoopbackWorld(1)
     policy = make_policy(found.attention, placement, length, world.communicator(0, [0]), found.kv)
     assert isinstance(policy, TieredAttention)
     pages = placement.stripes.pages_for_all(BATCH * length, BATCH)
-    places = max(int(share * pages), BATCH * policy.least_places(spec.windows, 0))
+    places = max(int(share * pages), BATCH * policy.least_places(0))
     found.kv.gpu_bytes = float(size.fixed + pages * size.page + places * size.place)
     return found
 

@@ -24,6 +24,7 @@ from dataclasses import asdict
 
 import torch
 
+from helix.keeps import token_bytes
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.points import Options, Points, Sparse, Tier
@@ -76,13 +77,18 @@ def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
     length = (M if given.gpu else 16 * K) // (8 if batch > 1 else 1)
     cells = ON_GPU if not host else SEVERAL if batch > 1 else ON_HOST
     given_to = overrides(given, layout, batch, length, cells, host)
-    about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": spec.layers}
+    about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": len(spec.layers)}
     about |= {"layout": str(layout), "batch": batch, "length": length, "tier": "host" if host else "gpu"}
     try:
         points = spawn.measure(layout.world_size, given_to)["points"]
     except spawn.JobError as error:
         points = [{"failed": str(error)}] * len(cells)
-    whole = batch * length * sum(spec.kv_heads * spec.head_dim * 4 for _ in range(spec.layers)) / layout.world_size
+    whole = (
+        batch
+        * length
+        * sum(token_bytes(kept) for kept in spec.keeps(HelixLayout.create(), 0, torch.bfloat16))
+        / layout.world_size
+    )
     for (topk, repeat, more), point in zip(cells, points, strict=True):
         row = about | {"topk": topk, "repeat": repeat, "overlap": more == OVERLAP, "ahead": more == AHEAD} | point
         if "failed" not in point:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
+from helix.models.decoder import LayerSpec
 from launch.bench.clock import READ_CEILING
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.shapes import spec_of
@@ -66,22 +69,25 @@ def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 
     Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window.
     """
     touched = 0.0
-    if spec.moe is not None:
-        touched = spec.moe.experts * (1 - (1 - spec.moe.top_k / spec.moe.experts) ** batch)
-    weights = sum(_layer_weights(spec, i, touched) for i in range(spec.layers)) + spec.vocab * spec.hidden
-    stored = 2 * spec.kv_heads * spec.head_dim if spec.mla is None else spec.mla.entry
-    kv = stored * batch * sum(min(window or length, length) for window in spec.windows)
+    if (moe := spec.experts) is not None:
+        touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
+    weights = sum(_layer_weights(spec, layer, touched) for layer in spec.layers) + spec.vocab * spec.hidden
+    whole, rank = HelixLayout.create(), 0
+    kv = batch * sum(
+        min(kept.reach or length, length) * math.prod(kept.entry)
+        for layer in spec.keeps(whole, rank, torch.bfloat16)
+        for kept in layer
+    )
     return (weights + kv) * item / ranks / READ_CEILING
 
 
-def _layer_weights(spec: DecoderSpec, index: int, experts: float) -> float:
+def _layer_weights(spec: DecoderSpec, layer: LayerSpec, experts: float) -> float:
     """Numbers in the matrices of a layer, with so many of its routed experts."""
-    attention = 2 * (spec.q_heads + spec.kv_heads) * spec.head_dim * spec.hidden
-    if spec.mla is not None:
-        attention = spec.mla.weights
-    if (moe := spec.moe) is not None and spec.moe_layers[index]:
-        return attention + spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * experts * moe.width)
-    return attention + 3.0 * spec.hidden * spec.ffn
+    if isinstance(moe := layer.ffn, MoESpec):
+        ffn = spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * experts * moe.width)
+    else:
+        ffn = layer.ffn.multiplications(spec.hidden)
+    return layer.mixer.weights + ffn
 
 
 def fitting_layers(spec: DecoderSpec, ranks: int, memory: int) -> int:
@@ -89,13 +95,13 @@ def fitting_layers(spec: DecoderSpec, ranks: int, memory: int) -> int:
 
     Weights in bf16, spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
     """
-    experts = spec.moe.experts if spec.moe is not None else 0
+    experts = 0 if spec.experts is None else spec.experts.experts
     left = 0.8 * ranks * memory - 2 * 2 * spec.vocab * spec.hidden
-    for index in range(spec.layers):
-        left -= 2 * _layer_weights(spec, index, experts)
+    for index, layer in enumerate(spec.layers):
+        left -= 2 * _layer_weights(spec, layer, experts)
         if left < 0:
             return index
-    return spec.layers
+    return len(spec.layers)
 
 
 def fitting_spec(model: str, ranks: int) -> tuple[DecoderSpec, list[str]]:
@@ -103,8 +109,8 @@ def fitting_spec(model: str, ranks: int) -> tuple[DecoderSpec, list[str]]:
     spec = spec_of(model)
     if torch.cuda.is_available():
         layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
-        if layers < spec.layers:
-            print(f"{model}: the first {layers} of {spec.layers} layers, which is what fits")
+        if layers < len(spec.layers):
+            print(f"{model}: the first {layers} of {len(spec.layers)} layers, which is what fits")
             overrides = [f"model.config.num_hidden_layers={layers}"]
             return spec_of(model, *overrides), overrides
     return spec, []
@@ -122,11 +128,11 @@ def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]
     Of a model with experts, those with one tpf x ep grid, and all others behind the last attention grid.
     """
     helix = [HelixLayout.create("helix", ranks // tpa, tpa) for tpa in range(1, ranks + 1) if ranks % tpa == 0]
-    found = [layout for layout in helix if spec.kv_heads % layout.tpa == 0]
+    found = [layout for layout in helix if spec.attention.kv_heads % layout.tpa == 0]
     split = [layout for layout in found if layout.kvp > 1]
     if not baselines:
         chosen = split or found
-        experts = spec.moe.experts if spec.moe is not None else 1
+        experts = 1 if spec.experts is None else spec.experts.experts
         eps = [ep for ep in range(2, min(ranks, experts) + 1) if ranks % ep == 0]
         last = chosen[-1]
         return [*chosen, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]

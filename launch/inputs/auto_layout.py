@@ -61,9 +61,9 @@ def choose(
     if given := [f"layout.{key}" for key in widths if getattr(config.layout, key) != getattr(LayoutConfig(), key)]:
         raise ValueError(f"layout=auto chooses {', '.join(given)} itself: leave unset, or set layout=helix")
     if device is None:
-        tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
+        tpa = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
         chosen = HelixLayout.create("helix", world_size // tpa, tpa)
-        allowed = f"tpa as wide as {spec.kv_heads} KV heads and {world_size} ranks allow, kvp the rest"
+        allowed = f"tpa as wide as {spec.attention.kv_heads} KV heads and {world_size} ranks allow, kvp the rest"
         return chosen, f"on CPUs nothing is predicted: {allowed}"
     hardware = hardware_of(device)
     if config.comm.backend == "nccl":

@@ -89,10 +89,11 @@ class GGUFModel:
         Raises:
             ValueError: a value does not fit the dtype, or nobody can read how it is quantised.
         """
+        of = self.spec.attention
         for name, tensor in self._tensors.items():
             values = torch.tensor(_values(tensor, self.path))
             if self.metadata["general.architecture"] == "llama" and re.search(r"\.attn_[qk]\.", name):
-                values = _halves_apart(values, self.spec.q_heads if ".attn_q." in name else self.spec.kv_heads)
+                values = _halves_apart(values, of.q_heads if ".attn_q." in name else of.kv_heads)
             finite, values = values.isfinite(), values.to(dtype)
             if not torch.equal(values.isfinite(), finite):
                 raise ValueError(f"{name} in {self.path} has values beyond {dtype}: set dtype=bfloat16")

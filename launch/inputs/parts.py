@@ -64,7 +64,7 @@ def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: 
     """The draft model's layout over `world_size` ranks; raises ValueError where the widths do not form one."""
     kvp, tpa = config.kvp, config.tpa
     if kvp is None and tpa is None:
-        widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.kv_heads % n == 0)
+        widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
         tpa = world_size if config.mode == "tp" else widest
     if tpa is None:
         tpa = max(1, world_size // max(1, kvp or 1))

@@ -60,13 +60,14 @@ class CheckedRun:
 
 def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
     """Raises ValueError where the model cannot be spread over the layout."""
-    layout.check_heads(spec.q_heads, spec.kv_heads)
-    if layout.ep > 1 and spec.moe is None:
+    layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
+    experts = None if spec.experts is None else spec.experts.experts
+    if layout.ep > 1 and experts is None:
         raise ValueError(f"layout.ep={layout.ep} but the model has no experts: set layout.ep=1")
-    if spec.moe is not None and layout.ep > spec.moe.experts:
+    if experts is not None and layout.ep > experts:
         raise ValueError(
-            f"layout.ep={layout.ep} but the model has {spec.moe.experts} experts, so that some ranks would hold none: "
-            f"set layout.ep to {spec.moe.experts} or less, and the rest splits each expert (layout.tpf)"
+            f"layout.ep={layout.ep} but the model has {experts} experts, so that some ranks would hold none: "
+            f"set layout.ep to {experts} or less, and the rest splits each expert (layout.tpf)"
         )
 
 
@@ -76,9 +77,9 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
     if attention.policy == "dense":
         return
     what = f"attention.policy={attention.policy}"
-    if spec.mla is not None:
+    if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses by the keys of heads, and the model has latents (MLA): set attention=dense")
-    if None not in spec.windows:
+    if not spec.full:
         raise ValueError(f"{what}: every layer of the model has a sliding window already: set attention=dense")
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     least = 1 + -(-drafts // kv.page_size)
@@ -107,10 +108,10 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
             f"attention.choice=global exchanges in the middle of attention, which hopb.chunks={config.hopb.chunks} "
             "would cut: set hopb=none or attention.choice=local"
         )
-    if layout.tpa > spec.kv_heads:
+    if layout.tpa > spec.attention.kv_heads:
         raise ValueError(
             f"attention.choice=global needs all query heads of a KV head on one rank; layout.tpa={layout.tpa} splits "
-            f"those of the model's {spec.kv_heads} KV heads: set a tpa of at most {spec.kv_heads}"
+            f"those of the model's {spec.attention.kv_heads} KV heads: set a tpa of at most {spec.attention.kv_heads}"
         )
 
 
@@ -125,9 +126,9 @@ def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec, ra
     if speculation.drafter != "sparse":
         return
     what = "speculation.drafter=sparse"
-    if spec.mla is not None:
+    if spec.attention.latent is not None:
         raise ValueError(f"{what} chooses keys of heads, and the model has latents (MLA): set speculation=ngram")
-    if None not in spec.windows:
+    if not spec.full:
         raise ValueError(f"{what}: every layer of the model has a sliding window already: set speculation=ngram")
     if config.attention.policy != "dense":
         raise ValueError(

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.chosen import ChosenAttention
-from helix.kv_cache import LayerCache, Placement
+from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
+from helix.placement import Placement
 from helix.speculation import SparseDrafter
 from helix.step import Step
 from kernels.attention.split_kv import PartialAttention

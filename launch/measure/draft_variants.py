@@ -11,10 +11,11 @@ from comm.base import Communicator
 from helix.attention.base import LayerAttention
 from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
-from helix.kv_cache import KeyBudget, LayerCache
+from helix.kv_cache import LayerCache
+from helix.placement import KeyBudget
 from helix.score_pages import ScorePages
 from helix.speculation import DraftBudget, SparseDrafter
-from helix.speculation.sparse import SINK_TOKENS, full_layers
+from helix.speculation.sparse import SINK_TOKENS
 from helix.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.sparse.draft_ranges import MILLION
@@ -76,7 +77,7 @@ class OracleAttention(ChosenAttention):
 def oracle(drafter: SparseDrafter) -> SparseDrafter:
     """The drafter, whose drafts choose for themselves."""
     assert drafter.chosen is not None
-    drafter.chosen = drafter.policy = OracleAttention(drafter.chosen, full_layers(drafter.model.spec), drafter.tail)
+    drafter.chosen = drafter.policy = OracleAttention(drafter.chosen, drafter.model.spec.full, drafter.tail)
     return drafter
 
 

@@ -24,9 +24,9 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
 from helix.decision import StepKind
 from helix.follower import Prefilled, Span, Taken
-from helix.kv_cache import Placement
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
+from helix.placement import Placement, PromptChunk
 from helix.sampling import SamplingParams
 from helix.speculation import Draft, DraftBudget, Drafter, NgramDrafter, NoDrafts, SparseDrafter
 from helix.speculation.sparse import ROWS
@@ -224,11 +224,11 @@ def _decode(
         # The first token of a turn: behind what was told it is drawn already.
         first = state.lengths[:n] + torch.tensor([len(x) + 1 for x in told], device=device)
         _tell(runner, drafter, told, way)
-        if begun := [(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(told[i])]:
-            slots = torch.tensor([i for i, *_ in begun], device=device)
-            most, zero = max(len(prompt) for *_, prompt in begun), torch.zeros_like(slots)
+        if begun := [PromptChunk(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(told[i])]:
+            slots = torch.tensor([chunk.slot for chunk in begun], device=device)
+            most, zero = max(len(chunk.tokens) for chunk in begun), torch.zeros_like(slots)
             read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
-            drafter.prefilled(Prefilled(begun, read, hidden=torch.empty(0, device=device)))
+            drafter.prefilled(Prefilled(begun, read, (), torch.empty(0, device=device)))
         if measured is not None:
             measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
         count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helix.kv_cache import BlockBudget
+from helix.placement import BlockBudget
 from launch.inputs.haystacks import Haystack, Questions, texts
 from launch.measure.agreement import common_prefix, compare, paired, wilson
 from launch.measure.forced import Outcome, Policy, run

@@ -20,10 +20,10 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, Placement
 from helix.layout import HelixLayout
 from helix.model_runner import ModelRunner
 from helix.models import Decoder
+from helix.placement import BlockBudget, Placement
 from launch.measure.hits import HitMeter
 from launch.measure.prefilled import Setting, load, prefilled
 from launch.measure.variants import RoundedBounds, SharedChoice

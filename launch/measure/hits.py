@@ -13,7 +13,8 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.kv_cache import LayerCache
+from helix.placement import BlockBudget, Placement
 from helix.step import Step
 from kernels.hot_blocks import BlockList, HotBlocks
 from kernels.tier.resolve import resolve

@@ -104,10 +104,10 @@ def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[
         return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
 
     for layer in runner.model.layers:
-        layer.attention.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[assignment]
+        layer.mixer.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[attr-defined]
     result = measure()
     for layer in runner.model.layers:
-        layer.attention.comm = comm
+        layer.mixer.comm = comm  # type: ignore[attr-defined]
     return result
 
 

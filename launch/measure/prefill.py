@@ -11,6 +11,7 @@ import torch
 from helix.autotune import fill
 from helix.clock import seconds_of_each
 from helix.engine import Engine
+from helix.placement import PromptChunk
 from helix.request import Request
 from launch.job.task import Done, Task
 from launch.measure.points import at_each, engine_at
@@ -59,7 +60,7 @@ def _last(engine: Engine, length: int, tokens: int) -> float:
     """Seconds of the last tokens of a sequence through the model, on the slowest rank."""
     runner = engine.runner
     fill(runner, 1, length)
-    step = runner.state.prefill_step([(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))])
+    step = runner.state.prefill_step([PromptChunk(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))])
 
     def run() -> None:
         step.shared.clear()  # as a step that comes for the first time

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.kv_cache import KVCache, Placement, free_bytes, token_bytes
+from helix.follower import Prefilled
+from helix.keeps import token_bytes
+from helix.kv_cache import KVCache, free_bytes, with_bounds
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.placement import Placement, PromptChunk
 from helix.speculation import Drafter
 from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT
@@ -66,7 +69,7 @@ class Setting:
     def fitting(self, length: int) -> int:
         """Prompts of one batch: their cache has to fit."""
         spec = self.spec()
-        of_a_token = token_bytes(spec.layers, spec.entries(self.layout, 0), self.dtype) * self.layout.tpa
+        of_a_token = sum(token_bytes(kept) for kept in spec.keeps(self.layout, 0, self.dtype)) * self.layout.tpa
         return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
 
 
@@ -98,8 +101,12 @@ def prefilled(
     """
     n, layout = len(prompts), placement.layout
     pages = n * placement.stripes.pages_for(room)
-    entries = model.spec.entries(layout, comm.rank)
-    cache = KVCache(model.spec.layers, pages, placement, entries, model.weights.dtype, comm.device, score)
+    keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype)
+    keeps = keeps if score is None else with_bounds(keeps)
+    rows = 1 + (0 if drafter is None else drafter.limit)
+    cache = KVCache(
+        keeps, pages, placement, comm.device, slots=n, rows=rows, chunk=TOGETHER * CHUNK, score=score
+    )  # fmt: skip
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
     seats = Seats(runner)
     for slot, prompt in enumerate(prompts):
@@ -107,7 +114,9 @@ def prefilled(
     for first in range(0, n, TOGETHER):
         slots = range(first, min(first + TOGETHER, n))
         for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):
-            chunks = [(slot, begin, prompts[slot][:-1][begin : begin + CHUNK]) for slot in slots]
-            if chunks := [chunk for chunk in chunks if len(chunk[2])]:
-                model.hidden(cache, runner.state.prefill_step(chunks), runner.dense)
+            chunks = [PromptChunk(slot, begin, prompts[slot][:-1][begin : begin + CHUNK].cpu()) for slot in slots]
+            if chunks := [chunk for chunk in chunks if len(chunk.tokens)]:
+                step = runner.state.prefill_step(chunks)
+                hidden = model.hidden(cache, step, runner.dense)
+                cache.prefilled(Prefilled(chunks, runner.state.prompts_span(step, chunks), step.parts, hidden))
     return runner

@@ -153,7 +153,7 @@ def _time_drafts(
     read = blocks_read(runner, comm) if kind.sparse else {}
     if isinstance(runner.cache, TieredCache):
         read |= blocks_fetched(runner.cache, comm, steps)
-    traced = read | _trace(partial(runner.decode, kind), runner.model.spec.layers, comm)
+    traced = read | _trace(partial(runner.decode, kind), len(runner.model.spec.layers), comm)
     if gamma:
         traced["phase_us"] = phase_us(runner, comm, StepKind(batch, gamma))
     comm.check()

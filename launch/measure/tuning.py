@@ -119,7 +119,7 @@ class _Sample:
         own = own if way.sparsity is None else replace(own, sparsity=way.sparsity)
         runner.drafter = make_drafter(
             replace(self.config, speculation=own), None, self.model, self.comm, runner.cache, runner.placement,
-            runner.max_batch, runner.max_length,
+            runner.max_batch, runner.max_length, 1,
         )  # fmt: skip
         for admission in runner.admitted.values():
             runner.drafter.admit(admission)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.kv_cache import LayerCache
+from helix.placement import BlockBudget, Placement
 from helix.step import Step
 
 STORED = ("int8", "fp8")
@@ -53,9 +54,13 @@ class RoundedBounds(BlockSparseAttention):
         self.stored = stored
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
-        assert cache.bounds is not None
         # In fp32, where 8 bits and a scale are exact.
-        return super().choose(q.float(), replace(cache, bounds=rounded(cache.bounds.float(), self.stored)), step, sms)
+        return super().choose(
+            q.float(),
+            replace(cache, kept={**cache.kept, "bounds": rounded(cache.bounds.float(), self.stored)}),
+            step,
+            sms,
+        )
 
 
 class SharedChoice(BlockSparseAttention):

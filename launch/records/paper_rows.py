@@ -65,7 +65,7 @@ class Setting:
 
 def baseline_modes(spec: DecoderSpec) -> tuple[str, ...]:
     """The paper's baseline: TP, PP, EP with data-parallel attention, and Medha's KVP, which it leaves out with MLA."""
-    return ("tp", "dp") if spec.mla is not None else ("tp", "dp", "medha")
+    return ("tp", "dp") if spec.attention.latent is not None else ("tp", "dp", "medha")
 
 
 def components(base: Step) -> dict[str, Step]:

@@ -59,7 +59,12 @@ class Cell:
     @property
     def is_dense(self) -> bool:
         """Whether neither experts, latents, blocks nor drafts are in it: what constants are fitted on."""
-        return self.sparse is None and self.drafts is None and self.spec.moe is None and self.spec.mla is None
+        return (
+            self.sparse is None
+            and self.drafts is None
+            and self.spec.experts is None
+            and self.spec.attention.latent is None
+        )
 
     @property
     def ranks(self) -> int:
@@ -86,7 +91,7 @@ class Cell:
 @cache
 def _spec(model: str, layers: int | None) -> DecoderSpec:
     whole = spec_of(model)
-    return whole if layers in (None, whole.layers) else spec_of(model, f"model.config.num_hidden_layers={layers}")
+    return whole if layers in (None, len(whole.layers)) else spec_of(model, f"model.config.num_hidden_layers={layers}")
 
 
 def read_cells(files: Sequence[Path] = FILES) -> list[Cell]:

@@ -41,6 +41,6 @@ def workload(r: Row) -> str:
     """A model and its workload, two cells of a table."""
     length = f"{r['length'] >> 20}M" if r["length"] >= 1 << 20 else f"{r['length'] >> 10}K"
     name = r["model"]
-    if "layers" in r and r["layers"] < (layers := load_spec(name).layers):
+    if "layers" in r and r["layers"] < (layers := len(load_spec(name).layers)):
         name += f", {r['layers']} of {layers} layers"
     return f"{name} | {r['batch']} x {length}"

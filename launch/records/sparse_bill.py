@@ -237,7 +237,7 @@ def summary(found: Sequence[Account]) -> str:
         return f"nothing to fit: it takes block-sparse steps, and two dense ones of the same layout (`{RECORDS}`)"
     said = []
     for a in found:
-        layers = a.dense[0].spec.windows.count(None)
+        layers = len(a.dense[0].spec.full)
         line = (
             f"{a.machine}, {a.budget}: finding takes {1e6 * a.bill.finding_s / layers:.1f} us a layer (finding_s), "
             f"{1e6 * a.bill.sequence_s / layers:.2f} a sequence (finding_sequence_s), and goes through bounds at "

@@ -29,7 +29,7 @@ def _ttl(r: Row) -> str:
 def _layout(r: Row) -> str:
     """With the grid of the FFN where there are experts to be shared in several ways."""
     attention, ffn = r["layout"].split(" -> ")
-    return f"{attention} {ffn}" if load_spec(r["model"]).moe is not None else attention
+    return f"{attention} {ffn}" if load_spec(r["model"]).experts is not None else attention
 
 
 def steps(name: str = "step") -> list[str]:
@@ -72,7 +72,7 @@ def gap() -> list[str]:
     hardware = load_hardware("h200")
     options = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
     for r in _best():
-        if (spec := load_spec(r["model"])).moe is not None or spec.mla is not None:
+        if (spec := load_spec(r["model"])).experts is not None or spec.attention.latent is not None:
             continue
         widths = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", r["layout"])}
         step = predict(spec, hardware, Points.of(r["layout"].split()[0], r["batch"], **widths), r["length"], options)
@@ -104,7 +104,7 @@ def headline() -> list[str]:
     rows = ["| model | context | Helix | plain TP=8 | vLLM 0.25.1 |", "|---|---|---|---|---|"]
     for r in _best():
         if (key := tuple(r[k] for k in WORKLOAD[:3])) in HEADLINE:
-            heads = load_spec(r["model"]).q_heads
+            heads = load_spec(r["model"]).attention.q_heads
             vllm = f"{r['vllm_ms']:.2f} ms, {8 if heads % 8 == 0 else 4} GPUs" if r["vllm_ms"] else "-"
             rows.append(f"| {workload(r)} | {_ttl(r)} | {plain.get(key, '-')} | {vllm} |")
     return rows

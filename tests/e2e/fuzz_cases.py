@@ -138,7 +138,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
     except ValueError:  # the case is over once it is read
         spec = None
     kv_heads = 1 if family.startswith("deepseek") else config["num_key_value_heads"]
-    experts = 1 if spec is None or spec.moe is None else spec.moe.experts
+    experts = 1 if spec is None or spec.experts is None else spec.experts.experts
     layout = layout_of(config["num_attention_heads"], kv_heads, experts, worlds, rng)
     settings, lossy = settings_of(layout, spec, random.Random(f"settings {seed // SHARED}"), dtype, rng)
     vocab = config["vocab_size"]
@@ -242,7 +242,7 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
             try:
                 way = HelixLayout.create(mode, kvp, world // kvp)
                 if spec is not None:
-                    way.check_heads(spec.q_heads, spec.kv_heads)
+                    way.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
             except ValueError:
                 continue
             ways.append({"mode": mode, "kvp": kvp, "tpa": world // kvp})
@@ -254,7 +254,9 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
 def _self_drafts(spec: DecoderSpec, page: int, gamma: int, rng: random.Random) -> Settings:
     policies = ["any", "any", "all", "c2q", "window", "full"]
     policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
-    policies += ["accepted", "last"] if (1 + gamma) * (spec.q_heads // spec.kv_heads) <= TILE_ROWS else []
+    policies += (
+        ["accepted", "last"] if (1 + gamma) * (spec.attention.q_heads // spec.attention.kv_heads) <= TILE_ROWS else []
+    )
     reach, block = rng.choice(((0, 1), (0, 1), (1, 1), (2, 1), (8, 1), (0, 4), (0, 16)))
     return {
         "speculation.policy": rng.choice(policies),
@@ -379,24 +381,25 @@ def _any(spec: DecoderSpec) -> bool:
 
 
 def _latents(spec: DecoderSpec) -> bool:
-    return spec.mla is not None
+    return spec.attention.latent is not None
 
 
 def _whole(spec: DecoderSpec) -> bool:
     """Says whether some layer has keys of heads and reads whole sequences."""
-    return spec.mla is None and None in spec.windows
+    return spec.attention.latent is None and bool(spec.full)
 
 
 def _windows(spec: DecoderSpec) -> bool:
-    return None not in spec.windows
+    return not spec.full
 
 
 def _dense(spec: DecoderSpec) -> bool:
-    return spec.moe is None
+    return spec.experts is None
 
 
 def _two_heads(spec: DecoderSpec) -> bool:
-    return spec.q_heads % 2 == 0 and spec.mla is None and spec.kv_heads in (1, 2, 4, 6)
+    of = spec.attention
+    return of.q_heads % 2 == 0 and of.latent is None and of.kv_heads in (1, 2, 4, 6)
 
 
 # What makes settings illegal, by the words that the refusal has to hold: of which models, and what is set.

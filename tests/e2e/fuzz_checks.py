@@ -191,7 +191,7 @@ def differences(
             behind, worst = len(served.prompts[name]) + int(distances.argmax()), max(worst, distances.max().item())
             problem = f"{name}: logits off by {distances.max():.2e} behind {behind} tokens ({most:.1e} allowed)"
     if problem:
-        tries = 0 if dtype == "float32" else TRIES if spec.moe is None else 2 * TRIES
+        tries = 0 if dtype == "float32" else TRIES if spec.experts is None else 2 * TRIES
         hair = _hangs_by_a_hair(case, directory, served, wanted, worst, tries, device)
         return "undecided" if hair else "otherwise", problem
     if (again := found[0].captured) is not None:

@@ -195,8 +195,6 @@ def _least_bytes(config: Config, build: Callable[[], None], comm: Communicator) 
 def _unwritten(engine: Engine) -> Iterator[torch.Tensor]:
     cache, drafter = engine.runner.cache, engine.runner.drafter
     yield from cache.tensors
-    if cache.bounds is not None:
-        yield cache.bounds
     if isinstance(cache, TieredCache):
         yield from cache.on_gpu
     if isinstance(drafter, SparseDrafter) and drafter.scores is not None:

@@ -19,14 +19,15 @@ from helix.attention.tiered import TieredAttention
 from helix.config import ServeConfig
 from helix.engine import Engine
 from helix.host_store import HostStore
-from helix.kv_cache import BlockBudget, KVCache, Placement
+from helix.kv_cache import KVCache, with_bounds
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, read_config
 from helix.model_runner import ModelRunner
 from helix.models import Decoder, spec_from_config
+from helix.placement import BlockBudget, Placement
 from helix.request import Request
 from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
-from helix.tiered_cache import TieredCache, chunk_pages, ring_pages
+from helix.tiered_cache import TieredCache
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4
@@ -116,14 +117,17 @@ def build_engine(
     serving: ServeConfig | None = None,
     prefix_cache: bool = True,
     timeout_s: float = 60.0,
+    build: Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder] = build_model,
 ) -> Engine:
     """An engine over one rank's slices of a checkpoint; memory that nobody wrote is NaN."""
     device = comm.device
-    model = build_model(path, layout, comm, dtype)
+    model = build(path, layout, comm, dtype)
     spec = model.spec
     placement = Placement(layout, layout.kvp_rank(comm.rank), append_block, page_size)
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
-    entries = spec.entries(layout, comm.rank)
+    keeps = spec.keeps(layout, comm.rank, dtype)
+    drafts = 0 if drafter is None else drafter.limit
+    sizes = {"slots": max_batch, "rows": drafts + 1, "chunk": prefill_chunk}
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
     policy: AttentionPolicy | None = None
@@ -135,20 +139,18 @@ def build_engine(
         policy = TieredAttention(*given, **more) if tiered else BlockSparseAttention(*given)
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
-        drafts = 0 if drafter is None else drafter.limit
-        heads, dim = entries[0]
+        heads, dim = keeps[spec.full[0]][0].entry
         cache: KVCache = TieredCache(
-            spec.layers, pages, placement, entries, dtype, device, score, max_batch=max_batch,
-            store=HostStore((spec.layers, pages * heads, 2, page_size, dim), dtype, device),
-            ring_pages=ring_pages(page_size, drafts + 1),
-            hot=sparse.hot,
-            chunk_pages=chunk_pages(placement, prefill_chunk, max_batch), piece_pages=4,
+            with_bounds(keeps), pages, placement, device, score=score, **sizes,
+            store=HostStore((len(spec.full), pages * heads, 2, page_size, dim), dtype, device),
+            hot=sparse.hot, piece_pages=4,
         )  # fmt: skip
         for tensor in cache.on_gpu:
             tensor.fill_(torch.nan)
     else:
-        cache = KVCache(spec.layers, pages, placement, entries, dtype, device, score)
-    for tensor in [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]:
+        keeps = keeps if score is None else with_bounds(keeps)
+        cache = KVCache(keeps, pages, placement, device, score=score, **sizes)
+    for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):
         drafter = SparseDrafter(
@@ -162,6 +164,7 @@ def build_engine(
         drafter = drafter.kind(
             DraftModel(build_model(drafter.path, own, ranks, torch.float32), own, ranks), drafter.limit,
             vocab=spec.vocab, max_batch=max_batch, max_length=max_length, target=placement, pages=pages,
+            chunk=prefill_chunk,
         )  # fmt: skip
         for tensor in drafter.cache.tensors:
             tensor.fill_(torch.nan)

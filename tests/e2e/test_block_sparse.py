@@ -20,8 +20,9 @@ from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
 from helix.engine import Engine
 from helix.follower import Span
-from helix.kv_cache import BlockBudget, LayerCache
+from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget
 from helix.request import Request
 from helix.sampling import SamplingParams
 from helix.speculation import NgramDrafter

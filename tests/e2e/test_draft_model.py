@@ -156,7 +156,7 @@ def test_stale_kv_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def only_the_last(self: DecodeState, rows: int, *rest: object) -> Step:
             step = decode_step(self, rows, *rest)  # type: ignore[arg-type]
             if not self.history.shape[1]:  # the drafter's, which needs no history of its own
-                step.append_slots[: rows * (step.max_q - 1)] = -1
+                step.append_slots[None][: rows * (step.max_q - 1)] = -1
             return step
 
         monkeypatch.setattr(DecodeState, "decode_step", only_the_last)

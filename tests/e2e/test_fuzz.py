@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from helix import tiering
-from helix.kv_cache import Placement
+from helix.placement import Placement
 from helix.sampling import SamplingParams
 from helix.speculation import sparse
 from helix.speculation.adaptive import DraftPolicy

@@ -127,18 +127,18 @@ def shifts_lse(engine: Engine) -> None:
 
 def forgets_temperature(engine: Engine) -> None:
     for layer in engine.runner.model.layers:
-        layer.attention.scale = layer.attention.spec.query**-0.5
+        layer.mixer.scale = layer.mixer.spec.query**-0.5
 
 
 def takes_the_next_heads_values(engine: Engine) -> None:
     for layer in engine.runner.model.layers:
-        layer.attention.own_w_uv = layer.attention.w_uv[-layer.attention.own_w_uv.shape[0] :]
+        layer.mixer.own_w_uv = layer.mixer.w_uv[-layer.mixer.own_w_uv.shape[0] :]
 
 
 def rotates_neighbours_as_halves(engine: Engine) -> None:
     """The order in which the checkpoint has them, for the keys alone."""
     for layer in engine.runner.model.layers:
-        rows = layer.attention.down.weight[-8:]
+        rows = layer.mixer.down.weight[-8:]
         rows.copy_(torch.stack((rows[:4], rows[4:]), 1).flatten(0, 1))
 
 

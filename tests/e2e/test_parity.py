@@ -130,7 +130,7 @@ def test_a_sink_on_every_rank_is_caught() -> None:
     def tamper(engine: Engine) -> None:
         if engine.comm.rank == 1:
             for layer in engine.runner.model.layers:
-                layer.attention.sinks = torch.zeros(16)
+                layer.mixer.sinks = torch.zeros(16)
 
     results = loopback(checkpoint("gpt-oss"), HelixLayout.create("helix", 2, 1), 16, wanted, tamper)
     with pytest.raises(AssertionError, match="prompt"):

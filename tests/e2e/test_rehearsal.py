@@ -12,8 +12,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from comm.loopback import LoopbackWorld
 from helix.autotune import fill
 from helix.decision import StepKind
-from helix.kv_cache import BlockBudget
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget
 from helix.rehearsal import rehearse
 from helix.request import Request
 from helix.sampling import SamplingParams

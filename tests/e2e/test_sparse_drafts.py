@@ -241,7 +241,7 @@ class Watch:
         forced = set(sorted(sinks)[:k]) | set(latest)
         places = [int(state.block_tables[slot, i // p.page_size]) * p.page_size + i % p.page_size for i in range(n)]
         for layer, place in d.chosen._places.items():
-            keys = d.cache.tensors[0][layer].flatten(0, 1)[places].double()  # [n, Hkv, D]
+            keys = d.cache.layer(layer).keys.flatten(0, 1)[places].double()  # [n, Hkv, D]
             for h in range(keys.shape[1]):
                 row = d.chosen.tables[place, slot, h].tolist()
                 chosen = [places.index(x) for x in row[:k]]

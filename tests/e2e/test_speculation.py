@@ -229,8 +229,8 @@ class Witness(Drafter):
         del self.read[gone.slot]
 
     def prefilled(self, chunk: Prefilled) -> None:
-        for slot, begin, tokens in chunk.prompts:
-            self.read[slot] |= {begin + i: token for i, token in enumerate(tokens.tolist())}
+        for part in chunk.prompts:
+            self.read[part.slot] |= {part.begin + i: token for i, token in enumerate(part.tokens.tolist())}
 
     def catch_up(self, state: DecodeState) -> None:
         self.behind += 1

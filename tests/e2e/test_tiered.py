@@ -153,7 +153,7 @@ def test_a_right_guess_leaves_nothing_to_fetch() -> None:
         assert isinstance(engine.runner.policy, BlockSparseAttention) and isinstance(engine.runner.cache, TieredCache)
         engine.runner.policy.repeat = 0.5
         cache = engine.runner.cache
-        counts.append([[engine.runner.model.spec.layers], cache.counted, cache.counted_ahead])  # type: ignore[list-item]
+        counts.append([[len(engine.runner.model.spec.full)], cache.counted, cache.counted_ahead])  # type: ignore[list-item]
 
     sparse = Sparse(SHORT_WINDOW, choice="local", hot=4 * ALL, ahead=True)
     tokens("qwen2", HelixLayout.create(), sparse, repeating)
@@ -343,8 +343,8 @@ def with_stale_places(engine: Engine) -> None:
     assert isinstance(cache, TieredCache)
     layer = cache.layer
 
-    def forgetful(index: int, latent: int | None = None, prefill: bool = False) -> object:
-        found = layer(index, latent, prefill)
+    def forgetful(index: int, prefill: bool = False) -> object:
+        found = layer(index, prefill)
         hot = found.hot  # type: ignore[attr-defined]
         return replace(found, hot=replace(hot, place_of=hot.place_of.clone())) if prefill else found
 

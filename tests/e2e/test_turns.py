@@ -14,6 +14,7 @@ from comm.loopback import run_ranks
 from helix.engine import Engine
 from helix.layers import mla
 from helix.layout import HelixLayout
+from helix.placement import PromptChunk
 from helix.step import Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine, check, loopback
@@ -89,7 +90,7 @@ def test_halves_on_two_streams() -> None:
         tokens = torch.randint(0, model.spec.vocab, (8000,))
         pages = np.arange(runner.placement.stripes.pages_for(8000), dtype=np.int32)
         runner.state.admit(admission(0, 0, pages, 8000, tokens.int().numpy()))
-        step = runner.state.prefill_step([(0, 0, tokens)])
+        step = runner.state.prefill_step([PromptChunk(0, 0, tokens)])
         whole = model.hidden(runner.cache, step, runner.dense).clone()
         model.turns = turns.Turns(torch.device("cuda"))
         model.comm = SimpleNamespace(world_size=2)  # type: ignore[assignment]

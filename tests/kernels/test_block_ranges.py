@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helix.kv_cache import BlockBudget, Placement
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget, Placement
 from kernels.sparse.block_ranges import block_ranges
 
 CASES = {

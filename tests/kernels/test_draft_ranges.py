@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from helix.kv_cache import KeyBudget, Placement
 from helix.layout import HelixLayout
+from helix.placement import KeyBudget, Placement
 from kernels.sparse.draft_ranges import draft_ranges
 
 

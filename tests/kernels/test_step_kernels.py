@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helix.kv_cache import Placement
 from helix.layout import HelixLayout
+from helix.placement import Placement
 from kernels.attention.placement import cache_slots, local_bounds
 from kernels.dense.embedding import embedding
 from kernels.dense.rotary import angles

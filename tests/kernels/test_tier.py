@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helix.kv_cache import Placement
 from helix.layout import HelixLayout
+from helix.placement import Placement
 from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
 from kernels.reference.copy_blocks import copy_blocks as reference_copy
 from kernels.reference.resolve import resolve as reference

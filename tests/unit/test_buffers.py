@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
 from helix.buffers import MOST, SHARE, doubling_depth, longest_chunk, token_buffers
-from helix.kv_cache import KVCache, Placement
+from helix.kv_cache import KVCache
 from helix.layout import HelixLayout
 from helix.models import Decoder
+from helix.placement import Placement, PromptChunk
 from helix.prefill_time import PrefillTime
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
 from helix.step import DecodeState
 from launch.inputs.shapes import spec_of
-from tests.sequences import admission
+from tests.sequences import admission, with_windows
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,8 @@ def test_where_a_token_costs_twice(model: str, weights: float, of_key: int) -> N
 
 def test_windows_cost_the_same_at_any_depth() -> None:
     spec = spec_of("qwen2.5-7b")
-    assert doubling_depth(replace(spec, windows=(None, *[128] * 27))) == 28 * doubling_depth(spec)
-    times = PrefillTime(doubling_depth(replace(spec, windows=(128,) * 28)))
+    assert doubling_depth(with_windows(spec, None, *[128] * 27)) == 28 * doubling_depth(spec)
+    times = PrefillTime(doubling_depth(with_windows(spec, *[128] * 28)))
     assert times.work(1 << 20, (1 << 20) + 7) == 7 and times.tokens(1 << 20, 7.0) == 7
 
 
@@ -74,7 +75,7 @@ def test_a_step_takes_no_more(model: str) -> None:
     """Peak memory of a chunk through two layers, beside what is there before it."""
     tokens, layout, device = 4096, HelixLayout.create(), torch.device("cuda")
     spec = spec_of(model)
-    spec = replace(spec, windows=spec.windows[:2], moe_layers=spec.moe_layers[-2:])
+    spec = replace(spec, layers=spec.layers[-2:])
 
     def body(world: LoopbackWorld, rank: int) -> int:
         comm = world.communicator(rank, [0])
@@ -83,11 +84,11 @@ def test_a_step_takes_no_more(model: str) -> None:
             for weight in decoder.weights.parameters:
                 weight.normal_(std=0.02)
             placement = Placement(layout, 0, 16, 64)
-            cache = KVCache(2, tokens // 64, placement, spec.entries(layout, rank), torch.bfloat16, device)
+            cache = KVCache(spec.keeps(layout, rank, torch.bfloat16), tokens // 64, placement, device)
             state = DecodeState(1, tokens // 64, placement, device)
             pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
             state.admit(admission(0, 0, pages, tokens, prompt))
-            step = state.prefill_step([(0, 0, torch.zeros(tokens, dtype=torch.int64))])
+            step = state.prefill_step([PromptChunk(0, 0, torch.zeros(tokens, dtype=torch.int64))])
             decoder.hidden(cache, step, DenseAttention())
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -103,13 +104,13 @@ def test_a_step_takes_no_more(model: str) -> None:
 def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> None:
     """Their bytes are known before they are made."""
     layout, device = HelixLayout.create("helix", kvp, tpa), torch.device("cpu")
-    spec = replace(spec_of("gpt-oss-20b"), windows=(None, 128, None))
+    spec = with_windows(spec_of("gpt-oss-20b"), None, 128, None)
 
     def body(world: LoopbackWorld, rank: int) -> tuple[int, int]:
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
         placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
-        cache = KVCache(3, 4, placement, spec.entries(layout, rank), torch.float32, device)
+        cache = KVCache(spec.keeps(layout, rank, torch.float32), 4, placement, device)
         drafter = SparseDrafter(3, decoder, comm, cache, placement, budget, noise="own", max_batch=5, max_length=9000)
         assert drafter.chosen is not None
         return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, 5, 9000, 3)

@@ -76,7 +76,7 @@ def test_the_readme_says_on_how_many_gpus_vllm_ran() -> None:
     assert len(ran) > 1
     for model, vllm in ran.items():
         gpus = int(vllm.removesuffix(" GPUs").split(", ")[1])
-        assert gpus == (8 if load_spec(model).q_heads % 8 == 0 else 4), model
+        assert gpus == (8 if load_spec(model).attention.q_heads % 8 == 0 else 4), model
 
 
 @pytest.mark.parametrize("page", PAGES)

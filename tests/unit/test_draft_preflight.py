@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld
 from helix import build
+from helix.buffers import longest_chunk, token_buffers
 from helix.config import Config
 from helix.errors import ConfigError
-from helix.kv_cache import KVCache, Placement, token_bytes
+from helix.keeps import token_bytes
+from helix.kv_cache import KVCache
 from helix.layout import HelixLayout
 from helix.loading import read_config
 from helix.models import Decoder, spec_from_config
+from helix.placement import Placement
 from helix.speculation import DraftModel, ModelDrafter
 from launch.inputs.preflight import CheckedDraft, preflight
 from tests.e2e.checkpoints import DEMO, checkpoint
@@ -141,9 +144,11 @@ def test_both_caches_fit_the_memory(
     monkeypatch.setattr(build, "free_bytes", lambda device: free)
     comm = world.communicator(0, [0])
     placement = Placement(layout, 0, block, 32)
-    page = 32 * token_bytes(target.spec.layers, target.spec.entries(layout, 0), torch.float32)
+    page = 32 * sum(token_bytes(kept) for kept in target.spec.keeps(layout, 0, torch.float32))
     page += draft.page_bytes(placement)
-    if page > int(free * sizes.kv.memory_fraction):
+    chunk = longest_chunk(token_buffers(target.spec, layout, 0, torch.float32), free)
+    beside = draft.slot_bytes(placement, max_batch, sizes.speculation.gamma, chunk)
+    if page + beside > int(free * sizes.kv.memory_fraction):
         with pytest.raises(ConfigError, match="holds no page"):
             build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)
         return
@@ -156,7 +161,7 @@ def test_both_caches_fit_the_memory(
 
     used = size(engine.runner.cache) + size(drafter.cache)
     needed = placement.stripes.pages_for_all(wanted + sizes.speculation.gamma * max_batch, max_batch)
-    assert used == page * drafter.cache.pages <= free * sizes.kv.memory_fraction
+    assert used == page * drafter.cache.pages + beside <= free * sizes.kv.memory_fraction
     # A page more would not fit, or is not wanted.
     assert drafter.cache.pages == needed or used + page > free * sizes.kv.memory_fraction
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helix.attention.dense import DenseAttention
-from helix.kv_cache import BlockBudget
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget
 from helix.tokenizer import load_tokenizer
 from kernels.attention.split_kv import PartialAttention
 from launch import fidelity

@@ -10,10 +10,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helix.kv_cache import KVCache, Placement, free_bytes
+from helix.keeps import Keeps, page_bytes
+from helix.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds
 from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.placement import Placement, PromptChunk
 from helix.step import PAST, DecodeState
-from tests.sequences import admission
+from launch.inputs.shapes import load_spec
+from tests.sequences import admission, with_windows
 
 blocks, widths, page_sizes = st.integers(1, 20), st.integers(1, 5), st.integers(1, 20)
 
@@ -79,8 +83,11 @@ def test_planned_pages_hold_any_split_of_the_tokens(lengths: list[int], kvp: int
 
 @pytest.mark.parametrize("entries, score", [([(1, 8), (1, 8)], "bounds"), ([(12,)], None)])
 def test_pages_are_copied_in_all_layers(entries: list[tuple[int, ...]], score: str | None) -> None:
-    cache = KVCache(2, 5, Placement(HelixLayout.create(), 0, 4, 4), entries, torch.float32, torch.device("cpu"), score)
-    tensors = [*cache.tensors, *([] if cache.bounds is None else [cache.bounds])]
+    names = ("keys", "values") if len(entries) == 2 else ("latents",)
+    kept = tuple(Keeps(name, entry, torch.float32) for name, entry in zip(names, entries, strict=True))
+    keeps = [kept, kept] if score is None else with_bounds([kept, kept])
+    cache = KVCache(keeps, 5, Placement(HelixLayout.create(), 0, 4, 4), torch.device("cpu"), score=score)
+    tensors = cache.tensors
     for tensor in tensors:
         tensor.normal_()
     before = [tensor.clone() for tensor in tensors]
@@ -110,7 +117,7 @@ def test_a_step_appends_for_active_rows_of_this_rank_alone() -> None:
         s.activate(torch.tensor([0, 1]), torch.tensor([7, 8]), torch.tensor([5, 4]))
         step = s.decode_step(3)
         # Position 5: block 2 of rank (2 + 0) % 2 = 0, its slot 3. Position 4: block 2 of rank (2 + 1) % 2 = 1, slot 2.
-        assert step.append_slots.tolist() == ([0 * 4 + 3, -1, -1] if rank == 0 else [-1, 10 * 4 + 2, -1])
+        assert step.append_slots[None].tolist() == ([0 * 4 + 3, -1, -1] if rank == 0 else [-1, 10 * 4 + 2, -1])
         assert step.tokens[:2].tolist() == [7, 8] and step.positions[:2].tolist() == [5, 4]
         lo, hi = step.bounds(None)
         assert hi.tolist() == ([4, 2, 0] if rank == 0 else [2, 3, 0]) and lo.tolist() == [0, 0, 0]
@@ -151,7 +158,7 @@ def test_a_step_with_drafts_appends_each_where_it_would_stand() -> None:
     step = s.decode_step(2, torch.tensor([[8, 9, 10], [0, 0, 0]]))
     assert step.tokens[:4].tolist() == [7, 8, 9, 10] and step.positions[:4].tolist() == [1, 2, 3, 4]
     # Blocks of two tokens: 0 and 1 on rank 0, 2 and 3 on rank 1, 4 on rank 0; its page 3 is the sequence's first.
-    assert step.append_slots.tolist() == [3 * 4 + 1, -1, -1, 3 * 4 + 2, -1, -1, -1, -1]
+    assert step.append_slots[None].tolist() == [3 * 4 + 1, -1, -1, 3 * 4 + 2, -1, -1, -1, -1]
     assert step.bounds(None)[1].tolist() == [2, 2, 2, 3, 0, 0, 0, 0] and step.max_q == 4
 
 
@@ -166,7 +173,7 @@ def test_drafts_beyond_a_rows_limit_are_padding() -> None:
     assert drafts.tolist() == [[8, 9, 10], [8, -1, -1], [8, 9, -1]]
     step = s.decode_step(3, drafts)
     assert step.live.view(3, 4).tolist() == [[True] * 4, [True, True, False, False], [True, True, True, False]]
-    slots, hi = step.append_slots.view(3, 4), step.bounds(None)[1].view(3, 4)
+    slots, hi = step.append_slots[None].view(3, 4), step.bounds(None)[1].view(3, 4)
     assert ((slots == -1) == ~step.live.view(3, 4)).all() and hi.tolist()[1:] == [[3, 4, 0, 0], [3, 4, 5, 0]]
     drawn = torch.tensor([[8, 9, 10, 11]] * 3)
     assert s.commit(drawn, drafts).tolist() == [[8, 9, 10, 11], [8, 9, PAST, PAST], [8, 9, 10, PAST]]
@@ -176,8 +183,37 @@ def test_a_prefill_step_is_the_chunks_in_a_row() -> None:
     s = state(1, 0)
     s.admit(admission(0, 0, array([3, 1]), 16, array([])))
     s.admit(admission(2, 0, array([2, 0]), 16, array([])))
-    step = s.prefill_step([(2, 4, torch.tensor([40, 41])), (0, 0, torch.tensor([1, 2, 3]))])
+    step = s.prefill_step([PromptChunk(2, 4, torch.tensor([40, 41])), PromptChunk(0, 0, torch.tensor([1, 2, 3]))])
     assert step.tokens.tolist() == [40, 41, 1, 2, 3] and step.positions.tolist() == [4, 5, 0, 1, 2]
     assert step.cu_q is not None and step.cu_q.tolist() == [0, 2, 5] and step.max_q == 3
     assert step.block_tables[:, :2].tolist() == [[2, 0], [3, 1]]
-    assert step.append_slots.tolist() == [0 * 4 + 0, 1, 3 * 4 + 0, 13, 14]
+    assert step.append_slots[None].tolist() == [0 * 4 + 0, 1, 3 * 4 + 0, 13, 14]
+
+
+@pytest.mark.parametrize("kvp, tpa", [(1, 1), (8, 1), (2, 4)])
+def test_windows_free_their_memory(kvp: int, tpa: int) -> None:
+    """Half of gpt-oss-20b's layers have a window of 128: 20 GB hold nearly twice the tokens, beside 32 rings."""
+    layout = HelixLayout.create("helix", kvp, tpa)
+    spec, room, page = load_spec("gpt-oss-20b"), 20 << 30, 16
+    whole = with_windows(spec, *[None] * len(spec.layers))
+    placement = Placement(layout, 0, 16, page)
+
+    def tokens(spec: DecoderSpec) -> int:
+        keeps = spec.keeps(layout, 0, torch.bfloat16)
+        left = room - slot_bytes(keeps, placement, 32, 1, 4096)
+        return left // sum(page_bytes(kept, page) for kept in keeps)
+
+    assert 1.9 < tokens(spec) / tokens(whole) < 2
+
+
+@given(st.integers(0, 300), widths, blocks, page_sizes, st.integers(1, 70), st.integers(1, 8))
+def test_a_ring_holds_what_a_step_reads_and_writes(
+    position: int, kvp: int, block: int, page_size: int, window: int, rows: int
+) -> None:
+    """No two local pages of the span share a page of the ring."""
+    for rank in range(kvp):
+        place = placement(kvp, rank, block, page_size)
+        for start in range(kvp):
+            lo = place.local_length(max(position - window + 1, 0), start)
+            hi = place.local_length(position + rows, start)
+            assert hi == lo or (hi - 1) // page_size - lo // page_size < ring(place, window, rows)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from comm.loopback import LoopbackWorld
-from helix.kv_cache import token_bytes
+from helix.keeps import Keeps, token_bytes
 from helix.layers import mla
+from helix.layers.mlp import MLPSpec
 from helix.layout import HelixLayout
 from helix.loading import Checkpoint, randomize, read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
@@ -42,36 +43,39 @@ def decoder(s: DecoderSpec, layout: HelixLayout, rank: int) -> Decoder:
 
 def test_the_published_shapes() -> None:
     r1, lite = spec_of("deepseek-r1"), spec_of("deepseek-v2-lite")
-    assert r1.mla is not None and lite.mla is not None and r1.moe is not None and lite.moe is not None
-    assert (r1.layers, sum(r1.moe_layers), r1.moe_layers[:4]) == (61, 58, (False, False, False, True))
-    assert (lite.layers, sum(lite.moe_layers), lite.mla.q_rank) == (27, 26, None)
-    assert (r1.moe.scoring, r1.moe.groups, r1.moe.top_groups, r1.moe.scale) == ("sigmoid", 8, 4, 2.5)
-    assert (lite.moe.scoring, lite.moe.groups, lite.moe.shared_width, lite.moe.normalise) == ("softmax", 1, 2816, False)
+    assert isinstance(r1.attention, mla.MLASpec) and isinstance(lite.attention, mla.MLASpec)
+    of_r1, of_lite = r1.experts, lite.experts
+    assert of_r1 is not None and of_lite is not None
+    dense = [[isinstance(layer.ffn, MLPSpec) for layer in spec.layers] for spec in (r1, lite)]
+    assert dense == [[True] * 3 + [False] * 58, [True] + [False] * 26] and lite.attention.q_rank is None
+    assert (of_r1.scoring, of_r1.groups, of_r1.top_groups, of_r1.scale) == ("sigmoid", 8, 4, 2.5)
+    assert (of_lite.scoring, of_lite.groups, of_lite.shared_width, of_lite.normalise) == ("softmax", 1, 2816, False)
     # As the releases write it: 192^-0.5 times (0.1 mscale ln 40 + 1)^2; on the angles the two factors cancel.
-    assert r1.mla.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
-    assert lite.mla.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert r1.attention.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert lite.attention.scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
     assert r1.rope.frequencies()[1] == lite.rope.frequencies()[1] == 1.0
-    assert r1.mla.norm_eps == 1e-6 and r1.kv_heads == 1
+    assert r1.attention.norm_eps == 1e-6 and r1.attention.kv_heads == 1
 
 
 def test_a_token_stores_one_latent() -> None:
     r1 = spec_of("deepseek-r1")
     for layout in (HelixLayout.create("helix", 8), HelixLayout.create("tp", 1, 8)):
         for rank in range(8):
-            assert r1.entries(layout, rank) == ((576,),)
-    assert token_bytes(r1.layers, ((576,),), torch.bfloat16) == 61 * 1152
+            keeps = r1.keeps(layout, rank, torch.bfloat16)
+            assert {kept for layer in keeps for kept in layer} == {Keeps("latents", (576,), torch.bfloat16)}
+            assert sum(token_bytes(layer) for layer in keeps) == 61 * 1152
 
 
 def test_values_travel_from_nine_rows_on() -> None:
     """512 x 128 weights at 4.2 TB/s against 384 values a row at 0.2 TB/s."""
-    r1 = spec_of("deepseek-r1").mla
-    assert r1 is not None
+    r1 = spec_of("deepseek-r1").attention
+    assert isinstance(r1, mla.MLASpec)
     assert next(rows for rows in range(1, 20) if mla.exchanges_values(r1, rows)) == 9
     assert not mla.exchanges_values(replace(r1, value=512), 10_000)  # nothing to save
 
 
 def test_queries_are_gathered_where_their_weights_are_many() -> None:
-    r1, lite = spec_of("deepseek-r1").mla, spec_of("deepseek-v2-lite").mla
+    r1, lite = spec_of("deepseek-r1").attention, spec_of("deepseek-v2-lite").attention
     assert r1 is not None and lite is not None
     assert mla.gathers_queries(r1, 8, 2) and mla.gathers_queries(r1, 2, 2)
     assert not mla.gathers_queries(lite, 8, 2)
@@ -103,7 +107,7 @@ def test_what_is_not_supported_is_refused_by_name(s: Any, words: str) -> None:
 
 def test_all_layers_may_be_dense() -> None:
     s = v3(first_k_dense_replace=61)
-    assert s.moe is None and not any(s.moe_layers)
+    assert s.experts is None
 
 
 def test_tensor_parallel_heads_are_refused_with_what_fits() -> None:
@@ -132,7 +136,7 @@ def test_ranks_without_heads_know_all_tensors(monkeypatch: pytest.MonkeyPatch, f
     layout = HelixLayout.create("helix", 12)
     for rank in (0, 11):
         Checkpoint(checkpoint(family)).check(decoder(s, layout, rank).weights.slices, s.unused)
-    assert decoder(s, layout, 11).layers[0].attention.makes == 0
+    assert decoder(s, layout, 11).layers[0].mixer.makes == 0
 
 
 def test_random_queries_do_not_depend_on_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +148,6 @@ def test_random_queries_do_not_depend_on_who_makes_them(monkeypatch: pytest.Monk
         models = [decoder(s, layout, rank) for rank in range(2)]
         for model in models:
             randomize(model.weights, 5)
-        rows.append([model.layers[1].attention.q_up.weight for model in models])
+        rows.append([model.layers[1].mixer.q_up.weight for model in models])
     (whole, same), parts = rows
     assert torch.equal(whole, same) and torch.equal(whole, torch.cat(parts))

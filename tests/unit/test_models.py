@@ -20,6 +20,9 @@ from transformers import (
 )
 
 from comm.loopback import LoopbackWorld
+from helix.layers.attention import AttentionSpec
+from helix.layers.mlp import MLPSpec
+from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
 from launch.inputs.parts import make_spec
@@ -32,19 +35,21 @@ def spec(config: Any, architecture: str, **more: Any) -> DecoderSpec:
 
 def test_llama() -> None:
     s = spec(LlamaConfig(num_key_value_heads=8, attention_bias=True, mlp_bias=True), "LlamaForCausalLM")
-    assert (s.q_heads, s.kv_heads, s.head_dim, s.layers) == (32, 8, 128, 32)
-    assert s.qkv_bias and s.output_bias and s.mlp_bias and not s.qk_norm and s.windows == (None,) * 32
+    a = heads(s)
+    assert (a.q_heads, a.kv_heads, a.head_dim, len(s.layers)) == (32, 8, 128, 32)
+    assert a.qkv_bias and a.output_bias and not a.qk_norm and s.windows == (None,) * 32
+    assert s.layers[0].ffn == MLPSpec(11008, True)
 
 
 def test_mistral() -> None:
     assert spec(MistralConfig(), "MistralForCausalLM").windows == (4096,) * 32
     assert spec(MistralConfig(sliding_window=None), "MistralForCausalLM").windows == (None,) * 32
-    assert spec(MistralConfig(head_dim=64), "MistralForCausalLM").head_dim == 64
+    assert heads(spec(MistralConfig(head_dim=64), "MistralForCausalLM")).head_dim == 64
 
 
 def test_qwen2() -> None:
     s = spec(Qwen2Config(), "Qwen2ForCausalLM")
-    assert s.qkv_bias and not s.output_bias and s.windows == (None,) * 32
+    assert heads(s).qkv_bias and not heads(s).output_bias and s.windows == (None,) * 32
     windowed = Qwen2Config(use_sliding_window=True, sliding_window=100, max_window_layers=30)
     assert spec(windowed, "Qwen2ForCausalLM").windows == (None,) * 30 + (100,) * 2
     old = {**windowed.to_dict(), "architectures": ["Qwen2ForCausalLM"], "layer_types": None}
@@ -53,35 +58,48 @@ def test_qwen2() -> None:
 
 def test_qwen3() -> None:
     s = spec(Qwen3Config(), "Qwen3ForCausalLM")
-    assert s.qk_norm and s.head_dim == 128 and not s.qkv_bias
+    assert heads(s).qk_norm and heads(s).head_dim == 128 and not heads(s).qkv_bias
     without = {k: v for k, v in Qwen3Config(hidden_size=512).to_dict().items() if k != "head_dim"}
-    assert spec_from_config({**without, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+    assert heads(spec_from_config({**without, "architectures": ["Qwen3ForCausalLM"]})).head_dim == 128
 
 
 def test_qwen3_moe() -> None:
     s = spec(Qwen3MoeConfig(norm_topk_prob=True), "Qwen3MoeForCausalLM")
-    assert s.qk_norm and s.moe_layers == (True,) * 24 and s.windows == (None,) * 24
-    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.width, s.moe.normalise) == (128, 8, 768, True)
+    assert heads(s).qk_norm and experts_in(s) == (True,) * 24 and s.windows == (None,) * 24
+    assert (e := s.experts) is not None
+    assert (e.experts, e.top_k, e.width, e.normalise) == (
+        128,
+        8,
+        768,
+        True,
+    )
     mixed = Qwen3MoeConfig(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
-    assert spec(mixed, "Qwen3MoeForCausalLM").moe_layers == (False, True, False, False, False, True)
+    assert experts_in(spec(mixed, "Qwen3MoeForCausalLM")) == (False, True, False, False, False, True)
     windowed = Qwen3MoeConfig(use_sliding_window=True, sliding_window=64, num_hidden_layers=2)
     assert spec(windowed, "Qwen3MoeForCausalLM").windows == (64, 64)
 
 
 def test_mixtral() -> None:
     s = spec(MixtralConfig(), "MixtralForCausalLM")
-    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.width, s.moe.normalise) == (8, 2, 14336, True)
-    assert s.windows == (None,) * 32 and s.moe_layers == (True,) * 32
+    assert (e := s.experts) is not None
+    assert (e.experts, e.top_k, e.width, e.normalise) == (
+        8,
+        2,
+        14336,
+        True,
+    )
+    assert s.windows == (None,) * 32 and experts_in(s) == (True,) * 32
     assert spec(MixtralConfig(sliding_window=9), "MixtralForCausalLM").windows == (9,) * 32
 
 
 def test_gpt_oss() -> None:
     s = spec(GptOssConfig(), "GptOssForCausalLM")
-    assert s.sinks and s.qkv_bias and s.output_bias and s.head_dim == 64 and s.windows == (128, None) * 18
-    assert s.moe is not None and (s.moe.experts, s.moe.top_k, s.moe.clamp_at) == (128, 4, 7.0)
-    assert s.moe.storage == "stacked" and not s.rope.scaling["truncate"]
+    a = heads(s)
+    assert a.sinks and a.qkv_bias and a.output_bias and a.head_dim == 64 and s.windows == (128, None) * 18
+    assert s.experts is not None and (s.experts.experts, s.experts.top_k, s.experts.clamp_at) == (128, 4, 7.0)
+    assert s.experts.storage == "stacked" and not s.rope.scaling["truncate"]
     packed = spec(GptOssConfig(), "GptOssForCausalLM", quantization_config={"quant_method": "mxfp4"})
-    assert packed.moe is not None and packed.moe.storage == "mxfp4"
+    assert packed.experts is not None and packed.experts.storage == "mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -195,13 +213,13 @@ def test_absent_keys_mean_what_they_mean_in_the_family(architecture: str) -> Non
     theirs = CONFIG_MAPPING[FAMILIES[architecture][0]]()
     needed = {"num_experts_per_tok": 2} if architecture == "DeepseekV2ForCausalLM" else {}
     s = spec_from_config({"architectures": [architecture], **needed})
-    assert (s.norm_eps, s.max_positions, s.layers) == (
+    assert (s.norm_eps, s.max_positions, len(s.layers)) == (
         theirs.rms_norm_eps, theirs.max_position_embeddings, theirs.num_hidden_layers,
     )  # fmt: skip
     assert s.eos == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert s.rope.theta == theirs.rope_parameters["rope_theta"] and s.rope.kind == theirs.rope_parameters["rope_type"]
-    if s.moe is not None and s.mla is not None:
-        assert s.moe.scale == theirs.routed_scaling_factor
+    if s.experts is not None and s.attention.latent is not None:
+        assert s.experts.scale == theirs.routed_scaling_factor
 
 
 def test_null_scaling_is_yarn_in_gpt_oss() -> None:
@@ -251,3 +269,14 @@ def test_whatever_a_key_holds_is_read_or_refused_by_its_name(config: dict[str, A
     except ValueError as error:
         said = str(error)
     assert key in said and "\n" not in said and len(said) < 600, said
+
+
+def heads(spec: DecoderSpec) -> AttentionSpec:
+    """Returns the attention of a model without latents."""
+    assert isinstance(spec.attention, AttentionSpec)
+    return spec.attention
+
+
+def experts_in(spec: DecoderSpec) -> tuple[bool, ...]:
+    """Says of each layer whether it has experts."""
+    return tuple(isinstance(layer.ffn, MoESpec) for layer in spec.layers)

@@ -25,6 +25,7 @@ from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, answer, main
 from launch.records.planner_check import drafted_errors
 from launch.records.recorded_steps import RECORDED, read_cells
+from tests.sequences import with_windows
 from tests.unit.test_config import composed
 
 K, M = 1 << 10, 1 << 20
@@ -106,11 +107,11 @@ def test_an_iteration_is_its_drafts_its_verification_and_the_choice() -> None:
     assert {n: s for n, s in ours.items() if n in others and n != "attention"} == {
         n: s for n, s in others.items() if n != "attention"
     }
-    scores = 8 * spec.layers * 1 * (M / 2) * 2  # sequences, layers, KV heads of a rank, keys, bytes
+    scores = 8 * len(spec.layers) * 1 * (M / 2) * 2  # sequences, layers, KV heads of a rank, keys, bytes
     assert ours["select"] == pytest.approx(20e-6 + 2 * scores / 4.46e12, rel=1e-9)
     # A draft is a plain step over fewer keys, which it gathers.
     keys = 0.07 * M / 2 + (2 * gamma + 1) / 2
-    read = 8 * spec.layers * 2 * spec.head_dim * 2
+    read = 8 * len(spec.layers) * 2 * spec.attention.head_dim * 2
     other = float(plain.step_s[0]) - read * (M / 2) / 4.46e12
     assert ours["drafts"] / gamma == pytest.approx(other + read * keys / (0.9 * 4.46e12), rel=1e-3)
 
@@ -121,8 +122,8 @@ def test_windows_are_read_as_they_are() -> None:
     found = step("gpt-oss-20b", 8, M, drafts, kvp=2)
     spec = load_spec("gpt-oss-20b")
     (select,) = (p for p in found.phases if p.name == "select")
-    assert select.bytes[0] == 8 * (spec.layers / 2) * spec.kv_heads * (M / 2) * 2
-    whole = replace(spec, windows=(None,) * spec.layers)
+    assert select.bytes[0] == 8 * (len(spec.layers) / 2) * spec.attention.kv_heads * (M / 2) * 2
+    whole = with_windows(spec, *[None] * len(spec.layers))
     assert found.step_s[0] < predict(whole, H200, found.points, M, replace(RECORDED, speculation=drafts)).step_s[0]
 
 
@@ -222,7 +223,7 @@ def test_what_cannot_be_planned_is_refused(arguments: str, said: str) -> None:
 
 
 def test_a_window_in_every_layer_leaves_nothing_to_choose() -> None:
-    spec = replace(load_spec("qwen2.5-7b"), windows=(4096,) * 28)
+    spec = with_windows(load_spec("qwen2.5-7b"), *[4096] * 28)
     options = Options(speculation=Speculation(2, 0.9, sparsity=0.1))
     with pytest.raises(ValueError, match="drafter=sparse: every layer of the model has a sliding window"):
         predict(spec, H200, Points.of("tp", 1), M, options)

@@ -15,8 +15,8 @@ from comm.loopback import LoopbackWorld
 from helix.attention.policies import make_policy
 from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
-from helix.kv_cache import Placement
 from helix.layout import HelixLayout
+from helix.placement import Placement
 from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MOST_PAGES
 from launch.inputs.compose import GROUPS

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import BlockBudget, LayerCache, Placement
+from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget, Placement
 from helix.step import Step
 from helix.tokenizer import load_tokenizer
 from kernels.reference.block_bounds import SCORES, fold_blocks
@@ -86,10 +87,10 @@ def test_what_a_query_would_read(page: int) -> None:
     table = torch.arange(9, dtype=torch.int32)[None]
     here = torch.tensor([length - 1]), torch.tensor([0]), torch.tensor([True])
     place = Placement(HelixLayout.create("helix", 1), 0, 128, 128)
-    step = Step(place, torch.tensor([0]), *here, table, torch.tensor([-1]), cu_q=None, max_q=1)
+    step = Step(place, torch.tensor([0]), *here, torch.tensor([0]), {None: table}, {}, cu_q=None, max_q=1)
     meter = RecallMeter((page,), (2 * page,), (1,))
     meter.prepare(step, {None})
-    cache = LayerCache(0, k.view(9, 128, 1, DIM), k.view(9, 128, 1, DIM))
+    cache = layer_cache(k.view(9, 128, 1, DIM))
     meter.attend(q, cache, step, LayerAttention(None, scale))
 
     weights = (q[0] @ k[:length, 0].T * scale).softmax(-1).mean(0)
@@ -123,7 +124,7 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
     here = position, torch.tensor([0]), torch.tensor([True])
     table = torch.arange(pages, dtype=torch.int32)[None]
-    cache = LayerCache(0, *(torch.zeros(pages, PAGE, 1, DIM) for _ in range(2)))
+    cache = layer_cache(torch.zeros(pages, PAGE, 1, DIM))
     meter = HitMeter((0.02, few, many), BlockBudget(1, 1, 5, 0), "bounds", place, pages * PAGE, torch.device("cpu"))
     meter.width = 7
     held = torch.full((1,), pages, dtype=torch.int32)
@@ -134,7 +135,7 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     for chosen, guess in zip(tables, guesses, strict=True):
         monkeypatch.setattr(BlockSparseAttention, "choose", lambda *args, chosen=chosen: chosen)
         monkeypatch.setattr(BlockSparseAttention, "named", lambda *args, guess=guess: guess)
-        step = Step(place, torch.tensor([0]), *here, table, torch.tensor([-1]), cu_q=None, max_q=1)
+        step = Step(place, torch.tensor([0]), *here, torch.tensor([0]), {None: table}, {}, cu_q=None, max_q=1)
         meter.guess(lambda: torch.zeros(1, 1, DIM), cache, step)
         assert torch.equal(meter.choose(torch.zeros(1, 1, DIM), cache, step, 1), chosen)
     wanted = {}
@@ -201,7 +202,7 @@ def test_one_choice_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockSparseAttention, "prepare", lambda *args: None)
     place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
     policy = SharedChoice(2, BlockBudget(1, 1, 2, 0), "bounds", place, 64, torch.device("cpu"))
-    q, cache = torch.zeros(1), LayerCache(0, torch.zeros(1), torch.zeros(1))
+    q, cache = torch.zeros(1), layer_cache(torch.zeros(1))
     for wanted in ([0, 0, 1], [2, 2, 3]):
         policy.prepare(step := empty_step(), {None})
         assert [int(policy.choose(q, cache, step, 1)) for _ in range(3)] == wanted
@@ -210,4 +211,9 @@ def test_one_choice_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def empty_step() -> Step:
     nothing = torch.zeros(0)
     place = Placement(HelixLayout.create("helix", 1), 0, PAGE, PAGE)
-    return Step(place, *[nothing] * 6, cu_q=None, max_q=1)
+    return Step(place, *[nothing] * 5, {None: nothing}, {}, cu_q=None, max_q=1)
+
+
+def layer_cache(keys: torch.Tensor) -> LayerCache:
+    """Makes a layer's cache of such keys, and of values like them."""
+    return LayerCache(0, {"keys": keys, "values": keys}, torch.zeros(0))

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helix.kv_cache import BlockBudget, Placement, page_bytes
+from helix.keeps import page_bytes
 from helix.layout import HelixLayout
+from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation, Tier
@@ -292,8 +293,8 @@ def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int) -> None:
     h200, spec, length = load_hardware("h200"), load_spec("qwen2.5-7b"), 128 * 1024
     layout = HelixLayout.create("helix", kvp)
     placement = Placement(layout, 0, 128, 128)
-    entries = list(spec.entries(layout, 0))
-    runtime = tiered_bytes(spec, placement, entries, torch.bfloat16, 1, 0, CHUNK_TOKENS)
+    keeps = spec.keeps(layout, 0, torch.bfloat16)
+    runtime = tiered_bytes(keeps, placement, 1, 0, CHUNK_TOKENS)
     pages = placement.stripes.pages_for(length + 1)
     budget = BlockBudget(1, 4, 32 // kvp, 0)
     taken = runtime.fixed + pages * runtime.page + placement.most_blocks(budget, length) * runtime.place
@@ -304,7 +305,7 @@ def test_both_memories_are_counted_as_the_runtime_counts_them(kvp: int) -> None:
         return memory_of(spec, h200, Points.of("helix", batch, kvp=kvp), length, tiered)
 
     assert found(Tier(0.0)).kv_bytes[0] == pytest.approx(taken, rel=0.05)
-    of_page = page_bytes(spec.layers, entries, torch.bfloat16, 128)
+    of_page = sum(page_bytes(kept, 128) for kept in keeps)
     assert found(Tier(0.0), 3).host_bytes[0] == pytest.approx(3 * pages * of_page, rel=0.001)
     for count in (2, 5):
         assert found(Tier(0.0, host_bytes=(count + 0.5) * pages * of_page)).largest_batch[0] == count
@@ -370,8 +371,9 @@ def test_windows_bound_what_is_read() -> None:
     assert short, "the model has windows"
     found = step("gpt-oss-20b", load_hardware("h200"), "tp", length=M, weights="bf16", kv="bf16")
     attention = next(phase for phase in found.phases if phase.name == "attention")
-    tokens = sum(short) + (spec.layers - len(short)) * M
-    assert attention.bytes[0] == pytest.approx(2 * spec.kv_heads * spec.head_dim * 2 * tokens, rel=EXACT)
+    tokens = sum(short) + (len(spec.layers) - len(short)) * M
+    of_token = sum(kept.bytes for kept in spec.layers[0].mixer.keeps(HelixLayout.create(), 0, torch.bfloat16))
+    assert attention.bytes[0] == pytest.approx(of_token * tokens, rel=EXACT)
 
 
 def test_latencies_between_and_beyond_known_widths() -> None:

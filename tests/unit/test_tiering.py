@@ -11,10 +11,11 @@ import torch
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
-from helix.kv_cache import BlockBudget, Placement, page_bytes
+from helix.keeps import page_bytes
 from helix.layout import HelixLayout
 from helix.loading import read_config
 from helix.models import spec_from_config
+from helix.placement import BlockBudget, Placement
 from helix.tiered_cache import TieredCache
 from helix.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from launch.inputs.compose import ROOT
@@ -45,12 +46,12 @@ def made(given: Config) -> list[TieredCache]:
 
 
 def of_page() -> int:
-    return page_bytes(SPEC.layers, SPEC.entries(LAYOUT, 0), torch.float32, 16)
+    return sum(page_bytes(kept, 16) for kept in SPEC.keeps(LAYOUT, 0, torch.float32))
 
 
 def size_of() -> TieredBytes:
     where = Placement(LAYOUT, 0, 16, 16)
-    return tiered_bytes(SPEC, where, list(SPEC.entries(LAYOUT, 0)), torch.float32, BATCH, 0, CHUNK)
+    return tiered_bytes(SPEC.keeps(LAYOUT, 0, torch.float32), where, BATCH, 0, CHUNK)
 
 
 def test_the_host_says_how_many_pages_there_are() -> None:
@@ -99,7 +100,7 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
 def test_cards_hold_what_the_documentation_says() -> None:
     """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
     spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
-    size = tiered_bytes(spec, placement, list(spec.entries(placement.layout, 0)), torch.bfloat16, 1, 0, 8192)
+    size = tiered_bytes(spec.keeps(placement.layout, 0, torch.bfloat16), placement, 1, 0, 8192)
     pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
     text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)

@@ -53,7 +53,7 @@ FAULTS = [
     ),
     Fault(
         "tier: a layer does not wait for its guess", "helix/attention/tiered.py",
-        "            self._join(self._ahead[cache.index % 2])", "            pass",
+        "            self._join(self._ahead[cache.lane])", "            pass",
         ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
     ),
     Fault(
@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "tier: a guess takes places that are being read", "helix/attention/tiered.py",
-        """            self._join(self._ahead[cache.index % 2])
+        """            self._join(self._ahead[cache.lane])
         resolve(
             table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
             cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
@@ -74,7 +74,7 @@ FAULTS = [
             table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
             cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
-        self._join(self._ahead[cache.index % 2])
+        self._join(self._ahead[cache.lane])
 """,
         ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
     ),

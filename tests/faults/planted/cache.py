@@ -11,6 +11,8 @@ PREFIX = ("tests/unit/test_prefix.py",)
 BLOCK_TABLES = ("tests/unit/test_block_tables.py",)
 PLACEMENT = ("tests/kernels/test_step_kernels.py",)
 COMMIT = ("tests/kernels/test_commit.py",)
+WINDOWS = ("tests/e2e/test_serve.py::test_tokens_are_those_of_each_request_alone[gpt-oss-None]",)
+STATES = ("tests/e2e/test_mixers.py",)
 
 FAULTS = [
     # ---- who owns what
@@ -61,7 +63,7 @@ FAULTS = [
     ),
     # ---- pages, lengths, steps
     Fault(
-        "append block taken for the page size", "helix/kv_cache.py",
+        "append block taken for the page size", "helix/placement.py",
         "page * self.page_size + slot % self.page_size, -1)", "page * self.page_size + slot % self.append_block, -1)",
         KV_CACHE,
     ),
@@ -80,7 +82,7 @@ FAULTS = [
     ),
     Fault(
         "bounds of copied pages are lost", "helix/kv_cache.py",
-        "[*self.tensors, *([] if self.bounds is None else [self.bounds])]", "self.tensors", KV_CACHE,
+        "if kept.is_paged:", "if kept.is_paged and kept.per == 'token':", KV_CACHE,
     ),
     Fault(
         "a page is freed while it is used", "helix/pages.py",
@@ -116,7 +118,7 @@ FAULTS = [
         "self._roots[parent.root] = parent", "self._roots[None, parent.root[1]] = parent", BLOCK_TABLES,
     ),
     Fault(
-        "padding reads keys", "helix/kv_cache.py",
+        "padding reads keys", "helix/placement.py",
         "torch.where(live, hi, lo).int()", "hi.int()", KV_CACHE,
     ),
     Fault(
@@ -133,7 +135,7 @@ FAULTS = [
     ),
     Fault(
         "prompt chunks begin at zero", "helix/step.py",
-        "torch.arange(begin, begin + len(tokens))", "torch.arange(len(tokens))", KV_CACHE,
+        "torch.arange(chunk.begin, chunk.end)", "torch.arange(len(chunk.tokens))", KV_CACHE,
     ),
     Fault(
         "a draft behind a rejected one is kept", "kernels/reference/commit.py",
@@ -150,5 +152,31 @@ FAULTS = [
     Fault(
         "shared pages count once where each sequence has its own", "helix/block_tables.py",
         "        self._left -= count\n        node = ", "        self._left -= fresh\n        node = ", BLOCK_TABLES,
+    ),
+    # ---- windows and states
+    Fault(
+        "a ring is shorter than its window", "helix/kv_cache.py",
+        "return placement.touched(reach + rows - 1)", "return placement.touched(reach + rows - 1) // 2", WINDOWS,
+    ),
+    Fault(
+        "the end of a chunk does not reach the ring", "helix/kv_cache.py",
+        "for column in columns[-pages:]", "for column in columns[:0]", WINDOWS,
+    ),
+    Fault(
+        "a hit has no windows", "helix/scheduler.py",
+        "return int(max(known - self._lacking, 0))", "return known", WINDOWS,
+    ),
+    Fault(
+        "what is computed again is written over what others read", "helix/step.py",
+        "~known if window is None else live", "live", WINDOWS,
+    ),
+    Fault(
+        "a state goes on where another sequence ended", "helix/kv_cache.py",
+        "tensor[:, slot].fill_(0)", "pass", STATES,
+    ),
+    Fault(
+        "refused rows are part of a state", "helix/kv_cache.py",
+        "self.accepted[: step.kind.rows] = step.span.after - step.span.before",
+        "self.accepted[: step.kind.rows] = 1 + step.kind.drafts", STATES,
     ),
 ]  # fmt: skip

@@ -139,8 +139,8 @@ FAULTS = [
         "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
-        "a chunk carries the tokens before its own", "helix/scheduler.py", "s.tokens[s.prefilled : end])",
-        "s.tokens[: end - s.prefilled])", SCHEDULER,
+        "a chunk carries the tokens before its own", "helix/scheduler.py", "new = s.tokens[s.prefilled : end]",
+        "new = s.tokens[: end - s.prefilled]", SCHEDULER,
     ),
     Fault(
         "who looks back sees no prompt", "helix/scheduler.py", "if self._drafts or request.sampling.changes_logits",

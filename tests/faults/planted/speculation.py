@@ -61,7 +61,7 @@ FAULTS = [
     ),
     Fault(
         "a new sequence drafts with its predecessor's keys", "helix/speculation/sparse.py",
-        "for i, (slot, *_) in enumerate(chunk.prompts):", "for i, (slot, *_) in enumerate(chunk.prompts[1:], 1):",
+        "for i, prompt in enumerate(chunk.prompts):", "for i, prompt in enumerate(chunk.prompts[1:], 1):",
         ("tests/e2e/test_sparse_drafts.py::test_tables[all]",),
     ),
     Fault(

@@ -1,0 +1,262 @@
+"""Where the tokens of a sequence live on a rank: the layout's arithmetic, with pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from helix.config import MAX_QUERIES
+from helix.layout import HelixLayout
+from helix.pages import Stripes
+from kernels import dispatch
+from kernels.attention import placement
+from kernels.sparse.block_ranges import block_ranges
+from kernels.sparse.draft_ranges import MILLION, draft_ranges
+
+
+@dataclass(frozen=True)
+class BlockBudget:
+    """How many blocks, of a page each, a query of a block-sparse step reads; sink and window are of all ranks together.
+
+    Attributes:
+        sink_blocks: first blocks of the sequence, always read.
+        local_blocks: last blocks, the query's own included, always read.
+        topk: blocks chosen between them, on this rank.
+        from_tokens: a query that sees fewer tokens than this reads them all.
+    """
+
+    sink_blocks: int
+    local_blocks: int
+    topk: int
+    from_tokens: int
+
+
+@dataclass(frozen=True)
+class KeyBudget:
+    """How many keys of a sequence drafts read; shares are in millionths.
+
+    Attributes:
+        sink_tokens: first tokens of the sequence, always read.
+        least: keys of a rank that are read at least.
+        share: of a rank's keys.
+        latest: of those, the share that the sink and the latest keys have whatever is chosen.
+    """
+
+    sink_tokens: int
+    least: int
+    share: int
+    latest: int
+
+    def of(self, known: Tensor) -> Tensor:
+        """How many of so many local keys are read."""
+        return torch.minimum(((known * self.share + MILLION - 1) // MILLION).clamp(min=self.least), known)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tokens of a sequence live on one kvp rank: round-robin blocks, cut into pages in local order."""
+
+    layout: HelixLayout
+    kvp_rank: int
+    append_block: int
+    page_size: int
+
+    def bounds(self, positions: Tensor, starts: Tensor, live: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Local keys `[lo, hi)` that causal queries at global `positions` read; none where not `live`.
+
+        Args:
+            positions, starts: int64 [N]; `starts` is the kvp rank of each sequence's first block.
+            live: bool [N].
+            window: sliding window in tokens, the query's own included; None for all.
+
+        Returns:
+            lo, hi: int32 [N].
+        """
+        if dispatch.on_gpu(positions):
+            return placement.local_bounds(positions, starts, live, **self.grid, window=window)
+        lo, hi = self.layout.local_bounds(positions, self.kvp_rank, self.append_block, starts, window)
+        return lo.int(), torch.where(live, hi, lo).int()
+
+    def cache_slots(
+        self, positions: Tensor, starts: Tensor, live: Tensor, block_tables: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """Flat cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks or not `live`.
+
+        Args:
+            positions, starts: int64 [N].
+            live: bool [N].
+            block_tables: int32 [n, P], the pages of each sequence.
+            rows: int64 [N], the row of each token's sequence in `block_tables`; None: token i's is row i.
+        """
+        if dispatch.on_gpu(positions):
+            where = {"page_size": self.page_size, **self.grid}
+            return placement.cache_slots(positions, starts, live, block_tables, rows, **where)
+        block_tables = block_tables if rows is None else block_tables[rows]
+        slot = self.layout.token_slot(positions, self.append_block)
+        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # others' slots may lie past our pages
+        page = block_tables.gather(1, column[:, None]).squeeze(1).long()
+        mine = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
+        return torch.where(mine & live, page * self.page_size + slot % self.page_size, -1)
+
+    def block_ranges(
+        self, positions: Tensor, starts: Tensor, live: Tensor, queries: int, budget: BlockBudget
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Which local pages queries read whatever they say, and among which they choose; nothing where not `live`.
+
+        Of `pages` local pages, those before `first` (the sink's) and from `last` on (the window's, and all that hold
+        tokens which are not committed) are read anyway.
+
+        Args:
+            positions, starts: int64 [N], `queries` of each sequence, the first at the sequence's committed length.
+            live: bool [N].
+
+        Returns:
+            first, last, pages, hi: int32 [N]; `hi` is one past the last key in a table of the pages that are read.
+        """
+        if dispatch.on_gpu(positions):
+            where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
+            return block_ranges(positions, starts, live, queries, **where)
+
+        def local(tokens: Tensor) -> Tensor:
+            return self.layout.local_length(tokens, self.kvp_rank, self.append_block, starts)
+
+        page = self.page_size
+        committed = positions.view(-1, queries)[:, :1].expand(-1, queries).flatten()
+        window = (positions // page - budget.local_blocks + 1).clamp(min=0) * page
+        length = torch.where(live, local(positions + 1), 0)
+        pages = -(-length // page)
+        first = torch.minimum(-(-local(torch.full_like(positions, budget.sink_blocks * page)) // page), pages)
+        last = torch.minimum(local(window), local(committed)) // page
+        last = torch.minimum(torch.maximum(last, first), pages)
+        short = positions + 1 < budget.from_tokens
+        first, last = (torch.where(short, pages, x) for x in (first, last))
+        left_out = last - first - (last - first).clamp(max=budget.topk)
+        return first.int(), last.int(), pages.int(), (length - left_out * page).int()
+
+    def draft_ranges(
+        self, positions: Tensor, starts: Tensor, live: Tensor, budget: KeyBudget
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Among which local keys drafts choose, those of tokens up to `positions`, and how many they read.
+
+        Args:
+            positions, starts: int64 [n].
+            live: bool [n]; the others have no keys.
+
+        Returns:
+            known, counts, sinks, recent: int32 [n]: the first `known` keys are chosen from, `counts` of them are read,
+            the first `sinks` and the last `recent` whatever they score.
+        """
+        if dispatch.on_gpu(positions):
+            return draft_ranges(positions, starts, live, **self.grid, **asdict(budget))
+
+        def local(tokens: Tensor) -> Tensor:
+            return self.layout.local_length(tokens, self.kvp_rank, self.append_block, starts)
+
+        length = torch.where(live, positions + 1, 0)
+        known = local(length)
+        counts = budget.of(known)
+        sinks = torch.minimum(local(length.clamp(max=budget.sink_tokens)), counts)
+        recent = (counts * budget.latest // MILLION - sinks).clamp(min=0)
+        return known.int(), counts.int(), sinks.int(), recent.int()
+
+    def local_length(self, tokens: int, start: int) -> int:
+        """Counts this rank's tokens among the first `tokens` of a sequence whose first block is kvp rank `start`'s."""
+        return self.layout.local_length(tokens, self.kvp_rank, self.append_block, start)
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """What kernels need to know of it."""
+        return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
+
+    def parts(self, chunks: Sequence[PromptChunk], starts: Sequence[int], whole: bool) -> tuple[ChunkPart, ...]:
+        """Gives the new tokens of a prefill step pages of the chunk.
+
+        Args:
+            starts: kvp rank of each sequence's first block.
+            whole: all tokens are new; else those that no page holds yet.
+        """
+        parts: list[ChunkPart] = []
+        offset = page = 0
+        for chunk, start in zip(chunks, starts, strict=True):
+            span = (chunk.begin, chunk.end) if whole else chunk.written
+            begin, end = (self.local_length(tokens, start) for tokens in span)
+            columns = range(begin // self.page_size, -(-end // self.page_size))
+            queries = slice(offset, offset := offset + len(chunk.tokens))
+            parts.append(ChunkPart(chunk.slot, queries, begin, end, columns, page))
+            page += len(columns)
+        return tuple(parts)
+
+    def touched(self, tokens: int) -> int:
+        """Counts the local pages that a run of so many tokens can lie in."""
+        cycle = self.append_block * self.layout.kvp
+        return -(-(tokens // cycle + 1) * self.append_block // self.page_size) + 1
+
+    def chunk_pages(self, tokens: int, sequences: int) -> int:
+        """Counts the local pages that a prefill step of so many tokens of so many sequences can touch."""
+        block = self.append_block
+        local = -(-tokens // (self.layout.kvp * block)) * block + sequences * block
+        return -(-local // self.page_size) + 2 * sequences
+
+    def most_blocks(self, budget: BlockBudget, max_length: int) -> int:
+        """Pages that a query of a sequence of up to `max_length` tokens reads, at most."""
+
+        fixed = (budget.sink_blocks + budget.local_blocks) * self.page_size + MAX_QUERIES
+        sparse = self.touched(budget.sink_blocks * self.page_size) + budget.topk + self.touched(fixed)
+        return min(
+            max(sparse, self.touched(min(budget.from_tokens, max_length))), self.touched(max_length) + budget.topk
+        )
+
+    @property
+    def stripes(self) -> Stripes:
+        """How sequences fill pages, on all ranks alike."""
+        return Stripes(self.layout, self.append_block, self.page_size)
+
+
+@dataclass(frozen=True)
+class ChunkPart:
+    """A sequence's part of a prefill step, where its new tokens go to pages of the chunk first.
+
+    Attributes:
+        row: of its slot.
+        queries: its tokens among the step's.
+        begin, end: its local tokens before and behind what it writes.
+        columns: local pages that it writes to.
+        page: page of the chunk for the first of these, the next ones behind it.
+    """
+
+    row: int
+    queries: slice
+    begin: int
+    end: int
+    columns: range
+    page: int
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Tokens of a prompt that go through the model in one step.
+
+    Attributes:
+        slot: of its sequence.
+        begin: global position of the first token.
+        tokens: int64 [m], on the host.
+        known: tokens of the sequence that its pages hold already: of these, states and windows alone are computed.
+    """
+
+    slot: int
+    begin: int
+    tokens: Tensor
+    known: int = 0
+
+    @property
+    def end(self) -> int:
+        """Global position behind the last token."""
+        return self.begin + len(self.tokens)
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Tokens of the sequence that its pages hold before and after the step."""
+        return max(self.begin, self.known), max(self.end, self.known)

@@ -1,0 +1,117 @@
+"""A mixer for tests: a state that decays, of which each token reads its own channels.
+
+    h[t] = decay * h[t - 1] + k[t]          y[t] = W_O (q[t] * h[t])          k, q = W_K x, W_Q x
+
+It stands for recurrent layers: it keeps a state of each sequence in place of entries of tokens. Channels are cut over
+all ranks, like the columns of an FFN, so that ranks meet in the sum behind W_O alone. What a refused draft added to a
+state cannot be overwritten. So a decode step leaves the state as it was before it and keeps its rows; the next one
+begins with those rows that were accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comm.base import Communicator
+from comm.pending import PendingProjection
+from helix.attention.base import AttentionPolicy
+from helix.keeps import Keeps
+from helix.kv_cache import KVCache
+from helix.layers.linear import ColumnParallel, RowParallel, Rows
+from helix.layers.mixer import LayerPlace
+from helix.layers.weights import Weights
+from helix.layout import HelixLayout
+from helix.step import Step
+
+
+@dataclass(frozen=True)
+class DecaySpec:
+    """One layer's decaying state.
+
+    Attributes:
+        width: channels of the state.
+        decay: what is left of the state at the next token.
+    """
+
+    hidden: int
+    width: int
+    decay: float
+    attends: bool = False
+    window: None = None
+
+    @property
+    def weights(self) -> int:
+        """Numbers in all projections, those of all ranks together."""
+        return 3 * self.hidden * self.width
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications with keys and values: there are none."""
+        return 0
+
+    def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
+        """Lists a state for each slot, and the rows of its last step."""
+        channels = (len(layout.ffn_columns(rank, self.width)),)
+        return Keeps("state", channels, torch.float32, "slot"), Keeps("rows", channels, torch.float32, "row")
+
+    def buffers(self, layout: HelixLayout, rank: int) -> int:
+        """Counts the numbers that a token of a prefill step takes on a rank."""
+        return 4 * len(layout.ffn_columns(rank, self.width))
+
+    def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Decay:
+        """Makes this rank's part."""
+        return Decay(weights, comm, layout, self, place)
+
+
+class Decay:
+    """This rank's channels of a layer's decaying state."""
+
+    def __init__(
+        self, weights: Weights, comm: Communicator, layout: HelixLayout, spec: DecaySpec, place: LayerPlace
+    ) -> None:
+        self.spec, self.index = spec, place.index
+        name, columns = f"{place.name}.mixer", layout.ffn_columns(comm.rank, spec.width)
+        rows = [Rows(f"{name}.{part}", spec.width, columns) for part in ("k", "q")]
+        self.kq = ColumnParallel(weights, spec.hidden, rows)
+        self.output = RowParallel(weights, comm, f"{name}.o", columns, spec.width, spec.hidden, False)
+
+    def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
+        """x [N, H] -> k and q [N, 2 * channels]; nothing is kept of single tokens."""
+        return self.kq(x)
+
+    def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
+        """k and q -> this rank's part [N, H]."""
+        mine = cache.layer(self.index)
+        k, q = q.float().chunk(2, 1)
+        prompts = step.cu_q is not None
+        seen = self._prefill(k, mine.kept, step) if prompts else self._decode(k, mine.kept, mine.accepted, step)
+        return self.output((q * seen).to(self.output.weight.dtype))
+
+    def _decode(self, k: Tensor, kept: Mapping[str, Tensor], accepted: Tensor, step: Step) -> Tensor:
+        """States [N, channels] behind each row; those of the rows before that were accepted come first."""
+        slots = step.slots
+        state, rows, count = kept["state"][slots], kept["rows"][slots], accepted[slots]
+        for i in range(rows.shape[1]):
+            state = torch.where((i < count)[:, None], self.spec.decay * state + rows[:, i], state)
+        kept["state"][slots] = state
+        new = k.view(len(slots), -1, k.shape[1])
+        kept["rows"][slots, : new.shape[1]] = new
+        seen = []
+        for row in new.unbind(1):
+            seen.append(state := self.spec.decay * state + row)
+        return torch.stack(seen, 1).flatten(0, 1)
+
+    def _prefill(self, k: Tensor, kept: Mapping[str, Tensor], step: Step) -> Tensor:
+        """States [N, channels] behind each token of the chunks; the last of each chunk stays."""
+        assert step.cu_q is not None
+        seen, ends = [], step.cu_q.tolist()
+        for slot, begin, end in zip(step.slots, ends, ends[1:], strict=False):
+            state = kept["state"][slot]
+            for row in k[begin:end]:
+                seen.append(state := self.spec.decay * state + row)
+            kept["state"][slot] = state
+        return torch.stack(seen)
