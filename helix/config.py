@@ -56,7 +56,6 @@ class KVConfig:
         the link (with attention=block_sparse alone).
     host_bytes: of each rank's keys and values, with tier=host.
     gpu_bytes: all that a rank's keys and values take on its GPU, with tier=host; unset: from memory_fraction.
-    overlap: with tier=host, what is on the GPU already is attended while the rest comes, and the two are merged.
     ahead: with tier=host, blocks of each layer come while the layer before it computes, by a guess at what it will
         choose; what the guess did not name is fetched when it is chosen.
     """
@@ -69,7 +68,6 @@ class KVConfig:
     tier: str = "gpu"
     host_bytes: float | None = None
     gpu_bytes: float | None = None
-    overlap: bool = False
     ahead: bool = False
 
 
@@ -448,9 +446,8 @@ def check_tier(config: Config) -> None:
         if given is not None and not given > 0:
             raise ValueError(f"kv.{key}={given!r} must be positive")
     if kv.tier == "gpu":
-        for key in ("overlap", "ahead"):
-            if getattr(kv, key):
-                raise ValueError(f"kv.{key}=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
+        if kv.ahead:
+            raise ValueError("kv.ahead=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
         return
     if config.attention.policy == "dense":
         raise ValueError(

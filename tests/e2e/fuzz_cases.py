@@ -295,7 +295,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
         else:
             settings["attention.from_tokens"] = 1 << 20
     if rng.random() < 0.4:
-        settings |= {"kv.tier": "host", "kv.host_bytes": 1e9, "kv.overlap": rng.random() < 0.5}
+        settings |= {"kv.tier": "host", "kv.host_bytes": 1e9}
         settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
     return lossy
 
@@ -361,7 +361,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
     return longest if scarce else longest * int(settings["decode.max_batch"])
 
 
-NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.overlap": False, "kv.ahead": False}
+NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
 PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
 BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local", "attention.score": "bounds"}
 BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9}
@@ -403,7 +403,6 @@ def _two_heads(spec: DecoderSpec) -> bool:
 SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "kv.tier=host attention.policy=dense": (_any, PLAIN | HOST),
     "kv.tier=host kv.host_bytes": (_any, BLOCKS | {"kv.tier": "host"}),
-    "kv.overlap=true kv.tier": (_any, PLAIN | {"kv.overlap": True}),
     "kv.ahead=true attention.topk=0": (_any, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
     "kv.tier=host speculation.drafter=sparse": (_any, BLOCKS | HOST | DRAFTS),
     "speculation.drafter=sparse attention.policy=block_sparse": (_whole, BLOCKS | DRAFTS),

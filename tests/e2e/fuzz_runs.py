@@ -134,7 +134,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
     plan = plan_of(case, directory, rank)
     config = plan.config
     config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", 1
-    config.kv.tier, config.kv.host_bytes, config.kv.overlap, config.kv.ahead = "gpu", None, False, False
+    config.kv.tier, config.kv.host_bytes, config.kv.ahead = "gpu", None, False
     config.kv.prefix_cache = False
     return replace(plan, draft=None)
 

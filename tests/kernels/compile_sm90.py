@@ -111,7 +111,7 @@ SPECIAL = {
     "kept": ("*fp16", True),
     "kept_table": ("*i32", True),
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
-    **dict.fromkeys(("table", "tables", "report", "offered", "late"), ("*i32", True)),
+    **dict.fromkeys(("table", "tables", "report", "offered"), ("*i32", True)),
     **dict.fromkeys(("before", "after", "counted"), ("*i64", True)),
     **dict.fromkeys(("topk", "width", "columns", "tail"), ("i32", False)),
     **dict.fromkeys(("score_tables", "block_tables", "known", "sink_keys", "window_keys"), ("*i32", True)),
@@ -291,10 +291,9 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096, "GUESS": False}, {"num_warps": 8}
-    for guess in (False, True):
-        alone = shard | {"BLOCK": 64, "BLOCK_S": 4096, "GUESS": guess, "late": None}
-        yield "resolve", bf16, _resolve_kernel, alone, {"num_warps": 8}
+    for block, guess in ((1024, False), (64, False), (64, True)):
+        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess}
+        yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     yield "copy-blocks", bf16, _copy_blocks_kernel, block | {"LISTS": 4, "BLOCK_L": 4}, {"num_warps": 8}
     yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}
