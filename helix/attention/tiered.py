@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,14 +109,9 @@ class TieredAttention(BlockSparseAttention):
             copy_blocks(cache.host, cache.places, cache.ahead)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
-        if step.cu_q is None:
-            return self.begin(q, cache, step, layer)()
-        assert isinstance(cache, TieredLayer)
-        return self._prefill(q, cache, step, layer)
-
-    def begin(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> Callable[[], PartialAttention]:
-        """Chooses, and lets what is missing come; what it returns attends to it."""
         assert isinstance(cache, TieredLayer) and cache.bounds is not None
+        if step.cu_q is not None:
+            return self._prefill(q, cache, step, layer)
         first, last, pages, hi, lo = self._read(step, layer.window)
         sms = layer.sms(q.device)
         if layer.window is None:
@@ -127,24 +121,14 @@ class TieredAttention(BlockSparseAttention):
             table = select_blocks(
                 q, cache.bounds, step.block_tables, *ranges, 0, width, self.score, self._uncounted, sms=sms
             )
-        misses, room = cache.missing(step.first), cache.hot.places // len(cache.misses.counts)
-        least = self.least_places([layer.window], step.max_q - 1)
-        assert step.chunks == 1 or room >= least, "parts share lists and places"
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.index % 2])
         resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
-            cache.ring_pages, False, **step.placement.grid, page_size=step.placement.page_size,
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
+            step.first, cache.ring_pages, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
-        side = self._side if step.chunks > 1 else None
-        with self._beside(side):
-            copy_blocks(cache.host, cache.places, misses)
+        copy_blocks(cache.host, cache.places, cache.misses)
         keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
-        return partial(self._attend, q, keys, sms, side)
-
-    def _attend(self, q: Tensor, keys: PagedKeys, sms: int, side: torch.cuda.Stream | None) -> PartialAttention:
-        """Attends to what came on a side stream, or on this one."""
-        self._join(side)
         return decode_parts(q[:, None], keys, sms=sms, early=True)
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -90,14 +89,12 @@ class ShardedAttention:
 
         layer = LayerAttention(self.window, self.scale, self.sinks, RESERVED_SMS)
 
-        def begin(rows: slice) -> Callable[[], PartialAttention]:
-            return policy.begin(q[rows], cache, rows_of(step, rows), layer)
+        def attend(rows: slice) -> PartialAttention:
+            return PartialAttention(*policy.attend(q[rows], cache, rows_of(step, rows), layer).merge())
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        return self.pipeline.run(
-            [slice(c.start * each, c.stop * each) for c in cuts], begin, lambda attend: self.exchange(attend())
-        )
+        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
 
     def exchange(self, partial: PartialAttention) -> Tensor:
         # A kvp group of one has all keys and all heads of its own.
