@@ -31,8 +31,7 @@ from helix.tiering import make_tiered
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
     """Which keys the drafts of speculation.drafter=sparse read."""
-    shared, together = config.heads == "shared", config.choice == "global"
-    return DraftBudget(config.policy, config.sparsity, config.recent, config.reach, config.block, shared, together)
+    return DraftBudget(config.policy, config.sparsity)
 
 
 def make_drafter(

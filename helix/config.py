@@ -154,15 +154,9 @@ class SpeculationConfig:
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
     longest: the most final tokens that ngram compares.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
-        by all of them together (all), by the first and the last (c2q), by those whose drafts held (accepted) or by the
-        last of these (last); the latest (window); pages that each draft judges best by their bounds (quest); every key
-        (full).
+        by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
+        (quest); every key (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    recent: of that, the share that the latest keys have whatever their score.
-    reach: a key scores as the best of itself and so many before it: 0, 1, 2, 4, 8 or 16.
-    block: a key scores as the best of its block of so many: 1, 2, 4, 8 or 16.
-    heads: each: every KV head chooses keys of its own; shared: one choice for all of a rank's.
-    choice: local: each rank chooses among its own keys; global: one choice over all ranks.
     noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
         drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
     acceptance: chance of each draft of synthetic, given that those before it were kept.
@@ -177,11 +171,6 @@ class SpeculationConfig:
     longest: int = 3
     policy: str = "any"
     sparsity: float = 0.07
-    recent: float = 0.5
-    reach: int = 8
-    block: int = 1
-    heads: str = "each"
-    choice: str = "local"
     noise: str = "shared"
     acceptance: float = 0.8
     forced: float | None = None
@@ -355,11 +344,7 @@ def check(config: Config) -> None:
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
         "speculation.drafter": ("none", "ngram", "model", "sparse", "synthetic"),
-        "speculation.policy": ("any", "all", "c2q", "accepted", "last", "window", "quest", "full"),
-        "speculation.block": (1, 2, 4, 8, 16),
-        "speculation.reach": (0, 1, 2, 4, 8, 16),
-        "speculation.heads": ("each", "shared"),
-        "speculation.choice": ("local", "global"),
+        "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill", "serve", "tune"),
     }
@@ -416,13 +401,6 @@ def check(config: Config) -> None:
             raise ValueError(f"{key}={share!r} must be from 0 to 1")
     if not 0 < speculation.sparsity <= 1:
         raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
-    if not 0 <= speculation.recent <= 1:
-        raise ValueError(f"speculation.recent={speculation.recent!r} must be from 0 to 1")
-    if speculation.reach and speculation.block > 1:
-        raise ValueError(
-            f"speculation.reach={speculation.reach} and speculation.block={speculation.block} are two ways to the same "
-            "end: set reach=0 or block=1"
-        )
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")

@@ -21,7 +21,6 @@ from tests.e2e.fuzz_configs import Json, Shapes, config_of, rope_of, written
 
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 SHARED = 8  # seeds
-TILE_ROWS = 16  # queries x heads of a group that a tile of rows holds whatever else is set
 
 Settings = dict[str, Any]
 
@@ -228,7 +227,7 @@ def settings_of(
         settings |= _draft_layout(layout, spec, page, rng)
     if drafter == "sparse":
         assert spec is not None
-        settings |= _self_drafts(spec, page, settings["speculation.gamma"], rng)
+        settings |= _self_drafts(page, rng)
     if not blocks:
         return settings, False
     return settings, _block_sparse(layout, settings, dtype, rng)
@@ -251,19 +250,12 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
     return {f"speculation.layout.{key}": value for key, value in rng.choice(ways).items()}
 
 
-def _self_drafts(spec: DecoderSpec, page: int, gamma: int, rng: random.Random) -> Settings:
-    policies = ["any", "any", "all", "c2q", "window", "full"]
+def _self_drafts(page: int, rng: random.Random) -> Settings:
+    policies = ["any", "any", "c2q", "window", "full"]
     policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
-    policies += ["accepted", "last"] if (1 + gamma) * (spec.q_heads // spec.kv_heads) <= TILE_ROWS else []
-    reach, block = rng.choice(((0, 1), (0, 1), (1, 1), (2, 1), (8, 1), (0, 4), (0, 16)))
     return {
         "speculation.policy": rng.choice(policies),
         "speculation.sparsity": rng.choice((0.05, 0.1, 0.3, 1.0)),
-        "speculation.recent": rng.choice((0.0, 0.25, 0.5, 1.0)),
-        "speculation.reach": reach,
-        "speculation.block": block,
-        "speculation.heads": rng.choice(("each", "each", "shared")),
-        "speculation.choice": rng.choice(("local", "global")),
         "speculation.noise": rng.choice(("shared", "own")),
     }
 
@@ -368,7 +360,6 @@ BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9}
 GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
 HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
 DRAFTS: Settings = {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.policy": "any"}
-DRAFTS |= {"speculation.reach": 0, "speculation.block": 1}
 TWO_RANKS: Settings = {"layout.mode": "helix", "layout.kvp": 2, "layout.tpa": 1, "layout.ep": 1}
 DRAFT_MODEL: Settings = {"speculation.drafter": "model", "speculation.gamma": 2, "speculation.layout.mode": "helix"}
 DRAFT_MODEL |= {"speculation.layout.kvp": 2, "speculation.layout.tpa": 1}
@@ -411,7 +402,6 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
     "attention.policy=block_sparse latents": (_latents, BLOCKS),
     "attention.policy=block_sparse sliding window": (_windows, BLOCKS),
-    "speculation.reach=8 speculation.block=4": (_any, {"speculation.reach": 8, "speculation.block": 4}),
     "speculation.gamma=32 31": (_any, {"speculation.gamma": 32}),
     "attention.choice=global kv.page_size=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),
     "attention.choice=global hopb.chunks=2": (_whole, GLOBAL | {"hopb.chunks": "2"}),

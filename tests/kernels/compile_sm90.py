@@ -151,7 +151,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
-        for rows in ("all", "ends", "each", "any")[: 4 if tokens == 8 else 1]:
+        for rows in ("ends", "any")[: 1 + (tokens == 8)]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
         del shared["BLOCK_D"]
@@ -301,17 +301,10 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """A guess and four launches, of one plane and of several, alone and with the best of the keys before."""
-    tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK": 1, "BLOCK_PARTS": 64, "PDL": True}
+    tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK_PARTS": 64, "PDL": True}
     plain = [(stage, 1, 0) for stage in range(4)]
     for stage, planes, reach in [*plain, (0, 2, 0), (1, 2, 0), (3, 2, 0), (1, 1, 8), (2, 1, 8), (3, 1, 16)]:
-        one = {
-            "STAGE": stage,
-            "PLANES": planes,
-            "SUMMED": planes,
-            "WEIGHTED": planes > 1,
-            "REACH": reach,
-            "TOGETHER": planes > 1,
-        }
+        one = {"STAGE": stage, "PLANES": planes, "REACH": reach, "TOGETHER": planes > 1}
         for guess in (False, True)[: 1 + (stage == 2)]:
             yield (
                 "select-tokens",

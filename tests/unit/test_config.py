@@ -79,12 +79,10 @@ def test_the_composed_config_is_shown() -> None:
         ("speculation.drafter=oracle", ["speculation.drafter", "oracle", "none, ngram, model, sparse, synthetic"]),
         (
             "speculation.policy=best",
-            ["speculation.policy", "best", "any, all, c2q, accepted, last, window, quest, full"],
+            ["speculation.policy", "best", "any, c2q, window, quest, full"],
         ),
         ("speculation.sparsity=0", ["speculation.sparsity", "above 0"]),
         ("speculation.sparsity=1.5", ["speculation.sparsity", "1.5", "at most 1"]),
-        ("speculation.recent=-0.5", ["speculation.recent", "-0.5", "from 0 to 1"]),
-        ("speculation.block=3", ["speculation.block", "3", "1, 2, 4, 8, 16"]),
         ("speculation.forced=2", ["speculation.forced", "2", "from 0 to 1"]),
         ("attention.repeat=-0.1", ["attention.repeat", "-0.1", "from 0 to 1"]),
         ("speculation.acceptance=1.5", ["speculation.acceptance", "1.5", "from 0 to 1"]),
