@@ -80,8 +80,8 @@ class AttentionConfig:
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
-        keys), mean_std (mean and standard deviation). replay (benchmarks only) judges by bounds and then takes others,
-        so that a step keeps a set share of the last one's.
+        keys). replay (benchmarks only) judges by bounds and then takes others, so that a step keeps a set share of the
+        last one's.
     repeat: this share.
     choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
         same blocks on every layout, for one exchange more in each layer).
@@ -339,7 +339,7 @@ def check(config: Config) -> None:
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
-        "attention.score": ("bounds", "mean", "mean_std", "replay"),
+        "attention.score": ("bounds", "mean", "replay"),
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),

@@ -344,7 +344,7 @@ BAD_COMMAND_LINES = [
     (["attention.policy=sparse"], 1, "attention.policy='sparse' is unknown; choose one of dense, block_sparse"),
     (["attention.topk=129"], 1, "attention.topk=129 must be from 0 to 128"),
     (["attention.local_blocks=0"], 1, "attention.local_blocks=0 must be from 1 to 1048576"),
-    (["attention.score=max"], 1, "attention.score='max' is unknown; choose one of bounds, mean, mean_std"),
+    (["attention.score=max"], 1, "attention.score='max' is unknown; choose one of bounds, mean, replay"),
     (["attention.choice=any"], 1, "attention.choice='any' is unknown; choose one of local, global"),
     (
         ["attention=sparse"],

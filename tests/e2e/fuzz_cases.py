@@ -271,7 +271,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
     settings |= {
         "attention.policy": "block_sparse",
         "attention.choice": choice,
-        "attention.score": rng.choice(("bounds", "mean", "mean_std")),
+        "attention.score": rng.choice(("bounds", "mean")),
         "attention.sink_blocks": rng.choice((0, 1, 2)),
         "attention.local_blocks": 1 + -(-drafts // page) + rng.choice((0, 0, 1, 3)),
         "attention.topk": rng.choice((0, 1, 2, 5)),

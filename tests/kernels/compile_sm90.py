@@ -267,7 +267,7 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
     bf16 = torch.bfloat16
     for dtype, queries, chosen, tiles, score in (
-        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "mean_std"), (bf16, 1, 64, 2048, "mean"),
+        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "bounds"), (bf16, 1, 64, 2048, "mean"),
     ):  # fmt: skip
         item = {
             "T": queries,
@@ -285,8 +285,8 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
     grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
-    for moments in (False, True):
-        yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
+    for mean in (False, True):
+        yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean}, {"num_warps": 4}
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
