@@ -182,7 +182,6 @@ def build_engine(
         prefix_cache=kv.prefix_cache,
         timeout_s=config.comm.timeout_s,
         prefill_chunk=chunk,
-        run_steps=config.decode.run_steps,
         adaptive=config.speculation.adaptive,
         tokenizer=tokenizer,
     )

@@ -186,7 +186,6 @@ class DecodeConfig:
     resume: keep what `output` already holds and run the rest.
     max_batch: slots; more prompts wait for a free one.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
-    run_steps: most decode steps between two decisions of rank 0.
     stream: print text as it comes.
     max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
     """
@@ -196,7 +195,6 @@ class DecodeConfig:
     resume: bool = False
     max_batch: int = 8
     prefill_chunk: str = "auto"
-    run_steps: int = 32
     stream: bool = True
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -226,11 +224,8 @@ class ServeConfig:
         api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
         open: whether an address that other hosts reach may do without keys.
         body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
-        connections: most connections at a time.
         waiting: most requests that wait for the engine.
-        receive_s: for a client to send a request, seconds.
         slow_s: for a client to take what is sent, seconds.
-        comment_s: silence after which a stream gets a comment, seconds.
         restarts: of the ranks, in ten minutes, before the server gives up.
         hang_s: without progress of any request, after which the ranks are started again, seconds.
         drain_s: for running requests to end once the server is told to, seconds.
@@ -249,11 +244,8 @@ class ServeConfig:
     api_keys: str | None = None
     open: bool = False
     body_mib: int | None = None
-    connections: int = 16384
     waiting: int = 256
-    receive_s: float = 60.0
     slow_s: float = 60.0
-    comment_s: float = 5.0
     restarts: int = 3
     hang_s: float = 60.0
     drain_s: float = 30.0
@@ -358,7 +350,6 @@ def check(config: Config) -> None:
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "kv.tokens": (1, 1 << 50),
         "decode.max_batch": (1, MOST_SEQUENCES),
-        "decode.run_steps": (1, 1 << 20),
         "decode.max_new_tokens": (1, 1 << 40),
         "bench.steps": (1, 1 << 20),
         "attention.topk": (0, MOST_CHOSEN),
@@ -374,11 +365,8 @@ def check(config: Config) -> None:
         "serve.lease": (1, 1 << 24),
         "serve.port": (0, 65535),
         "serve.body_mib": (1, 1 << 16),
-        "serve.connections": (1, 1 << 20),
         "serve.waiting": (1, 1 << 20),
-        "serve.receive_s": (0.1, 86400),
         "serve.slow_s": (0.1, 86400),
-        "serve.comment_s": (0.1, 86400),
         "serve.restarts": (0, 1 << 20),
         "serve.hang_s": (1, 86400),
         "serve.drain_s": (0, 86400),

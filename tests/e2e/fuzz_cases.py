@@ -62,6 +62,7 @@ class Case:
         rounds: requests, those of a round when all before it have ended.
         least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
         piece_tokens: of `helix.tiering`, small enough that what lies before a chunk comes in several pieces.
+        run_steps: of `helix.engine`, few enough that runs are many.
         scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
         whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
         backend: between processes: nccl or symm_mem.
@@ -79,6 +80,7 @@ class Case:
     rounds: tuple[tuple[Ask, ...], ...]
     least_keys: int
     piece_tokens: int
+    run_steps: int
     scarce: bool
     whimsical: bool
     backend: str
@@ -113,7 +115,8 @@ class Case:
 
     def __str__(self) -> str:
         more = f"spoilt={self.spoilt} " if self.spoilt else ""
-        more += f"least_keys={self.least_keys} scarce={self.scarce} whimsical={self.whimsical} eos={len(self.eos)} "
+        more += f"least_keys={self.least_keys} run_steps={self.run_steps} scarce={self.scarce} "
+        more += f"whimsical={self.whimsical} eos={len(self.eos)} "
         asks = ", ".join(f"{ask.name}:{len(ask.tokens)}+{ask.new}" for asks in self.rounds for ask in asks)
         return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
 
@@ -145,7 +148,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
     # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
     crowd = rng.random() < 0.2 and not lossy
     if crowd:
-        settings |= {"decode.max_batch": rng.choice((3, 5)), "serve.lease": 1, "decode.run_steps": 1}
+        settings |= {"decode.max_batch": rng.choice((3, 5)), "serve.lease": 1}
     rounds = rounds_of(vocab, settings, eos, crowd, rng)
     settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
     spoilt = None
@@ -165,6 +168,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
         rounds,
         rng.choice((16, 16, 16, 64, 256)),
         rng.choice((32, 64, 32768)),
+        1 if crowd else rng.choice((1, 2, 8)),
         rng.random() < 0.7,
         rng.random() < 0.4,
         rng.choice(("nccl", "symm_mem")),
@@ -208,7 +212,6 @@ def settings_of(
         "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
         "decode.max_batch": rng.choice((1, 2, 3, 5)),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
-        "decode.run_steps": rng.choice((1, 2, 8)),
         "serve.lease": rng.choice((1, 2, 16)),
         "serve.stall_ms": rng.choice((2.0, 50.0)),
         "speculation.drafter": "none",

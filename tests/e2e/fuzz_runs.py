@@ -100,6 +100,7 @@ def surroundings(case: Case) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
         stack.enter_context(patch("helix.tiering.PIECE_TOKENS", case.piece_tokens))
+        stack.enter_context(patch("helix.engine.RUN_STEPS", case.run_steps))
         if case.whimsical:
             stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
         yield

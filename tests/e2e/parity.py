@@ -167,10 +167,12 @@ def build_engine(
         model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
         drafter=drafter, hopb=sparse.chunks if sparse else "none",
     )  # fmt: skip
-    return Engine(
+    engine = Engine(
         runner, serving=serving, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
         timeout_s=timeout_s,
     )  # fmt: skip
+    engine.run_steps = 8  # short runs: more decisions
+    return engine
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:

@@ -95,7 +95,6 @@ def test_the_composed_config_is_shown() -> None:
         ("kv.memory_fraction=1.5", ["kv.memory_fraction", "1.5", "at most 1"]),
         ("decode.max_batch=0", ["decode.max_batch", "0"]),
         ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
-        ("decode.run_steps=0", ["decode.run_steps"]),
         ("kv.page_size=16385", ["kv.page_size", "16385", "from 1 to 16384"]),
         ("comm.timeout_s=0", ["comm.timeout_s"]),
         ("serve.stall_ms=0", ["serve.stall_ms=0.0", "from 1 to 60000"]),
