@@ -6,9 +6,6 @@
 Attention stays on one stream, so its launches may share a workspace; all exchanges of a step are on the side stream in
 the order of their chunks, the same on every rank, which is what collectives ask for. Inside a captured step the two
 streams become two branches of the graph.
-
-Where attention waits for host memory, it is on the side stream too, before its exchange: while one chunk is attended,
-the next one's blocks come.
 """
 
 from __future__ import annotations
@@ -37,27 +34,27 @@ class Pipeline:
     def run(
         self,
         chunks: Sequence[slice],
-        begin: Callable[[slice], T],
+        attend: Callable[[slice], T],
         exchange: Callable[[T], Tensor],
     ) -> Tensor:
         """Attention of all chunks, exchanged: what `exchange` returns of each, one after the other.
 
         Args:
             chunks: runs of rows, in order.
-            begin: gives what `exchange` takes of a chunk, by kernels on the current stream.
+            attend: gives what `exchange` takes of a chunk, by kernels on the current stream.
             exchange: makes [rows, ...] of it, by kernels on the current stream too, which is the side stream.
         """
         # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
-        begun: list[T] = []
+        attended: list[T] = []
         exchanged: list[Tensor] = []
         for rows in chunks:
-            begun.append(begin(rows))
+            attended.append(attend(rows))
             if self._side is None:
-                exchanged.append(exchange(begun[-1]))
+                exchanged.append(exchange(attended[-1]))
                 continue
             self._side.wait_stream(torch.cuda.current_stream(self._side.device))
             with torch.cuda.stream(self._side):
-                exchanged.append(exchange(begun[-1]))
+                exchanged.append(exchange(attended[-1]))
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
         return torch.cat(exchanged)

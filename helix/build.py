@@ -33,8 +33,7 @@ from helix.tiering import make_tiered
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
     """Which keys the drafts of speculation.drafter=sparse read."""
-    shared, together = config.heads == "shared", config.choice == "global"
-    return DraftBudget(config.policy, config.sparsity, config.recent, config.reach, config.block, shared, together)
+    return DraftBudget(config.policy, config.sparsity)
 
 
 def make_drafter(
@@ -193,7 +192,6 @@ def build_engine(
         prefix_cache=kv.prefix_cache,
         timeout_s=config.comm.timeout_s,
         prefill_chunk=chunk,
-        run_steps=config.decode.run_steps,
         adaptive=config.speculation.adaptive,
         tokenizer=tokenizer,
     )

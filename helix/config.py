@@ -56,7 +56,6 @@ class KVConfig:
         the link (with attention=block_sparse alone).
     host_bytes: of each rank's keys and values, with tier=host.
     gpu_bytes: all that a rank's keys and values take on its GPU, with tier=host; unset: from memory_fraction.
-    overlap: with tier=host, what is on the GPU already is attended while the rest comes, and the two are merged.
     ahead: with tier=host, blocks of each layer come while the layer before it computes, by a guess at what it will
         choose; what the guess did not name is fetched when it is chosen.
     """
@@ -69,7 +68,6 @@ class KVConfig:
     tier: str = "gpu"
     host_bytes: float | None = None
     gpu_bytes: float | None = None
-    overlap: bool = False
     ahead: bool = False
 
 
@@ -82,8 +80,8 @@ class AttentionConfig:
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
-        keys), mean_std (mean and standard deviation). replay (benchmarks only) judges by bounds and then takes others,
-        so that a step keeps a set share of the last one's.
+        keys). replay (benchmarks only) judges by bounds and then takes others, so that a step keeps a set share of the
+        last one's.
     repeat: this share.
     choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
         same blocks on every layout, for one exchange more in each layer).
@@ -156,15 +154,9 @@ class SpeculationConfig:
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
     longest: the most final tokens that ngram compares.
     policy: which keys sparse reads: those that any query of the verification before scores best (any); that score best
-        by all of them together (all), by the first and the last (c2q), by those whose drafts held (accepted) or by the
-        last of these (last); the latest (window); pages that each draft judges best by their bounds (quest); every key
-        (full).
+        by the first and the last of them (c2q); the latest (window); pages that each draft judges best by their bounds
+        (quest); every key (full).
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
-    recent: of that, the share that the latest keys have whatever their score.
-    reach: a key scores as the best of itself and so many before it: 0, 1, 2, 4, 8 or 16.
-    block: a key scores as the best of its block of so many: 1, 2, 4, 8 or 16.
-    heads: each: every KV head chooses keys of its own; shared: one choice for all of a rank's.
-    choice: local: each rank chooses among its own keys; global: one choice over all ranks.
     noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
         drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
     acceptance: chance of each draft of synthetic, given that those before it were kept.
@@ -179,11 +171,6 @@ class SpeculationConfig:
     longest: int = 3
     policy: str = "any"
     sparsity: float = 0.07
-    recent: float = 0.5
-    reach: int = 8
-    block: int = 1
-    heads: str = "each"
-    choice: str = "local"
     noise: str = "shared"
     acceptance: float = 0.8
     forced: float | None = None
@@ -199,7 +186,6 @@ class DecodeConfig:
     resume: keep what `output` already holds and run the rest.
     max_batch: slots; more prompts wait for a free one.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
-    run_steps: most decode steps between two decisions of rank 0.
     stream: print text as it comes.
     max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
     """
@@ -209,7 +195,6 @@ class DecodeConfig:
     resume: bool = False
     max_batch: int = 8
     prefill_chunk: str = "auto"
-    run_steps: int = 32
     stream: bool = True
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -239,11 +224,8 @@ class ServeConfig:
         api_keys: file of keys, lines of OWNER KEY; unset: none is needed.
         open: whether an address that other hosts reach may do without keys.
         body_mib: most MiB of a request; unset: 64, or 16 bytes for each token of a sequence where that is more.
-        connections: most connections at a time.
         waiting: most requests that wait for the engine.
-        receive_s: for a client to send a request, seconds.
         slow_s: for a client to take what is sent, seconds.
-        comment_s: silence after which a stream gets a comment, seconds.
         restarts: of the ranks, in ten minutes, before the server gives up.
         hang_s: without progress of any request, after which the ranks are started again, seconds.
         drain_s: for running requests to end once the server is told to, seconds.
@@ -262,11 +244,8 @@ class ServeConfig:
     api_keys: str | None = None
     open: bool = False
     body_mib: int | None = None
-    connections: int = 16384
     waiting: int = 256
-    receive_s: float = 60.0
     slow_s: float = 60.0
-    comment_s: float = 5.0
     restarts: int = 3
     hang_s: float = 60.0
     drain_s: float = 30.0
@@ -352,16 +331,12 @@ def check(config: Config) -> None:
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
-        "attention.score": ("bounds", "mean", "mean_std", "replay"),
+        "attention.score": ("bounds", "mean", "replay"),
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
         "speculation.drafter": ("none", "ngram", "model", "sparse", "synthetic"),
-        "speculation.policy": ("any", "all", "c2q", "accepted", "last", "window", "quest", "full"),
-        "speculation.block": (1, 2, 4, 8, 16),
-        "speculation.reach": (0, 1, 2, 4, 8, 16),
-        "speculation.heads": ("each", "shared"),
-        "speculation.choice": ("local", "global"),
+        "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
         "bench.kind": ("none", "decode", "comm", "hopb", "prefill", "serve", "tune"),
     }
@@ -375,7 +350,6 @@ def check(config: Config) -> None:
         "kv.page_size": (1, 1 << 14),  # offsets in a page are int32 to kernels
         "kv.tokens": (1, 1 << 50),
         "decode.max_batch": (1, MOST_SEQUENCES),
-        "decode.run_steps": (1, 1 << 20),
         "decode.max_new_tokens": (1, 1 << 40),
         "bench.steps": (1, 1 << 20),
         "attention.topk": (0, MOST_CHOSEN),
@@ -391,11 +365,8 @@ def check(config: Config) -> None:
         "serve.lease": (1, 1 << 24),
         "serve.port": (0, 65535),
         "serve.body_mib": (1, 1 << 16),
-        "serve.connections": (1, 1 << 20),
         "serve.waiting": (1, 1 << 20),
-        "serve.receive_s": (0.1, 86400),
         "serve.slow_s": (0.1, 86400),
-        "serve.comment_s": (0.1, 86400),
         "serve.restarts": (0, 1 << 20),
         "serve.hang_s": (1, 86400),
         "serve.drain_s": (0, 86400),
@@ -418,13 +389,6 @@ def check(config: Config) -> None:
             raise ValueError(f"{key}={share!r} must be from 0 to 1")
     if not 0 < speculation.sparsity <= 1:
         raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
-    if not 0 <= speculation.recent <= 1:
-        raise ValueError(f"speculation.recent={speculation.recent!r} must be from 0 to 1")
-    if speculation.reach and speculation.block > 1:
-        raise ValueError(
-            f"speculation.reach={speculation.reach} and speculation.block={speculation.block} are two ways to the same "
-            "end: set reach=0 or block=1"
-        )
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
@@ -448,9 +412,8 @@ def check_tier(config: Config) -> None:
         if given is not None and not given > 0:
             raise ValueError(f"kv.{key}={given!r} must be positive")
     if kv.tier == "gpu":
-        for key in ("overlap", "ahead"):
-            if getattr(kv, key):
-                raise ValueError(f"kv.{key}=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
+        if kv.ahead:
+            raise ValueError("kv.ahead=true is for kv.tier=host, and kv.tier is gpu: nothing has to come")
         return
     if config.attention.policy == "dense":
         raise ValueError(

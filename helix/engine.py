@@ -37,6 +37,7 @@ from helix.timings import Timings
 T = TypeVar("T")
 LARGE_CHUNK = 1024  # tokens: a longer one takes the same kernels
 DEEP = 32 << 10  # tokens before a chunk that then takes kernels for many keys
+RUN_STEPS = 32  # of a decision, at most: pages are taken for so many, however short serve.run_ms makes runs
 BEATS = 4  # times that the others hear from an idle rank 0 before they give up
 
 
@@ -47,7 +48,6 @@ class Engine:
         runner: this rank's part of all that a decision needs.
         serving: how requests share the ranks.
         prefill_chunk: the most prompt tokens in one step.
-        run_steps: the most decode steps of a decision.
         adaptive: whether rank 0 chooses how many drafts a step has, up to the drafter's limit, or all have that many.
         prefix_cache: whether what was computed is kept for prompts that begin alike.
         timeout_s: so long the other ranks wait for a word of rank 0 in `serve`.
@@ -56,6 +56,7 @@ class Engine:
 
     Attributes:
         draft_sizes: how many drafts a step may have.
+        run_steps: the most decode steps of a decision.
         step_seconds: (rows, drafts) -> seconds of a step, from `warm_up`.
         timings: of the last call, on rank 0.
         tables: who has which page, on rank 0.
@@ -67,7 +68,6 @@ class Engine:
         *,
         serving: ServeConfig | None = None,
         prefill_chunk: int = 1024,
-        run_steps: int = 8,
         adaptive: bool = True,
         prefix_cache: bool = True,
         timeout_s: float = 300.0,
@@ -78,7 +78,7 @@ class Engine:
         self.comm = runner.comm
         self.serving = serving or ServeConfig()
         self.prefill_chunk = prefill_chunk
-        self.run_steps = run_steps
+        self.run_steps = RUN_STEPS
         self.draft_sizes = draft_sizes(runner.drafts, adaptive)
         self.step_seconds: dict[tuple[int, int], float] = {}
         self.prefix_cache = prefix_cache

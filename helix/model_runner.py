@@ -129,8 +129,7 @@ class ModelRunner:
 
     def chunks(self, rows: int) -> int:
         """Into how many chunks the attention of a step of `rows` rows is cut."""
-        alone = self.layout.kvp == 1 and None not in self.cache.rings
-        if alone or self.hopb == "none":  # nothing to exchange, and nothing comes from host memory
+        if self.layout.kvp == 1 or self.hopb == "none":  # a kvp group of one has nothing to exchange
             return 1
         return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
 

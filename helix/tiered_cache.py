@@ -8,7 +8,7 @@ values, in one piece. Until then it lies on the GPU in a ring of pages that its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ class TieredLayer(LayerCache):
         hot: which blocks have a place.
         chunk: [1, n * Hkv, 2, page_size, D], pages of a prompt's chunk, for all layers in turn.
         pieces: like `chunk`: pages of what is before it.
-        misses: what has to come, for all layers in turn, with room for each sequence of the batch; `counts` is
-            [max_batch, Hkv], of the sequences that are looked up together where the first of them is.
+        misses: what has to come, for all layers in turn.
         ahead: what has to come for a guess, for every other layer in turn.
         lane: which of the two these are.
         counted: [2] int64: blocks chosen that had a place, and blocks that came.
@@ -62,12 +61,6 @@ class TieredLayer(LayerCache):
         """Keys and values [places, page_size, Hkv, D] in which every head finds a place's block."""
         keys, values = (self.places[0, :, i, :, None].expand(-1, -1, self.keys.shape[2], -1) for i in range(2))
         return keys, values
-
-    def missing(self, first: int) -> BlockList:
-        """The list of sequences from slot `first` on; it leaves those of sequences before them as they are."""
-        misses = self.misses
-        at = misses.source.shape[1] // len(misses.counts) * first
-        return BlockList(misses.source[:, at:], misses.target[:, at:], misses.counts[first])
 
     def blocks(self, source: Tensor, target: Tensor) -> BlockList:
         """All blocks of pages `source` [n], for those of pages `target` [n]; both int, on the device."""
@@ -157,8 +150,7 @@ class TieredCache(KVCache):
         self._chunk, self._pieces = (
             torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (self._chunk_pages, piece_pages)
         )
-        misses, *self._ahead = (BlockList.create(heads, hot, device) for _ in range(LISTS))
-        self._misses = replace(misses, counts=misses.counts.repeat(slots, 1))
+        self._misses, *self._ahead = (BlockList.create(heads, hot, device) for _ in range(LISTS))
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         if not kept.is_paged or kept.per != "token":

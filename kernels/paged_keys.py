@@ -41,16 +41,15 @@ class PagedKeys:
 
 @dataclass(frozen=True)
 class KeyScores:
-    """Where a batch of queries leaves what it makes of each key: the mean of q.k over heads and queries, or the best.
+    """Where a batch of queries leaves what it makes of each key: the best q.k over heads and queries, or their mean.
 
     A score is in units of its own, the same for all keys of a sequence, layer and KV head.
 
     Attributes:
         planes: [planes, pages, Hkv, page_size] fp16, contiguous in a page; the score of a key is the sum of its planes.
-            With rows=each, plane t is of query t alone.
         table: [B, max_pages] int32, rows contiguous: the page of scores for each page of a sequence's keys.
-        rows: which queries count: all (that read any key), ends (the first and the last of these), each; any: the best
-            of all, over heads too; where rows need several tiles, each leaves its best in a plane.
+        rows: which queries count. any: the best of all, over heads too; where rows need several tiles, each leaves its
+            best in a plane. ends: the mean of the first and the last that read any key.
     """
 
     planes: torch.Tensor

@@ -18,12 +18,15 @@ an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, t
   length       tokens of a prompt and what follows it; several with commas (default 8192)
   prompts      of a task, at least 2 (default 30)
   new_tokens   of each prompt (default 128)
-  policies     the product's: any, all, c2q, accepted, last, window, quest, full; ngram; and, made for comparison:
-               oracle (each draft chooses by its own logits), weights (all, by weights after the softmax), fixed (all,
-               as many keys as of a text that fills the model's context). Several with commas (default: all of them)
+  policies     the product's: any, c2q, window, quest, full; ngram; and, made for comparison: all, accepted, last (the
+               mean of all queries of verification, of those whose drafts held, the last of these), oracle (each draft
+               chooses by its own logits), weights (by weights after the softmax), fixed (any, as many keys as of a
+               text that fills the model's context). Several with commas (default: all of them)
   gamma        drafts of an iteration (default 7)
-  sparsity, recent, reach, block, heads, noise
-               as of speculation=sparse; a block above 1 goes without reach
+  sparsity, noise
+               as of speculation=sparse
+  recent       of the keys, the share that the latest have whatever their score (default 0.5)
+  reach        a key scores as the best of itself and so many before it (default 8)
   temperature  0, or with top-p 0.95 and top-k 20 (default 0)
   kvp          ranks over which the cache is split, threads of this process (default 1)
   meter        true: also which of the keys that each draft would choose are there, and what they have of its attention,
@@ -65,17 +68,16 @@ from launch.records.rows import append
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "task": several, "model": str, "length": whole_numbers, "prompts": int, "new_tokens": int, "policies": several,
-    "gamma": whole_numbers, "sparsity": numbers, "recent": numbers, "reach": whole_numbers, "block": whole_numbers,
-    "heads": several, "noise": several, "temperature": numbers, "kvp": whole_numbers, "meter": boolean,
+    "gamma": whole_numbers, "sparsity": numbers, "recent": numbers, "reach": whole_numbers,
+    "noise": several, "temperature": numbers, "kvp": whole_numbers, "meter": boolean,
     "dtype": one_of("float32", "bfloat16", "float16"), "output": Path,
 }  # fmt: skip
 OPTIONS: dict[str, list[Any]] = {
-    **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach", "block", "heads", "noise")},
-    "gamma": [7], "temperature": [0.0],
+    **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach")},
+    "noise": ["shared"], "gamma": [7], "temperature": [0.0],
 }  # fmt: skip
 WORDS: dict[str, list[Any]] = {
-    "task": [*TASKS], "policies": [*DRAFTERS], "heads": ["each", "shared"], "noise": ["shared", "own"],
-    "reach": [0, 1, 2, 4, 8, 16], "block": [1, 2, 4, 8, 16],
+    "task": [*TASKS], "policies": [*DRAFTERS], "noise": ["shared", "own"], "reach": [0, 1, 2, 4, 8, 16],
 }  # fmt: skip
 RANGES: dict[str, Callable[[float], bool]] = {
     "sparsity": lambda x: 0 < x <= 1, "recent": lambda x: 0 <= x <= 1, "temperature": lambda x: 0 <= x < 100,

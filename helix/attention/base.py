@@ -76,15 +76,6 @@ class AttentionPolicy(ABC):
             (with sinks: the sink's score). An exchange may merge on its own.
         """
 
-    def begin(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> Callable[[], PartialAttention]:
-        """`attend` for a part of a decode step's batch, in two halves: the second may run beside the next part's first.
-
-        Returns:
-            Gives what `attend` would, on the stream that is current then. It is called for one part after the other.
-        """
-        merged = PartialAttention(*self.attend(q, cache, step, layer).merge())
-        return lambda: merged
-
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
         """Prepares for a layer without a window while the one before it computes; what `attend` returns stays the same.
 

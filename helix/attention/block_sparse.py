@@ -33,7 +33,7 @@ class BlockSparseAttention(AttentionPolicy):
 
     Args:
         budget: of the whole sequence.
-        score: bounds, mean or mean_std: how a block is judged.
+        score: bounds or mean: how a block is judged.
         placement: of the cache that steps attend to.
         max_length: the most tokens of a sequence.
         comm: where the choice is one over all ranks of a kvp group; None: each rank takes its share of `topk` from its

@@ -22,7 +22,7 @@ class ChosenAttention(AttentionPolicy):
     Args:
         layers: indices of the layers that read whole sequences; layers with a window stay as they are.
         max_batch: slots.
-        heads: KV heads that choose: this rank's, or 1 for one choice of all of them.
+        heads: KV heads of this rank.
         width: columns of the tables.
 
     Attributes:
@@ -60,10 +60,10 @@ class ChosenAttention(AttentionPolicy):
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if layer.window is not None:
             return self.dense.attend(q, cache, step, layer)
-        n, heads = len(step.block_tables), cache.keys.shape[2]
+        n = len(step.block_tables)
         assert len(q) == n, "a draft step has one query a sequence"
         lo, hi = (bound[:, None] for bound in self._reads(step))
-        table = self.tables[self._places[cache.index], step.first : step.first + n].expand(-1, heads, -1)
+        table = self.tables[self._places[cache.index], step.first : step.first + n]
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]
         chosen = PagedKeys(keys, values, table, lo, hi, layer.scale, layer.sinks)
         return decode_parts(q[:, None], chosen, sms=layer.sms(q.device), early=True)

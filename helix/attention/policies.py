@@ -32,4 +32,4 @@ def make_policy(
     over_all = comm if config.choice == "global" else None
     repeat = config.repeat if config.score == "replay" else None
     given = budget, config.stored, placement, max_length, comm.device, over_all, repeat
-    return TieredAttention(*given, kv.overlap, kv.ahead) if kv.tier == "host" else BlockSparseAttention(*given)
+    return TieredAttention(*given, kv.ahead) if kv.tier == "host" else BlockSparseAttention(*given)

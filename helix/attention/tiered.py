@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ class TieredAttention(BlockSparseAttention):
     Arguments and attributes as in `BlockSparseAttention`.
 
     Args:
-        overlap: whether what is hot is attended while the rest comes, and the two are merged.
         ahead: whether blocks are fetched for a layer while the one before it computes, by a guess at its queries.
     """
 
@@ -51,12 +49,10 @@ class TieredAttention(BlockSparseAttention):
         device: torch.device,
         comm: Communicator | None = None,
         repeat: float | None = None,
-        overlap: bool = False,
         ahead: bool = False,
     ) -> None:
         super().__init__(budget, score, placement, max_length, device, comm, repeat)
         self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
-        self.overlap = overlap
         self.guesses = ahead
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None
@@ -83,57 +79,28 @@ class TieredAttention(BlockSparseAttention):
             _, _, pages, hi, _ = self._ranges(step, self.share)
             resolve(
                 table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.ahead, cache.counted_ahead,
-                step.first, cache.ring_pages, None, True, **step.placement.grid, page_size=step.placement.page_size,
+                step.first, cache.ring_pages, True, **step.placement.grid, page_size=step.placement.page_size,
             )  # fmt: skip
             copy_blocks(cache.host, cache.places, cache.ahead)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if layer.window is not None:
             return self.dense.attend(q, cache, step, layer)
-        if step.cu_q is None:
-            return self.begin(q, cache, step, layer)()
         assert isinstance(cache, TieredLayer)
-        return self._prefill(q, cache, step, layer)
-
-    def begin(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> Callable[[], PartialAttention]:
-        """Chooses, and lets what is missing come; what it returns attends to it."""
-        if layer.window is not None:
-            return super().begin(q, cache, step, layer)
-        assert isinstance(cache, TieredLayer)
+        if step.cu_q is not None:
+            return self._prefill(q, cache, step, layer)
         _, _, pages, hi, lo = self._ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
-        late = torch.empty_like(table) if self.overlap else None
-        misses, room = cache.missing(step.first), cache.hot.places // len(cache.misses.counts)
-        least = self.least_places(step.max_q - 1)
-        assert step.chunks == 1 or room >= least, "parts share lists and places"
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.lane])
         resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, misses, cache.counted, step.first,
-            cache.ring_pages, late, False, **step.placement.grid, page_size=step.placement.page_size,
+            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
+            step.first, cache.ring_pages, False, **step.placement.grid, page_size=step.placement.page_size,
         )  # fmt: skip
-        side = self._side if self.overlap or step.chunks > 1 else None
-        with self._beside(side):
-            copy_blocks(cache.host, cache.places, misses)
+        copy_blocks(cache.host, cache.places, cache.misses)
         keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
-        if late is None:
-            return partial(self._attend, q, keys, sms, side)
-        return partial(self._attend_twice, q, keys, replace(keys, table=late, sinks=None), sms)
-
-    def _attend(self, q: Tensor, keys: PagedKeys, sms: int, side: torch.cuda.Stream | None) -> PartialAttention:
-        """Attends to what came on a side stream, or on this one."""
-        self._join(side)
         return decode_parts(q[:, None], keys, sms=sms, early=True)
-
-    def _attend_twice(self, q: Tensor, hot: PagedKeys, late: PagedKeys, sms: int) -> PartialAttention:
-        """Attends to what is hot, then to what has come; both take one workspace."""
-        out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
-        for i, keys in enumerate((hot, late)):
-            if i:
-                self._join(self._side)
-            decode_parts(q[:, None], keys, out=out[i, :, None], lse=lse[i, :, None], sms=sms, early=True).merge()
-        return PartialAttention(*lse_combine(out, lse, return_lse=True))
 
     @contextmanager
     def _beside(self, side: torch.cuda.Stream | None) -> Iterator[None]:

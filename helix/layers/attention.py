@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -128,14 +127,12 @@ class ShardedAttention:
 
         layer = self._layer(RESERVED_SMS)
 
-        def begin(rows: slice) -> Callable[[], PartialAttention]:
-            return policy.begin(q[rows], cache, rows_of(step, rows), layer)
+        def attend(rows: slice) -> PartialAttention:
+            return PartialAttention(*policy.attend(q[rows], cache, rows_of(step, rows), layer).merge())
 
         each = len(q) // sequences
         cuts = [share(sequences, chunks, i) for i in range(chunks)]
-        return self.pipeline.run(
-            [slice(c.start * each, c.stop * each) for c in cuts], begin, lambda attend: self.exchange(attend())
-        )
+        return self.pipeline.run([slice(c.start * each, c.stop * each) for c in cuts], attend, self.exchange)
 
     def _layer(self, reserved_sms: int) -> LayerAttention:
         return LayerAttention(self.window, self.scale, self.latent, self.sinks, reserved_sms)

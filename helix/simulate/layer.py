@@ -211,7 +211,7 @@ class Layer:
     def planes(self) -> Array:
         """Planes of scores that verification leaves in such a layer, with one choice by all of its queries."""
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
-        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, torch.bfloat16, "all") for g in groups]
+        of = [score_planes(self.options.step_tokens, int(g), self.head_dim, torch.bfloat16) for g in groups]
         return np.array(of)[each]
 
     def choosing(self) -> Phase:

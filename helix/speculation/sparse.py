@@ -3,7 +3,7 @@
 A draft step is a forward pass of the target, with its weights, its cache and its ranks, under an attention policy that
 reads the chosen keys and all that came since. Verification overwrites what drafts appended. It leaves what its queries
 made of every key, and from that the keys of the next drafts are chosen, in all layers at once (Vegas, arXiv:2602.07223,
-section 3). Each rank chooses among its own keys, unless all choose together.
+section 3). Each rank chooses among its own keys.
 """
 
 from __future__ import annotations
@@ -32,26 +32,19 @@ from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.step import DecodeState
 from kernels.attention.flash_decode import score_planes
-from kernels.reference.select_tokens import Together
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
 from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
 LEAST_KEYS = 256  # of a sequence over all ranks, chosen at least
-# Which queries of verification count in a key's score: the best of any; the mean of all; of the first and the last; of
-# those that held (accepted); the last of these. None: verification leaves no scores. Then drafts read the latest keys
-# (window), the blocks that each of them judges best by their bounds (quest), or every key (full).
-ROWS = {
-    "any": "any",
-    "all": "all",
-    "c2q": "ends",
-    "accepted": "each",
-    "last": "each",
-    "window": None,
-    "quest": None,
-    "full": None,
-}
+# By score alone (0 and 0) drafts keep 6.66, 7.25 and 4.89 tokens an iteration, with these 7.37, 7.51 and
+# 6.77 (docs/results/acceptance.md). One choice for all KV heads, over all ranks, or in blocks of keys gained nothing.
+RECENT, REACH = 0.5, 8
+# Which queries of verification count in a key's score: the best of any; the mean of the first and the last. None:
+# verification leaves no scores. Then drafts read the latest keys (window), the blocks that each of them judges best by
+# their bounds (quest), or every key (full).
+ROWS = {"any": "any", "c2q": "ends", "window": None, "quest": None, "full": None}
 
 
 @dataclass(frozen=True)
@@ -63,18 +56,12 @@ class DraftBudget:
         sparsity: share of a rank's keys of a sequence.
         recent: of that, the share that the first and the latest keys have whatever their score.
         reach: a key scores as the best of itself and so many before it.
-        block: a key scores as the best of its block of so many.
-        shared: one choice for all KV heads of a rank.
-        together: one choice over all ranks of a kvp group; each has room for twice its share, or for LEAST_KEYS.
     """
 
     policy: str = "any"
     sparsity: float = 0.07
-    recent: float = 0.5
-    reach: int = 0
-    block: int = 1
-    shared: bool = False
-    together: bool = False
+    recent: float = RECENT
+    reach: int = REACH
 
     def keys(self, kvp: int) -> KeyBudget:
         """What a rank of `kvp` reads of its keys."""
@@ -99,28 +86,17 @@ class DraftBudget:
         return BlockBudget(1, local, topk, 0)
 
     def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: torch.dtype) -> int:
-        """Planes of scores that verifying so many queries of a sequence fills, of a layer on a rank.
-
-        Raises:
-            ValueError: the policy wants the scores of each query, and there are too many.
-        """
-        rows = ROWS[self.policy]
-        if rows is None:
+        """Planes of scores that verifying so many queries of a sequence fills, of a layer on a rank."""
+        if ROWS[self.policy] is None:
             return 0
         of = attention(spec)
         group = len(layout.q_heads(rank, of.q_heads, of.kv_heads)) // len(layout.kv_heads(rank, of.kv_heads))
-        return score_planes(queries, group, of.head_dim, dtype, rows)
-
-    def room(self, known: Tensor, kvp: int) -> Tensor:
-        """Columns of a table for the chosen among so many local keys of a rank."""
-        counts = self.keys(kvp).of(known)
-        # Twice a rank's share; of few keys one rank may hold all.
-        return torch.minimum((2 * counts).clamp(min=LEAST_KEYS), known) if self.together and kvp > 1 else counts
+        return score_planes(queries, group, of.head_dim, dtype)
 
     def columns(self, placement: Placement, max_length: int, drafts: int) -> int:
         """Columns of a table: the chosen keys of a sequence of so many tokens, and those that come behind them."""
         most = placement.stripes.pages_for(max_length + drafts) * placement.page_size
-        return int(self.room(torch.tensor(most), placement.layout.kvp)) + tail(drafts)
+        return int(self.keys(placement.layout.kvp).of(torch.tensor(most))) + tail(drafts)
 
     def table_bytes(
         self, spec: DecoderSpec, placement: Placement, rank: int, max_batch: int, max_length: int, drafts: int
@@ -128,7 +104,7 @@ class DraftBudget:
         """Bytes of all tables on a rank."""
         if self.policy in ("full", "quest"):
             return 0
-        heads = 1 if self.shared else len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
+        heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
         columns = self.columns(placement, max_length, drafts)
         return len(spec.full) * max_batch * heads * columns * torch.int32.itemsize
 
@@ -193,8 +169,6 @@ class SparseDrafter(Drafter):
         self.forced = forced
         self.tail = tail(limit)
         self.keys = budget.keys(layout.kvp)
-        self.together = budget.together and layout.kvp > 1
-        self.overflow = torch.zeros(1, dtype=torch.int64, device=device)  # keys that a rank had no room for
         self.chosen: ChosenAttention | None = None
         self.scores: ScorePages | None = None
         self.policy: AttentionPolicy
@@ -208,7 +182,7 @@ class SparseDrafter(Drafter):
             layers = spec.full
             heads = len(layout.kv_heads(comm.rank, spec.attention.kv_heads))
             width = budget.columns(placement, max_length, limit)
-            self.chosen = ChosenAttention(layers, max_batch, 1 if budget.shared else heads, width, device)
+            self.chosen = ChosenAttention(layers, max_batch, heads, width, device)
             self.policy = self.chosen
             # Where verification leaves no scores.
             self._nothing = torch.empty(
@@ -267,10 +241,8 @@ class SparseDrafter(Drafter):
 
     def taken(self, step: Taken) -> None:
         # The last token, at `before`, has gone through too; of the drafts behind it some may have been refused.
-        span = step.span
-        held = span.after - span.before - 1
-        slots = slice(0, step.kind.rows)
-        self._choose(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts, held)
+        span, slots = step.span, slice(0, step.kind.rows)
+        self._choose(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts)
 
     def _choose(
         self,
@@ -280,7 +252,6 @@ class SparseDrafter(Drafter):
         positions: Tensor,
         live: Tensor,
         queries: int,
-        held: Tensor | None = None,
     ) -> None:
         """Chooses among the tokens up to `positions` [n] of the sequences in `slots`, for all layers.
 
@@ -288,44 +259,16 @@ class SparseDrafter(Drafter):
             tables, starts: of these sequences, as in `Span`.
             live: sequences that there are [n] bool.
             queries: of the verification that left scores; 0: none did, and the latest keys are chosen.
-            held: drafts that held [n] int64.
         """
         if self.chosen is None:
             return
         fresh = not queries or self.scores is None
         known, counts, sinks, recent = self.placement.draft_ranges(positions, starts, live, self.keys)
-        together = None
-        if self.together:
-            of_all = self.budget.keys(1).of(torch.where(live, positions + 1, 0))
-            if fresh:  # the latest of the sequence, wherever they are
-                latest = self._latest(positions, starts, live, of_all, known, sinks)
-                counts = torch.minimum(latest, self.budget.room(known.long(), self.placement.layout.kvp).int())
-            else:
-                counts = self.budget.room(known.long(), self.placement.layout.kvp).int()
-                together = Together(self._gather, self.comm.kvp_rank, of_all.int(), self.overflow)
         self.chosen.known[slots], self.chosen.counts[slots] = known, counts
-        scores, score_tables, weights = self._nothing, tables, None
+        scores, score_tables = self._nothing, tables
         if not fresh and self.scores is not None:
-            planes = self._planes(queries)
-            scores, score_tables = self.scores.planes[:, :planes], self.scores.tables[slots]
-            if held is not None and self.scores.rows == "each":
-                query = torch.arange(planes, device=held.device)
-                counting = query <= held[:, None] if self.budget.policy == "accepted" else query == held[:, None]
-                weights = counting.float()
+            scores, score_tables = self.scores.planes[:, : self._planes(queries)], self.scores.tables[slots]
         select_tokens(
-            scores, weights, score_tables, tables, known, counts, sinks, recent, self._flags[int(fresh)][slots],
-            self.chosen.tables[:, slots], self.tail, reach=self.budget.reach, block=self.budget.block,
-            together=together,
+            scores, score_tables, tables, known, counts, sinks, recent, self._flags[int(fresh)][slots],
+            self.chosen.tables[:, slots], self.tail, reach=self.budget.reach,
         )  # fmt: skip
-
-    def _latest(
-        self, positions: Tensor, starts: Tensor, live: Tensor, of_all: Tensor, known: Tensor, sinks: Tensor
-    ) -> Tensor:
-        """This rank's part [n] int32 of the sink and the latest keys, `of_all` of a sequence."""
-        before = (positions + 1 - of_all + SINK_TOKENS).clamp(min=SINK_TOKENS)  # those of the sink among them
-        _, left_out = self.placement.bounds(torch.minimum(before, positions + 1) - 1, starts, live, None)
-        return sinks + known - left_out
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """What each rank of the kvp group brings [K, ...]."""
-        return self.comm.all_to_all(x.expand(len(self.comm.kvp_group), *x.shape).contiguous())

@@ -116,7 +116,7 @@ def _flash_decode_kernel(
             if COLLECT == "ends":
                 counts = counts & ((t == earliest) | (t == latest))
             # For few rows of long heads adding up their scores takes fewer registers than one product more.
-            PRODUCT: tl.constexpr = (COLLECT == "all" or COLLECT == "ends") and (BLOCK_M > 64 or D <= ROOMY)
+            PRODUCT: tl.constexpr = COLLECT == "ends" and (BLOCK_M > 64 or D <= ROOMY)
             mean = mean_query(rows, counts) if PRODUCT else None
             to = kept + head * PAGE + tile_m * kept_plane
             to_pages = kept_table + b * kept_b
@@ -129,8 +129,8 @@ def _flash_decode_kernel(
             acc, total, peak, rows, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache,
             pages, page_stride, slot_stride, head_stride, head, scale_log2,
             PAGE=PAGE, D=D, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, HOLES=HOLES, mean=mean, counts=counts,
-            share=scale_log2 / M, t=t, kept=to, kept_pages=to_pages, kept_plane=kept_plane, kept_page=kept_page,
-            T=T, COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
+            share=scale_log2 / M, kept=to, kept_pages=to_pages, kept_page=kept_page,
+            COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
         )  # fmt: skip
         # What a row that reads nothing made of tiles without masks.
         reads = row_lo < row_hi
@@ -153,16 +153,9 @@ def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
     return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
 
 
-def score_planes(T: int, group: int, D: int, dtype: torch.dtype, rows: str) -> int:
-    """Planes of scores that T queries of each KV head's `group` fill: one a tile of rows, or one a query.
-
-    Raises:
-        ValueError: each query's scores are wanted, and one tile of rows does not hold all.
-    """
-    tiles = triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
-    if rows == "each" and tiles > 1:
-        raise ValueError(f"{T} queries x {group} heads a KV head are too many rows for one tile")
-    return T if rows == "each" else tiles
+def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
+    """Planes of scores that T queries of each KV head's `group` fill: one a tile of rows."""
+    return triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
 
 
 def flash_decode(
@@ -232,7 +225,7 @@ def decode_parts(
     if scores is not None:
         kept, kept_table, collect = scores.planes, scores.table, scores.rows
         assert kept.shape[2:] == (Hkv, keys.page_size) and kept.stride()[2:] == (keys.page_size, 1)
-        assert len(kept) >= score_planes(T, group, D, q.dtype, collect)
+        assert len(kept) >= score_planes(T, group, D, q.dtype)
         kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
     programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)

@@ -50,14 +50,6 @@ def mean_query(query, counts):
 
 
 @triton.jit
-def _score_each(scores, counts, share, t, to, plane_stride, live, T: tl.constexpr):
-    """Stores for each key of a tile and each of T queries the sum of its rows that count, times `share`."""
-    for j in tl.static_range(T):
-        found = tl.sum(tl.where(((t == j) & counts)[:, None], scores, 0.0), 0) * share
-        tl.store(to + j * plane_stride, found.to(to.dtype.element_ty), mask=live)
-
-
-@triton.jit
 def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
     """Where those of the tiles first..last-1 begin and end that every row of `live` reads whole: they need no mask."""
     shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
@@ -71,17 +63,16 @@ def attend_tiles(
     acc, total, peak, q, row_lo, row_hi, start, stop, first, last, full, full_stop, k_cache, v_cache, pages,
     page_stride, slot_stride, head_stride, head, scale_log2,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HOLES: tl.constexpr = False,
-    mean=None, counts=None, share=0.0, t=None, kept=None, kept_pages=None, kept_plane=0, kept_page=0,
-    T: tl.constexpr = 1, COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
+    mean=None, counts=None, share=0.0, kept=None, kept_pages=None, kept_page=0,
+    COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
     Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller promises that every
     row that matters reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages
     without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, a number for each key goes to page
-    `kept_pages[j]` of a plane of scores, for keys of page j: the sum of the rows that count, by way of the `mean` query
-    where there is one; each query's sum over its heads (COLLECT is each, `t` is each row's query); or the best of the
-    rows that count (any); times `share`.
+    `kept_pages[j]` of a plane of scores, for keys of page j: the best of the rows that count (COLLECT is any), or their
+    sum, by way of the `mean` query where there is one; times `share`.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -115,17 +106,12 @@ def attend_tiles(
         if kept is not None:
             to = kept + next_kept.to(tl.int64) * kept_page + key % PAGE
             next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
-            if COLLECT == "each":
-                _score_each(scores, counts, share, t, to, kept_plane, live, T)
-            elif COLLECT == "any":
+            if COLLECT == "any":
                 found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
                 if SEVERAL:  # tiles of rows, of which none may count in this one
                     found = tl.where(found == float("-inf"), 0.0, found)
             elif mean is None:
-                if COLLECT == "all":  # rows that do not count are zero
-                    found = tl.sum(scores, 0) * share
-                else:
-                    found = tl.sum(tl.where(counts[:, None], scores, 0.0), 0) * share
+                found = tl.sum(tl.where(counts[:, None], scores, 0.0), 0) * share
         # In one loop: a loop for each kind of tile starts its loads anew, and products wait for one another there.
         if HOLES or ((tile < full) | (tile >= full_stop)):
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
@@ -142,7 +128,7 @@ def attend_tiles(
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
-        if kept is not None and COLLECT != "each":  # behind the product, which runs meanwhile
+        if kept is not None:  # behind the product, which runs meanwhile
             tl.store(to, found.to(to.dtype.element_ty), mask=live)
     return acc, total, peak
 

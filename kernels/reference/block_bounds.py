@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-SCORES = ("bounds", "mean", "mean_std")  # what a page's two vectors are, and how a query meets them
+SCORES = ("bounds", "mean")  # what a page's two vectors are, and how a query meets them
 
 
 def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
@@ -37,5 +37,5 @@ def fold_blocks(
         if score == "bounds":
             both = k.amax(2), k.amin(2)
         else:
-            both = k.mean(2), k.std(2, correction=0)
+            both = 2 * (k.mean(2),)
         bounds[:, pages] = torch.stack(both, 3).to(bounds.dtype)

@@ -49,13 +49,10 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
         by_key = torch.stack([part.amax(2) for part in each.split(tile, 2)])
         by_key = by_key.masked_fill(by_key == -torch.inf, 0)  # of a tile none may count
     else:
-        counts = reads
-        if scores.rows == "ends":
-            first, last = reads.nonzero()[[0, -1], 0]
-            query = torch.arange(len(q), device=q.device)
-            counts = (query == first) | (query == last)
-        of_queries = rows.sum(2) * counts[:, None, None]  # [T, Hkv, D]
-        of_queries = of_queries if scores.rows == "each" else of_queries.sum(0, keepdim=True)
+        first, last = reads.nonzero()[[0, -1], 0]
+        query = torch.arange(len(q), device=q.device)
+        counts = (query == first) | (query == last)
+        of_queries = (rows.sum(2) * counts[:, None, None]).sum(0, keepdim=True)  # [1, Hkv, D]
         by_key = torch.einsum("phd,nhd->pnh", of_queries, of_keys)
     scores.planes[:, scores.table[b, page].long(), :, slot] = 0
     for plane, mine in zip(scores.planes, by_key * share, strict=False):  # each [pages, Hkv, page_size] and [n, Hkv]

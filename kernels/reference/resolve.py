@@ -20,14 +20,11 @@ def resolve(
     counted: torch.Tensor,
     first_row: int,
     ring_pages: int,
-    late: torch.Tensor | None = None,
     guess: bool = False,
     **grid: int,
 ) -> None:
     """Places of the blocks that queries read; arguments as in `kernels.tier.resolve.resolve`."""
     N, heads, _ = table.shape
-    if late is not None:
-        late.fill_(-1)
     columns, held = (-(-hi // grid["page_size"])).tolist(), pages.tolist()
     full = [full_pages(*x, **grid) for x in zip(positions[::queries].tolist(), starts[::queries].tolist(), strict=True)]
     for h in range(heads):
@@ -64,7 +61,4 @@ def resolve(
         counted += torch.tensor([sum(map(len, asks.values())) - len(missing), len(missing)], device=counted.device)
         for page, entries in asks.items():
             for n, j in entries:
-                place = hot.begin + h * hot.places + int(place_of[page])
-                if late is not None and page in missing:
-                    late[n, h, j], place = place, -1
-                table[n, h, j] = place
+                table[n, h, j] = hot.begin + h * hot.places + int(place_of[page])

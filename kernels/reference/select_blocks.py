@@ -19,8 +19,7 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
     Args:
         q: [Hq, D].
         bounds: [n, Hkv, 2, D], of n pages.
-        score: bounds: an upper bound of q.k; mean: q times the mean key; mean_std: mean and standard deviation of q.k,
-            were channels independent and alike in sign.
+        score: bounds: an upper bound of q.k; mean: q times the mean key.
 
     Returns:
         [Hkv, n].
@@ -30,10 +29,8 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
     one, two = bounds.float().permute(2, 1, 3, 0)  # each [Hkv, D, n]
     if score == "bounds":
         found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
-    elif score == "mean":
-        found = q @ one
     else:
-        found = q @ one + q.abs() @ two
+        found = q @ one
     return found.amax(1)  # NaN where one of them is
 
 

@@ -40,7 +40,6 @@ def ordered(scores: torch.Tensor) -> torch.Tensor:
 
 def select_tokens(
     scores: torch.Tensor,
-    weights: torch.Tensor | None,
     score_tables: torch.Tensor,
     block_tables: torch.Tensor,
     known: torch.Tensor,
@@ -52,7 +51,6 @@ def select_tokens(
     tail: int,
     *,
     reach: int = 0,
-    block: int = 1,
     together: Together | None = None,
 ) -> None:
     """Writes tables of the best keys' slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
@@ -64,12 +62,9 @@ def select_tokens(
         else:
             pages = score_tables[b, : -(-n // page_size)].long()
             planes = scores[:, :, pages].transpose(2, 3).flatten(3)[..., :n]  # [L, planes, Hkv, n]
-            x = ordered(_total(planes, None if weights is None else weights[b].tolist(), heads))
+            x = ordered(_total(planes))
         if reach and n:
             x = torch.nn.functional.pad(x, (reach, 0)).unfold(-1, reach + 1, 1).amax(-1)
-        if block > 1 and n:
-            x = torch.nn.functional.pad(x, (0, -n % block)).unflatten(-1, (-1, block)).amax(-1)
-            x = x.repeat_interleave(block, -1)[..., :n]
         x[..., :first] = x[..., n - last : n] = FORCED
         if together is not None:
             _choose_together(x, block_tables[b], page_size, n, k, int(together.counts[b]), table[:, b], tail, together)
@@ -120,14 +115,11 @@ def _choose_together(
     _write_tail(table, slots, n, room, tail)
 
 
-def _total(planes: torch.Tensor, weights: list[float] | None, heads: int) -> torch.Tensor:
-    """The scores [L, heads, n] in fp16 of [L, planes, Hkv, n], summed in fp32, plane by plane and head by head."""
-    if weights is None and planes.shape[1] == 1 and planes.shape[2] == heads:
+def _total(planes: torch.Tensor) -> torch.Tensor:
+    """The scores [L, Hkv, n] in fp16 of [L, planes, Hkv, n], summed in fp32, plane by plane."""
+    if planes.shape[1] == 1:
         return planes[:, 0]
-    total = torch.zeros(len(planes), heads, planes.shape[3], device=planes.device)
-    for i, plane in enumerate(planes.unbind(1)):
-        if weights is not None and weights[i] == 0:
-            continue
-        for part in plane.float().split(heads, 1):
-            total += part if weights is None else part * weights[i]
+    total = torch.zeros_like(planes[:, 0], dtype=torch.float32)
+    for plane in planes.unbind(1):
+        total += plane.float()
     return total.half()

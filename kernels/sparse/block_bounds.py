@@ -19,7 +19,7 @@ def _fold_blocks_kernel(
     k_cache, block_bounds, tables, starts, before, after, tables_n,
     k_layer, k_page, k_slot, k_head, b_layer, b_page, b_head, b_kind, MOST,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MOMENTS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // MOST
     head = tl.program_id(1)
@@ -33,25 +33,21 @@ def _fold_blocks_kernel(
         d = tl.arange(0, BLOCK_D)
         slot = tl.arange(0, SLOTS)
         row = k_cache + layer * k_layer + page * k_page + head * k_head
-        one = tl.full([BLOCK_D], float("-inf") if not MOMENTS else 0.0, tl.float32)
-        two = tl.full([BLOCK_D], float("inf") if not MOMENTS else 0.0, tl.float32)
+        one = tl.full([BLOCK_D], float("-inf") if not MEAN else 0.0, tl.float32)
+        two = tl.full([BLOCK_D], float("inf"), tl.float32)
         broken = tl.zeros([BLOCK_D], tl.float32)
         for begin in range(0, PAGE, SLOTS):
             inside = (begin + slot < PAGE)[:, None] & (d < D)[None, :]
             k = tl.load(row + (begin + slot)[:, None] * k_slot + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            if MOMENTS:
+            if MEAN:
                 one += tl.sum(k, 0)
             else:
                 one = tl.maximum(one, tl.max(tl.where(inside, k, float("-inf")), 0))
                 two = tl.minimum(two, tl.min(tl.where(inside, k, float("inf")), 0))
                 broken += tl.sum(tl.where(k != k, 1.0, 0.0), 0)
-        if MOMENTS:
+        if MEAN:
             one /= PAGE
-            for begin in range(0, PAGE, SLOTS):
-                inside = (begin + slot < PAGE)[:, None] & (d < D)[None, :]
-                k = tl.load(row + (begin + slot)[:, None] * k_slot + d[None, :], mask=inside, other=0.0).to(tl.float32)
-                two += tl.sum(tl.where(inside, (k - one[None, :]) * (k - one[None, :]), 0.0), 0)
-            two = tl.sqrt(two / PAGE)
+            two = one
         else:  # the maximum of a NaN and a number may be the number
             one = tl.where(broken > 0, float("nan"), one)
             two = tl.where(broken > 0, float("nan"), two)
@@ -79,15 +75,15 @@ def fold_blocks(
     Args:
         keys: [layers, pages, page_size, Hkv, D], last dim contiguous.
         bounds: [layers, pages, Hkv, 2, D] in the dtype of `keys`, last dim contiguous; overwritten for these pages: the
-            largest and the smallest of its keys in each channel (exact), or their mean and standard deviation.
+            largest and the smallest of its keys in each channel (exact), or twice their mean.
         tables: int32 [n, max_pages], rows contiguous.
         starts: int64 [n], contiguous, the kvp rank of each sequence's first block.
         before, after: int64 [n], contiguous, tokens of each sequence over all ranks of which none will be taken back.
         most: pages that one sequence can have filled on a rank in between, at most.
-        score: bounds, mean or mean_std.
+        score: bounds or mean.
 
     Source:
-        Quest (arXiv:2406.10774), and, for mean and standard deviation, UNIQUE (arXiv:2605.27740).
+        Quest (arXiv:2406.10774).
     """
     assert score in SCORES
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block}
@@ -101,5 +97,5 @@ def fold_blocks(
         keys, bounds, tables, starts, before, after, tables.stride(0),
         *keys.stride()[:4], *bounds.stride()[:4], most,
         KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size, D=D,
-        BLOCK_D=triton.next_power_of_2(D), SLOTS=SLOTS, MOMENTS=score != "bounds",
+        BLOCK_D=triton.next_power_of_2(D), SLOTS=SLOTS, MEAN=score == "mean",
     )  # fmt: skip

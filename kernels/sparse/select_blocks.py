@@ -144,7 +144,7 @@ def _score_tiles(
         mask = live[:, None] & (d < D)[None, :]
         one = tl.load(block_bounds + where, mask=mask, other=0.0)
         found = tl.dot(meets_one, tl.trans(one), input_precision="ieee")
-        if SCORE != "mean":
+        if SCORE == "bounds":
             two = tl.load(block_bounds + where + kind_stride, mask=mask, other=0.0)
             found = tl.dot(meets_two, tl.trans(two), found, input_precision="ieee")
         keys = _ordered(found)  # [BLOCK_M, TILE]
@@ -212,7 +212,7 @@ def _select_blocks_kernel(
             meets_two = tl.minimum(query, 0.0).to(query.dtype)
         else:
             meets_one = query
-            meets_two = tl.abs(query)
+            meets_two = query
         pages = block_table + b * table_b
         done = tl.minimum(end, item_end) - at
         from_tile = start // TILE + at - item_begin
@@ -310,7 +310,7 @@ def select_blocks(
         first, last, pages: int32 [N], contiguous: pages before `first` and from `last` on are read anyway, of `pages`.
         topk: at most MOST_CHOSEN.
         width: columns of the result, at least what any query reads.
-        score: bounds, mean or mean_std.
+        score: bounds or mean.
         counted: [2] int64, to which the pages in all tables, and the tables, are added.
         candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
             number of the same order, and its place in the block table; what is left has the lowest number there is.

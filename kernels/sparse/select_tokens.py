@@ -49,31 +49,21 @@ def _ordered(x):
 
 
 @triton.jit
-def _scores(
-    at, weights, mask, plane_stride, head_stride, PLANES: tl.constexpr, HEADS: tl.constexpr, WEIGHTED: tl.constexpr
-):  # fmt: skip
-    """Ordered scores of the keys whose first plane and head lie at pointers `at`."""
-    if PLANES * HEADS == 1 and not WEIGHTED:
+def _scores(at, mask, plane_stride, PLANES: tl.constexpr):
+    """Ordered scores of the keys whose first plane lies at pointers `at`."""
+    if PLANES == 1:
         return _ordered(tl.load(at, mask=mask, other=0.0))
     else:
         total = tl.zeros(at.shape, tl.float32)
         for plane in tl.static_range(PLANES):
-            counts = mask
-            if WEIGHTED:
-                weight = tl.load(weights + plane)
-                # What 0 would multiply may be no number. (The interpreter takes a scalar comparison for a float.)
-                counts = mask & ((weight != 0).to(tl.int32) > 0)
-            for head in tl.static_range(HEADS):
-                x = tl.load(at + plane * plane_stride + head * head_stride, mask=counts, other=0.0).to(tl.float32)
-                total += x * weight if WEIGHTED else x
+            total += tl.load(at + plane * plane_stride, mask=mask, other=0.0).to(tl.float32)
         return _ordered(total.to(tl.float16))
 
 
 @triton.jit
 def _read_tile(
-    scores, weights, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride, head_stride,
-    PLANES: tl.constexpr, HEADS: tl.constexpr, WEIGHTED: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    scores, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride,
+    PLANES: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What the local keys from `begin` on score: [pages, keys of a page]; 0, less than any score, behind n."""
     SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys of one page
@@ -84,7 +74,7 @@ def _read_tile(
     page = tl.load(pages + piece // PAGE, mask=live, other=0).to(tl.int64) * page_stride
     offset = (piece % PAGE)[:, None] + s[None, :]
     mask = live[:, None] & (s >= 0)[None, :]
-    x = _scores(scores + page[:, None] + offset, weights, mask, plane_stride, head_stride, PLANES, HEADS, WEIGHTED)
+    x = _scores(scores + page[:, None] + offset, mask, plane_stride, PLANES)
     j = piece[:, None] + s[None, :]
     if REACH > 0:
         # The REACH + 1 keys until j: the beginning of j's group (x), the end of one that is REACH before (y), and all
@@ -100,9 +90,7 @@ def _read_tile(
             start = tl.where(same, page[:, None], before[:, None])
             start += tl.where(same, offset - back, ((piece + PAGE - back % PAGE) % PAGE)[:, None] + s[None, :])
             inside = (mask | live[:, None]) & (j >= back)
-            y = _scores(
-                scores + start, weights, inside, plane_stride, head_stride, PLANES, HEADS, WEIGHTED
-            )  # fmt: skip
+            y = _scores(scores + start, inside, plane_stride, PLANES)
             y = tl.reshape(tl.where(j >= back, y, 0), [TILE // GROUP, GROUP])
             if back < REACH:
                 best = tl.maximum(best, tl.max(y, 1)[:, None])
@@ -113,9 +101,6 @@ def _read_tile(
                     of_y = tl.max(tl.where((i == at)[None, :], y, 0), 1)
                     best = tl.maximum(best, tl.where((i >= at)[None, :], of_x[:, None], of_y[:, None]))
         x = tl.reshape(best, [TILE // SPAN, SPAN])
-    if BLOCK > 1:
-        best = tl.max(tl.reshape(tl.where(j < n, x, 0), [TILE // BLOCK, BLOCK]), 1)
-        x = tl.reshape(tl.broadcast_to(best[:, None], [TILE // BLOCK, BLOCK]), [TILE // SPAN, SPAN])
     if (begin < sinks) | (begin + TILE > n - windows) | (fresh > 0):  # hardly any tile
         x = tl.where((j < sinks) | (j >= n - windows), _FORCED, tl.where(fresh > 0, 1, x))
         x = tl.where(j < n, x, 0)
@@ -183,12 +168,11 @@ def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _select_tokens_kernel(
-    key_scores, weights, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
+    key_scores, score_tables, block_tables, known, counts, sink_keys, window_keys, fresh, table,
     row_counts, part_counts, all_counts, equals_before, of_all, overflow, layer_stride, plane_stride, page_stride,
     head_stride, score_tables_b, block_tables_b, table_layer, B, columns, width, tail, parts,
-    STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, SUMMED: tl.constexpr,
-    WEIGHTED: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    STAGE: tl.constexpr, GUESS: tl.constexpr, PLANES: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    REACH: tl.constexpr, TILE: tl.constexpr, BLOCK_PARTS: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % parts  # one axis: rows of a large batch are more than the second one takes
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -213,8 +197,6 @@ def _select_tokens_kernel(
     row_counts += row * _ROW
     all_counts += row * _ROW  # of all ranks that choose together
     part_counts += (row * parts + part) * _SIZE
-    if WEIGHTED:
-        weights += b * PLANES
     d = tl.arange(0, 16)
     v = tl.arange(0, 256)
 
@@ -288,8 +270,7 @@ def _select_tokens_kernel(
         if STAGE == 3:
             slot = _slots(blocks, at, n, PAGE, STEP)
         x = _read_tile(
-            key_scores, weights, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, head_stride,
-            PLANES, SUMMED, WEIGHTED, PAGE, REACH, BLOCK, STEP,
+            key_scores, pages, at, n, sinks, windows, is_fresh, plane_stride, page_stride, PLANES, PAGE, REACH, STEP,
         )  # fmt: skip
         if STAGE == 0:
             eights = _eights(x, x == x, 12, TILE)
@@ -345,7 +326,6 @@ def _workspace(device: torch.device, rows: int, parts: int) -> tuple[torch.Tenso
 
 def select_tokens(
     scores: torch.Tensor,
-    weights: torch.Tensor | None,
     score_tables: torch.Tensor,
     block_tables: torch.Tensor,
     known: torch.Tensor,
@@ -357,7 +337,6 @@ def select_tokens(
     tail: int,
     *,
     reach: int = 0,
-    block: int = 1,
     together: Together | None = None,
 ) -> None:
     """Writes tables of the cache slots of each sequence's best keys, for all layers and KV heads.
@@ -370,9 +349,8 @@ def select_tokens(
 
     Args:
         scores: [L, planes, pages, Hkv, page_size] fp16, last dim contiguous. Local key j of sequence b lies in page
-            `score_tables[b, j // page_size]`, slot `j % page_size`. What stands for no known key may be anything.
-        weights: [B, planes] fp32, contiguous: a key scores as the sum of its planes times these, in fp32; a plane of
-            weight 0 may hold anything. None: planes count alike.
+            `score_tables[b, j // page_size]`, slot `j % page_size`, and scores as the sum of its planes, in fp32. What
+            stands for no known key may be anything.
         score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores, and of the KV cache, which have as
             many keys. A key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
         known: [B] int32, contiguous, as all that follow.
@@ -380,32 +358,29 @@ def select_tokens(
         sinks, windows: [B] int32, together at most `counts`.
         fresh: [B] bool: scores count as equal, so that the latest keys are chosen; they are not read.
         table: [L, B, Hkv, width] int32, contiguous in a layer, written: `counts + tail` entries of each row, which is
-            at most the width; the others stay. [L, B, 1, width]: a key scores as its KV heads together, summed in fp32.
+            at most the width; the others stay.
         tail: keys behind the known ones.
         reach: a key scores as the best of itself and this many before it; 0 or a power of two up to 16.
-        block: a key scores as the best known of its aligned block of this many; a power of two up to 16.
         together: one choice over several ranks; a collective among them.
 
     Source:
         Vegas (arXiv:2602.07223), section 3.2; radix select.
     """
-    layers, planes, _, kv_heads, page_size = scores.shape
+    layers, planes, _, heads, page_size = scores.shape
     B, columns = score_tables.shape
-    heads, width = table.shape[2:]
-    assert scores.dtype == torch.float16 and scores.stride(4) == 1 and heads in (1, kv_heads)
+    width = table.shape[3]
+    assert scores.dtype == torch.float16 and scores.stride(4) == 1
     assert block_tables.shape == score_tables.shape and block_tables.stride(1) == score_tables.stride(1) == 1
-    assert table[0].is_contiguous() and table.shape[:2] == (layers, B) and fresh.dtype == torch.bool
+    assert table[0].is_contiguous() and table.shape[:3] == (layers, B, heads) and fresh.dtype == torch.bool
     per_sequence = (known, counts, sinks, windows)
     assert all(t.is_contiguous() and t.dtype == torch.int32 and t.shape == (B,) for t in per_sequence)
-    assert all(0 <= x <= MOST_REACH and x & (x - 1) == 0 for x in (reach, block)) and 1 in (block, reach + 1)
+    assert 0 <= reach <= MOST_REACH and reach & (reach - 1) == 0
     if not dispatch.on_gpu(scores):
         reference(
-            scores, weights, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach, block=block,
-            together=together,
+            scores, score_tables, block_tables, *per_sequence, fresh, table, tail, reach=reach, together=together
         )  # fmt: skip
         return
     assert page_size & (page_size - 1) == 0 and (page_size == 1 or page_size >= MOST_REACH)
-    assert weights is None or weights.is_contiguous()
     rows = layers * B * heads
     tiles = triton.cdiv(columns * page_size, TILE)
     parts = max(LEAST_PARTS, triton.cdiv(PROGRAMS * sm_count(scores.device), rows))
@@ -424,10 +399,9 @@ def select_tokens(
             all_counts[:, digits] = everyone.sum(0)
             equals_before = everyone[: together.rank].sum(0, dtype=torch.int32) if stage == 3 else None
         _select_tokens_kernel[(parts * rows,)](
-            scores, weights, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
+            scores, score_tables, block_tables, *per_sequence, fresh, table, row_counts, part_counts,
             all_counts, equals_before, of_all, overflow, *scores.stride()[:4], score_tables.stride(0),
             block_tables.stride(0), table.stride(0), B, columns, width, tail, parts,
-            STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, SUMMED=kv_heads // heads,
-            WEIGHTED=weights is not None, PAGE=page_size, REACH=reach, BLOCK=block, TILE=TILE,
+            STAGE=stage, GUESS=guess, PLANES=planes, HEADS=heads, PAGE=page_size, REACH=reach, TILE=TILE,
             BLOCK_PARTS=triton.next_power_of_2(parts), TOGETHER=together is not None, num_warps=4, **overlapped(scores),
         )  # fmt: skip

@@ -50,7 +50,7 @@ def _entries(
 
 @triton.jit
 def _resolve_kernel(
-    table, late, his, held, positions, starts, place_of, page_of, order, turns, chosen, miss_blocks, miss_places,
+    table, his, held, positions, starts, place_of, page_of, order, turns, chosen, miss_blocks, miss_places,
     miss_counts, counted, entries, width, pages, places, begin, most, first_row, ring_pages, T, HEADS: tl.constexpr,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr, GUESS: tl.constexpr, PDL: tl.constexpr,
@@ -87,8 +87,6 @@ def _resolve_kernel(
         seeks = (page >= 0) & (ring < 0)
         place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
         claims = seeks & (place == -1 - e)
-        if late is not None:
-            tl.store(late + at, tl.where(place < 0, 0, -1), mask=e < entries)
         rank = missing + tl.cumsum(claims.to(tl.int32), 0) - 1
         tl.store(miss_blocks + rank, page * HEADS + head, mask=claims)
         missing += tl.sum(claims.to(tl.int32), 0)
@@ -139,10 +137,6 @@ def _resolve_kernel(
         seeks = (page >= 0) & (ring < 0)
         place = tl.load(place_of + page, mask=seeks, other=0, cache_modifier=".cg")
         place = tl.where(seeks, begin + place, ring)
-        if late is not None:
-            comes = tl.load(late + at, mask=page >= 0, other=-1) >= 0
-            tl.store(late + at, place, mask=comes)
-            place = tl.where(comes, -1, place)
         tl.store(table + at, place, mask=page >= 0)
 
 
@@ -158,7 +152,6 @@ def resolve(
     counted: torch.Tensor,
     first_row: int,
     ring_pages: int,
-    late: torch.Tensor | None = None,
     guess: bool = False,
     *,
     kvp: int,
@@ -184,24 +177,21 @@ def resolve(
         first_row: row of the first sequence in the batch.
         ring_pages: of a sequence: its local page i, unless it is full of committed tokens, is page i % ring_pages of
             its ring.
-        late: like `table`, written if given: what has to come stands here, and in `table` is left out; what is here is
-            left out there.
         guess: whether these pages are only about those that queries will read: a choice has still to be resolved.
     """
     N, heads, width = table.shape
     if not dispatch.on_gpu(table):
         reference(
-            table, hi, pages, positions, starts, queries, hot, misses, counted, first_row, ring_pages, late,
+            table, hi, pages, positions, starts, queries, hot, misses, counted, first_row, ring_pages,
             guess, kvp=kvp, kvp_rank=kvp_rank, append_block=append_block, page_size=page_size,
         )  # fmt: skip
         return
     assert all(t.is_contiguous() for t in (table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order))
-    assert late is None or (late.is_contiguous() and late.shape == table.shape)
     assert (
         misses.source.stride() == misses.target.stride() == (misses.source.stride(0), 1) and len(misses.source) == heads
     )
     _resolve_kernel[(heads,)](
-        table, late, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order, hot.turn, hot.chosen,
+        table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order, hot.turn, hot.chosen,
         misses.source, misses.target, misses.counts, counted, N * width, width, hot.place_of.shape[1], hot.places,
         hot.begin, misses.source.stride(0), first_row, ring_pages, queries, HEADS=heads, KVP=kvp, RANK=kvp_rank,
         BLOCK_TOKENS=append_block, PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),

@@ -38,7 +38,7 @@ def dtype(given: Given) -> torch.dtype:
 
 
 def collect(given: Given, group: int, dim: int, queries: int, batch: int, length: int) -> list[Row]:
-    """Verification of one KV head without scores and with those of all queries, of two, and of each, microseconds."""
+    """Verification of one KV head without scores, with those of two queries, and with the best of any, microseconds."""
     device, kind = given.device, dtype(given)
     pages = length // PAGE
     copies = max(4, -(-ROTATED // (batch * length * dim * 2 * kind.itemsize))) if given.gpu else 1
@@ -60,14 +60,14 @@ def collect(given: Given, group: int, dim: int, queries: int, batch: int, length
         known = length - queries + 1  # keys of drafts, which some queries do not see
         return planes.double().sum(0).view(batch, -1)[:, :known]
 
-    kinds = ["all", "ends"]
+    kinds = ["ends"]
     if queries * group <= decode_tile(queries * group, dim, kind)["BLOCK_M"]:
-        kinds += ["any", "each"]
+        kinds += ["any"]
     row: Row = {"kind": "collect", "group": group, "dim": dim, "queries": queries, "batch": batch, "length": length}
     for rows in kinds:
         # Sums in another order, and fp16: 2^-11 of scores below 8.
         torch.testing.assert_close(found(rows, flash_decode), found(rows, by_torch), rtol=2**-9, atol=2**-8)
-    row["planes"] = score_planes(queries, group, dim, kind, "all")
+    row["planes"] = score_planes(queries, group, dim, kind)
     row["plain_us"] = 1e6 * seconds(attend, copies, device)
     for rows in kinds:
         row[f"{rows}_us"] = 1e6 * seconds(partial(attend, rows=rows), copies, device)
@@ -92,7 +92,7 @@ def select(given: Given, layers: int, heads: int, batch: int, length: int) -> li
     table = torch.zeros(layers, batch, heads, int(KEPT * length) + TAIL, dtype=torch.int32, device=device)
 
     def choose(copy: int, to: torch.Tensor = table, op: Callable[..., None] = select_tokens) -> None:
-        op(scores[copy], None, score_tables, tables, known, counts, sinks, windows, fresh, to, TAIL)
+        op(scores[copy], score_tables, tables, known, counts, sinks, windows, fresh, to, TAIL)
 
     wanted = torch.zeros_like(table)
 
@@ -143,7 +143,7 @@ PARTS = (
     Part(
         lambda given: VERIFIED if given.gpu else [(2, 32, 3, 2, 2 * K)],
         collect,
-        "group dim queries batch length plain_us again_us all_us ends_us any_us each_us all_over_plain any_over_plain",
+        "group dim queries batch length plain_us again_us ends_us any_us ends_over_plain any_over_plain",
         "scores beside verification",
     ),
     Part(

@@ -137,7 +137,7 @@ def find(given: Given, batch: int, chosen: int, places: int, hot: bool) -> Itera
 
     def run(i: int) -> None:
         out.copy_(tables[i])
-        resolve(out, hi, held, positions, starts, 1, state.layer(0), misses, counted, 0, 1, None, False, **GRID)
+        resolve(out, hi, held, positions, starts, 1, state.layer(0), misses, counted, 0, 1, False, **GRID)
 
     known, cpu = HotBlocks.create(1, HEADS, pages, state.places, 0, torch.device("cpu")), torch.device("cpu")
     lists, counts = BlockList.create(HEADS, batch * chosen, cpu), torch.zeros(2, dtype=torch.int64)
@@ -147,7 +147,7 @@ def find(given: Given, batch: int, chosen: int, places: int, hot: bool) -> Itera
             expected = tables[i].to(cpu, copy=True)
             reference(
                 expected, hi.cpu(), held.cpu(), positions.cpu(), starts.cpu(), 1, known.layer(0), lists, counts, 0, 1,
-                None, False, **GRID,
+                False, **GRID,
             )  # fmt: skip
             assert torch.equal(out.cpu(), expected)
             assert all(torch.equal(getattr(state, f.name).cpu(), getattr(known, f.name)) for f in fields(state)[:-1])

@@ -3,17 +3,16 @@
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
 cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
 each step keeps a set share of the last one's blocks (`attention.score=replay`): what is kept is hot, and the others
-come over the link. With `overlap` what is hot is attended meanwhile (`kv.overlap`); with `ahead` blocks of a layer come
+come over the link. With `ahead` blocks of a layer come
 while the one before it computes (`kv.ahead`), and each guess is right, since the pattern is known. One rank pins 62 GB,
 which takes about half a minute, and the GPU has to have 76 GB for the second job.
 
-The third job has four sequences of 128K tokens, also in two chunks of HOP-B: one rank has nothing to exchange, but it
-attends to one chunk while the other one's blocks come.
+The third job has four sequences of 128K tokens.
 
 Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 160 s.
 
 `over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
-`predicted_ms`: what the planner says, by `conf/hardware/`; it knows neither `overlap` nor such chunks. `hot`: the share
+`predicted_ms`: what the planner says, by `conf/hardware/`. `hot`: the share
 of the chosen blocks that were on the GPU when they were chosen. `used_gb` is the GPU's memory in use, by its driver.
 """
 
@@ -41,12 +40,12 @@ from launch.job import spawn
 MODEL = "qwen2.5-7b"
 LINK = 55.5e9  # bytes a second of one link, in large copies
 TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
-OVERLAP, AHEAD, CHUNKS = "kv.overlap=true", "kv.ahead=true", "hopb.chunks=2"
+AHEAD = "kv.ahead=true"
 Cell = tuple[int, float, str]  # blocks chosen, the share that stays, what is set beside
 ON_GPU: list[Cell] = [(32, 1.0, ""), (8, 1.0, "")]
 ON_HOST: list[Cell] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
-ON_HOST += [(32, 0.0, OVERLAP), (32, 0.8, OVERLAP), (32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
-SEVERAL: list[Cell] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", OVERLAP, CHUNKS, AHEAD)]
+ON_HOST += [(32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
+SEVERAL: list[Cell] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", AHEAD)]
 HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
 
 
@@ -90,7 +89,7 @@ def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
         / layout.world_size
     )
     for (topk, repeat, more), point in zip(cells, points, strict=True):
-        row = about | {"topk": topk, "repeat": repeat, "overlap": more == OVERLAP, "ahead": more == AHEAD} | point
+        row = about | {"topk": topk, "repeat": repeat, "ahead": more == AHEAD} | point
         if "failed" not in point:
             read, tier = _read(given_to, topk), Tier(repeat, ahead=1.0 if more == AHEAD else None)
             row |= {"sparse": asdict(read), **figures(point, whole)}
@@ -145,7 +144,7 @@ def figures(point: Row, whole: float) -> Row:
 
 def compared(rows: list[Row]) -> Row:
     """Steps with everything hot over those of a cache on the GPU."""
-    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and not (row["overlap"] or row["ahead"])]
+    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and not row["ahead"]]
     ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
     hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
     return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
@@ -158,7 +157,7 @@ BENCHMARK = Benchmark(
         Part(
             cases,
             measure,
-            "tier batch topk repeat overlap ahead hopb_chunks ms target_ms predicted_ms over_dense hot link_mb "
+            "tier batch topk repeat ahead ms target_ms predicted_ms over_dense hot link_mb "
             "link_gbs resolve_us copy_blocks_us flash_decode_us used_gb",
         ),
         Part(

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from comm import emulated
-from helix.build import draft_budget
 from helix.config import Config, check
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
@@ -115,7 +114,7 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         )
 
 
-def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec, rank: int) -> None:
+def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
     """Raises ValueError where a model cannot draft for itself over few of its keys."""
     speculation = config.speculation
     if speculation.forced is not None and config.bench.kind == "none" and config.model.load != "random":
@@ -138,14 +137,6 @@ def check_self_drafts(config: Config, layout: HelixLayout, spec: DecoderSpec, ra
     page = config.kv.page_size
     if page & (page - 1) or 1 < page < 16:
         raise ValueError(f"{what} takes pages of 1 token or of a power of two from 16 on, not kv.page_size={page}")
-    try:
-        dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
-        draft_budget(speculation).planes(spec, layout, rank, 1 + speculation.gamma, dtype)
-    except ValueError as error:
-        raise ValueError(
-            f"speculation.policy={speculation.policy} with speculation.gamma={speculation.gamma}: {error}; set a lower "
-            "gamma, or speculation.policy=any"
-        ) from error
 
 
 def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
@@ -227,7 +218,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         layout, reason = choose(config, spec, prompts, world_size, device)
     check_layout(layout, spec)
     check_attention(config, layout, spec)
-    check_self_drafts(config, layout, spec, rank)
+    check_self_drafts(config, spec)
     if config.speculation.drafter == "synthetic" and config.bench.kind == "none" and config.model.load != "random":
         raise ValueError(
             "speculation.drafter=synthetic keeps drafts whatever the model says, so that "

@@ -17,7 +17,7 @@ from launch.inputs.prompts import Prompt
 # What a line's figures do not depend on: how the search goes, where files are, how progress is shown.
 FREE = {
     "record", "bench.kind", "bench.output", "bench.gammas", "bench.sparsities", "bench.grid", "comm.timeout_s",
-    "decode.prompts", "decode.output", "decode.resume", "decode.stream", "decode.run_steps", "speculation.drafter",
+    "decode.prompts", "decode.output", "decode.resume", "decode.stream", "speculation.drafter",
     "speculation.gamma", "speculation.sparsity", "speculation.adaptive",
 }  # fmt: skip
 

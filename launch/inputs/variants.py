@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from helix.config import Config, check
 
 # That do not change what the cache holds.
-KEYS = ("attention.topk", "attention.repeat", "kv.overlap", "kv.ahead", "hopb.chunks")
+KEYS = ("attention.topk", "attention.repeat", "kv.ahead")
 
 
 def variants(config: Config) -> dict[str, Config]:
@@ -27,8 +27,8 @@ def variants(config: Config) -> dict[str, Config]:
         try:
             changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
             whole = cast(Config, OmegaConf.to_object(changed))
-            kv = replace(config.kv, overlap=whole.kv.overlap, ahead=whole.kv.ahead)
-            found[text] = replace(config, attention=whole.attention, kv=kv, hopb=whole.hopb)
+            kv = replace(config.kv, ahead=whole.kv.ahead)
+            found[text] = replace(config, attention=whole.attention, kv=kv)
             check(found[text])
         except (OmegaConfBaseException, ValueError) as error:
             raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error

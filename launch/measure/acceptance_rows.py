@@ -7,31 +7,26 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from helix.config import SpeculationConfig
 from helix.speculation import DraftBudget
+from helix.speculation.sparse import ROWS
 from launch.measure.agreement import mean_range, wilson
 from launch.measure.drafting import Found, Outcome, Way
 
 Row = dict[str, Any]
-DEFAULTS = SpeculationConfig()
-SCORED = ("sparsity", "recent", "reach", "block", "heads")  # what a policy that goes by scores is told
+DEFAULTS = DraftBudget()
+SCORED = ("sparsity", "recent", "reach")  # what a policy that goes by scores is told
 READS: dict[str, tuple[str, ...]] = {
     "window": ("sparsity",), "quest": ("sparsity", "recent"), "full": (), "ngram": (), "oracle": ("sparsity",),
-    "weights": SCORED[:-1], "fixed": SCORED[:-1],
+    "weights": SCORED, "fixed": SCORED,
 }  # fmt: skip
 
 
 def budgets(policy: str, options: dict[str, list[Any]]) -> Iterator[DraftBudget]:
-    """Budgets of all combinations of the options that a policy reads; a block above 1 goes without reach."""
-    blocks = options["block"]
-    spread = [(reach, 1) for reach in options["reach"] if 1 in blocks] + [(0, n) for n in blocks if n > 1]
+    """Budgets of all combinations of the options that a policy reads."""
     reads = READS.get(policy, SCORED)
-    kind = policy if policy in ("window", "quest", "full") or policy not in READS else "all"
-    for sparsity, recent, (reach, block), heads in product(
-        options["sparsity"], options["recent"], spread, options["heads"]
-    ):
-        told = {"sparsity": sparsity, "recent": recent, "reach": reach, "block": block, "shared": heads == "shared"}
-        yield DraftBudget(kind, **{name: x for name, x in told.items() if name.replace("shared", "heads") in reads})
+    kind = policy if policy in ROWS else "any"
+    for told in product(*(options[name] for name in SCORED)):
+        yield DraftBudget(kind, **{name: x for name, x in zip(SCORED, told, strict=True) if name in reads})
 
 
 def ways(policies: Sequence[str], options: dict[str, list[Any]]) -> list[Way]:
@@ -47,12 +42,13 @@ def ways(policies: Sequence[str], options: dict[str, list[Any]]) -> list[Way]:
 
 def described(way: Way) -> Row:
     """What names a way; None for what its policy does not read."""
-    b = asdict(way.budget) | {"heads": "shared" if way.budget.shared else "each"}
-    reads = READS.get(way.policy, SCORED)
+    b, reads = asdict(way.budget), READS.get(way.policy, SCORED)
     noise = way.noise if way.temperature and way.policy != "ngram" else None
+    # Older records have ways that chose in blocks, or alike for all heads of a rank; what names a way stays.
+    every = {"block": 1 if "reach" in reads else None, "heads": None if way.policy in READS else "each"}
     return {
         "policy": way.policy, "gamma": way.gamma, **{name: b[name] if name in reads else None for name in SCORED},
-        "temperature": way.temperature, "noise": noise,
+        **every, "temperature": way.temperature, "noise": noise,
     }  # fmt: skip
 
 

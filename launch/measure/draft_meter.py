@@ -117,7 +117,7 @@ class MeteredAttention(AttentionPolicy):
         self.wanted.clear()
         self.local.clear()
         scores = self.drafter.scores
-        if scores is None or scores.rows == "each":
+        if scores is None:
             return
         assert scores.planes.shape[1] == 1, "verification of fewer queries would leave some planes as they were"
         for ranks in self.meter.ranks:
@@ -136,10 +136,7 @@ class MeteredAttention(AttentionPolicy):
         layers, _, heads, width = self.chosen.tables.shape
         table = torch.zeros(layers, n, heads, width, dtype=torch.int32, device=known.device)
         flags = torch.zeros(n, dtype=torch.bool, device=known.device)
-        select_tokens(
-            scores.planes, None, score_tables, block_tables, *ranges, flags, table, 0, reach=budget.reach,
-            block=budget.block,
-        )  # fmt: skip
+        select_tokens(scores.planes, score_tables, block_tables, *ranges, flags, table, 0, reach=budget.reach)
         return table, ranges[1]
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -33,7 +34,7 @@ from helix.speculation.sparse import ROWS
 from helix.step import DecodeState
 from launch.inputs.continuations import Continuation
 from launch.measure.draft_meter import DraftMeter
-from launch.measure.draft_variants import FixedBudget, by_weights, oracle
+from launch.measure.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle
 from launch.measure.prefilled import Setting, load, prefilled
 
 APPEND_BLOCK = 64
@@ -93,9 +94,16 @@ class Found:
     metered: dict[str, object] | None
 
 
+S = TypeVar("S", bound=SparseDrafter)
+
+
 def _sparse(way: Way, runner: ModelRunner) -> SparseDrafter:
+    return _made(SparseDrafter, way, runner)
+
+
+def _made(kind: type[S], way: Way, runner: ModelRunner) -> S:
     # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
-    return SparseDrafter(
+    return kind(
         way.gamma, runner.model, runner.comm, runner.cache, runner.placement, way.budget, noise=way.noise,
         max_batch=runner.max_batch, max_length=runner.max_length + runner.drafts - way.gamma,
     )  # fmt: skip
@@ -106,12 +114,16 @@ def _oracle(way: Way, runner: ModelRunner) -> Drafter:
 
 
 def _by_weights(way: Way, runner: ModelRunner) -> Drafter:
-    return by_weights(_sparse(replace(way, budget=replace(way.budget, policy="all")), runner), runner.comm)
+    return by_weights(_sparse(way, runner), runner.comm)
+
+
+def _judging(way: Way, runner: ModelRunner) -> Drafter:
+    return _made(JudgingDrafter, way, runner).judge(way.policy)
 
 
 def _fixed(way: Way, runner: ModelRunner) -> Drafter:
     keys = round(way.budget.sparsity * runner.model.spec.max_positions)
-    budget = FixedBudget("all", way.budget.sparsity, way.budget.recent, way.budget.reach, way.budget.block, fixed=keys)
+    budget = FixedBudget("any", way.budget.sparsity, way.budget.recent, way.budget.reach, fixed=keys)
     return _sparse(replace(way, budget=budget), runner)
 
 
@@ -119,10 +131,12 @@ def _ngram(way: Way, runner: ModelRunner) -> Drafter:
     return NgramDrafter(way.gamma, LONGEST)
 
 
-# The product's, and ways that it does not have: each draft chooses by its own logits (oracle), by what verification
-# made of keys after the softmax (weights), as many keys as of a text as long as the model's context (fixed).
+# The product's, and ways that it does not have: by the mean of queries of verification (all; accepted: those whose
+# drafts held; last: the last of these), each draft by its own logits (oracle), by what verification made of keys after
+# the softmax (weights), as many keys as of a text as long as the model's context (fixed).
 DRAFTERS: dict[str, Callable[[Way, ModelRunner], Drafter]] = {
-    **dict.fromkeys(ROWS, _sparse), "ngram": _ngram, "oracle": _oracle, "weights": _by_weights, "fixed": _fixed
+    **dict.fromkeys(ROWS, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
+    "ngram": _ngram, "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
 }  # fmt: skip
 
 

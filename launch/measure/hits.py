@@ -102,5 +102,5 @@ class HitMeter(BlockSparseAttention):
             misses = BlockList.create(heads, hot.places, table.device)
             resolve(
                 table.clone(), hi, held, step.positions, step.starts, step.max_q, hot, misses, counted, step.first, 1,
-                None, kind == GUESS, **step.placement.grid, page_size=step.placement.page_size,
+                kind == GUESS, **step.placement.grid, page_size=step.placement.page_size,
             )  # fmt: skip

@@ -107,9 +107,8 @@ def _time_point(
 
 
 def _attend_as(runner: ModelRunner, config: Config) -> None:
-    """Later steps choose their blocks and are cut as `config` says, in graphs of their own."""
+    """Later steps choose their blocks as `config` says, in graphs of their own."""
     runner.close()
-    runner.hopb = config.hopb.chunks
     policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
     if runner.graphs is not None:

@@ -23,7 +23,7 @@ from helix.build import build_engine, make_drafter
 from helix.clock import Moment, seconds_of_each
 from helix.config import Config, bench_points
 from helix.decision import Admission, Decision, Segment, StepKind
-from helix.engine import Engine
+from helix.engine import RUN_STEPS, Engine
 from helix.errors import ConfigError, RankError
 from helix.graphs import StepGraphs
 from helix.model_runner import StepTokens
@@ -280,7 +280,7 @@ class PromptSample(_Sample):
         seconds: list[float] = []
         taken: list[list[list[int]]] = []
         runner, rows = self.runner, len(requests)
-        left, run = max(r.max_new_tokens for r in requests) - 1, self.config.decode.run_steps
+        left, run = max(r.max_new_tokens for r in requests) - 1, RUN_STEPS
         while left > 0:
             drawn: list[Tensor] = []
             read: list[StepTokens] = []

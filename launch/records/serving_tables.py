@@ -19,8 +19,7 @@ def _of(name: str, unit: str, digits: int = 1) -> Callable[[Row], str]:
 
 
 def _set_beside(r: Row) -> str:
-    chosen = {"kv.overlap": r["overlap"], "kv.ahead": r["ahead"], "hopb.chunks=2": r["hopb_chunks"] > 1}
-    return ", ".join(name for name, is_on in chosen.items() if is_on) or "-"
+    return "kv.ahead" if r["ahead"] else "-"
 
 
 def tiers() -> list[str]:
@@ -38,9 +37,14 @@ def tiers() -> list[str]:
         "at": lambda r: f"{r['link_gbs']:.1f} GB/s" if r["link_gbs"] else "-",
         "GPU in use": _of("used_gb", "GB"),
     }
-    key = "kind", "batch", "length", "topk", "repeat", "overlap", "ahead", "hopb_chunks", "pieces"
-    found = results("tier-steps", *key)
-    return lines(columns, [r for r in found if r["kind"] == "tier-steps" and "ms" in r and r["tier"] == "host"])
+    key = "kind", "batch", "length", "topk", "repeat", "ahead", "pieces"
+    # Older records have two ways more, `overlap` and `hopb_chunks`, which are gone: benchmarks/LOG.md says that they
+    # gained nothing.
+    every = results("tier-steps", *key, "overlap", "hopb_chunks")
+    found = {tuple(map(r.get, key)): r for r in every if not r.get("overlap") and r.get("hopb_chunks", 1) == 1}
+    return lines(
+        columns, [r for r in found.values() if r["kind"] == "tier-steps" and "ms" in r and r["tier"] == "host"]
+    )
 
 
 def fetches() -> list[str]:

@@ -19,7 +19,7 @@ WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes 
 OPTIONS = {
     "none": (),
     "ngram": ("gamma", "adaptive", "longest"),
-    "sparse": ("policy", "sparsity", "gamma", "adaptive", "recent", "reach", "block", "heads", "choice", "noise"),
+    "sparse": ("policy", "sparsity", "gamma", "adaptive", "noise"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from launch.serving.choice import Choice, News
 from launch.serving.dialects import Part
 from launch.serving.errors import ApiError
-from launch.serving.streams import COMMENT, DONE
+from launch.serving.streams import COMMENT, COMMENT_S, DONE
 from launch.serving.tokens import Tokens
 
 
@@ -37,7 +37,6 @@ class Answer:
     prompt_tokens: int
     changed: asyncio.Event
     close: Callable[[], None]
-    comment_s: float
     usage_at_end: bool = False
     progress: bool = False
     echoed: list[str] = field(default_factory=list)
@@ -97,7 +96,7 @@ class Answer:
         """What is new, by choice, until all have ended; nothing where it was silent for long."""
         while any(choice.ended is None for choice in self.choices):
             try:
-                async with asyncio.timeout(self.comment_s):
+                async with asyncio.timeout(COMMENT_S):
                     await self.changed.wait()
             except TimeoutError:
                 yield []

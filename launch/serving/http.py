@@ -14,8 +14,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from helix.config import ServeConfig
 from launch.serving.errors import ApiError
+from launch.serving.reader import RECEIVE_S
 
 BACKLOG = 4096
+CONNECTIONS = 16384  # at a time
 CLOSING_S = 2  # for connections to end, once the server does
 KEEP_ALIVE_S = 75
 LINGER_S = 5.0  # in which a client whose request is refused may read why, and what it still sends is dropped
@@ -39,7 +41,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             super().connection_made(transport)  # type: ignore[arg-type]
             self._refused: ApiError | None = None  # then all that follows is dropped
             self._unread = 0  # bytes since the parser last made a head, or a part of a body, of them
-            self._late = self.loop.call_later(serve.receive_s, self.transport.abort)
+            self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
 
         def data_received(self, data: bytes) -> None:
             if self._refused is not None:
@@ -54,7 +56,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
             self._size = 0  # of headers, those behind a body included
             self.scope["helix.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self._late.cancel()
-            self._late = self.loop.call_later(serve.receive_s, self.transport.abort)
+            self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
 
         def on_url(self, url: bytes) -> None:
             if len(self.url) + len(url) > MOST_URL:
@@ -115,7 +117,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
-        limit_concurrency=serve.connections,
+        limit_concurrency=CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )

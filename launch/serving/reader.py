@@ -17,6 +17,7 @@ from launch.serving.tokens import Tokens
 from launch.serving.workers import Work, Workers, answer
 
 T = TypeVar("T")
+RECEIVE_S = 60.0  # for a client to send a request, and then for its body to be read
 LARGE = 1 << 15  # bytes, or characters: less is read within some 30 ms
 PROCESSES = 4  # at most
 THREADS = 2
@@ -85,7 +86,7 @@ class Reader:
         try:
             done, result = await self._in_thread(pickle.loads, await self.workers.ask(request))
         except TimeoutError:
-            what = f"the request could not be read within serve.receive_s={self._deadline_s:g} s"
+            what = f"the request could not be read within {self._deadline_s:g} s"
             raise ApiError(413, what, code="too_large") from None
         except EOFError as error:
             print(error, file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
 from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
-from launch.serving.reader import Reader
+from launch.serving.reader import RECEIVE_S, Reader
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
@@ -72,7 +72,7 @@ class Api:
             ValueError: the tokenizer cannot be read.
         """
         self.name = self._serve.name or (Path(ready.model).name if ready.model else "model")
-        self._reader = Reader(ready.model, self._serve.receive_s)
+        self._reader = Reader(ready.model, RECEIVE_S)
         self._dialect = dialect_of(self._reader.tokens.template)
         if self._dialect is not None:
             Parser(self._dialect.template, "", [])  # what it imports takes seconds: not with the first chat
@@ -224,7 +224,6 @@ class Api:
             prompt_tokens=sum(map(len, prompts)),
             changed=changed,
             close=lambda: self._give_up(flights),
-            comment_s=self._serve.comment_s,
             usage_at_end=body.stream_options is not None and body.stream_options.include_usage,
             progress=body.return_progress,
             echoed=[text for text in echoed for _ in range(n)],
@@ -325,13 +324,13 @@ class Api:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(self._serve.receive_s):
+            async with asyncio.timeout(RECEIVE_S):
                 async for piece in request.stream():
                     body += piece
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within serve.receive_s={self._serve.receive_s:g} s") from None
+            raise ApiError(408, f"the body did not come within {RECEIVE_S:g} s") from None
         request.state.size = len(body)
         return await reader.run(len(body), parsed, schema, bytes(body), most_ids)
 

@@ -21,7 +21,6 @@ from tests.e2e.fuzz_configs import Json, Shapes, config_of, rope_of, written
 
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
 SHARED = 8  # seeds
-TILE_ROWS = 16  # queries x heads of a group that a tile of rows holds whatever else is set
 
 Settings = dict[str, Any]
 
@@ -63,6 +62,7 @@ class Case:
         rounds: requests, those of a round when all before it have ended.
         least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
         piece_tokens: of `helix.tiering`, small enough that what lies before a chunk comes in several pieces.
+        run_steps: of `helix.engine`, few enough that runs are many.
         scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
         whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
         backend: between processes: nccl or symm_mem.
@@ -80,6 +80,7 @@ class Case:
     rounds: tuple[tuple[Ask, ...], ...]
     least_keys: int
     piece_tokens: int
+    run_steps: int
     scarce: bool
     whimsical: bool
     backend: str
@@ -114,7 +115,8 @@ class Case:
 
     def __str__(self) -> str:
         more = f"spoilt={self.spoilt} " if self.spoilt else ""
-        more += f"least_keys={self.least_keys} scarce={self.scarce} whimsical={self.whimsical} eos={len(self.eos)} "
+        more += f"least_keys={self.least_keys} run_steps={self.run_steps} scarce={self.scarce} "
+        more += f"whimsical={self.whimsical} eos={len(self.eos)} "
         asks = ", ".join(f"{ask.name}:{len(ask.tokens)}+{ask.new}" for asks in self.rounds for ask in asks)
         return more + " ".join(f"{key}={value}" for key, value in self.settings.items()) + f"; {asks}"
 
@@ -146,7 +148,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
     # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
     crowd = rng.random() < 0.2 and not lossy
     if crowd:
-        settings |= {"decode.max_batch": rng.choice((3, 5)), "serve.lease": 1, "decode.run_steps": 1}
+        settings |= {"decode.max_batch": rng.choice((3, 5)), "serve.lease": 1}
     rounds = rounds_of(vocab, settings, eos, crowd, rng)
     settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
     spoilt = None
@@ -166,6 +168,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
         rounds,
         rng.choice((16, 16, 16, 64, 256)),
         rng.choice((32, 64, 32768)),
+        1 if crowd else rng.choice((1, 2, 8)),
         rng.random() < 0.7,
         rng.random() < 0.4,
         rng.choice(("nccl", "symm_mem")),
@@ -209,7 +212,6 @@ def settings_of(
         "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
         "decode.max_batch": rng.choice((1, 2, 3, 5)),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
-        "decode.run_steps": rng.choice((1, 2, 8)),
         "serve.lease": rng.choice((1, 2, 16)),
         "serve.stall_ms": rng.choice((2.0, 50.0)),
         "speculation.drafter": "none",
@@ -228,7 +230,7 @@ def settings_of(
         settings |= _draft_layout(layout, spec, page, rng)
     if drafter == "sparse":
         assert spec is not None
-        settings |= _self_drafts(spec, page, settings["speculation.gamma"], rng)
+        settings |= _self_drafts(page, rng)
     if not blocks:
         return settings, False
     return settings, _block_sparse(layout, settings, dtype, rng)
@@ -251,21 +253,12 @@ def _draft_layout(layout: HelixLayout, spec: DecoderSpec | None, page: int, rng:
     return {f"speculation.layout.{key}": value for key, value in rng.choice(ways).items()}
 
 
-def _self_drafts(spec: DecoderSpec, page: int, gamma: int, rng: random.Random) -> Settings:
-    policies = ["any", "any", "all", "c2q", "window", "full"]
+def _self_drafts(page: int, rng: random.Random) -> Settings:
+    policies = ["any", "any", "c2q", "window", "full"]
     policies += ["quest"] if page >= 16 else []  # of smaller pages a query would choose too many
-    policies += (
-        ["accepted", "last"] if (1 + gamma) * (spec.attention.q_heads // spec.attention.kv_heads) <= TILE_ROWS else []
-    )
-    reach, block = rng.choice(((0, 1), (0, 1), (1, 1), (2, 1), (8, 1), (0, 4), (0, 16)))
     return {
         "speculation.policy": rng.choice(policies),
         "speculation.sparsity": rng.choice((0.05, 0.1, 0.3, 1.0)),
-        "speculation.recent": rng.choice((0.0, 0.25, 0.5, 1.0)),
-        "speculation.reach": reach,
-        "speculation.block": block,
-        "speculation.heads": rng.choice(("each", "each", "shared")),
-        "speculation.choice": rng.choice(("local", "global")),
         "speculation.noise": rng.choice(("shared", "own")),
     }
 
@@ -281,7 +274,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
     settings |= {
         "attention.policy": "block_sparse",
         "attention.choice": choice,
-        "attention.score": rng.choice(("bounds", "mean", "mean_std")),
+        "attention.score": rng.choice(("bounds", "mean")),
         "attention.sink_blocks": rng.choice((0, 1, 2)),
         "attention.local_blocks": 1 + -(-drafts // page) + rng.choice((0, 0, 1, 3)),
         "attention.topk": rng.choice((0, 1, 2, 5)),
@@ -297,7 +290,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
         else:
             settings["attention.from_tokens"] = 1 << 20
     if rng.random() < 0.4:
-        settings |= {"kv.tier": "host", "kv.host_bytes": 1e9, "kv.overlap": rng.random() < 0.5}
+        settings |= {"kv.tier": "host", "kv.host_bytes": 1e9}
         settings["kv.ahead"] = settings["attention.topk"] > 0 and rng.random() < 0.5
     return lossy
 
@@ -363,14 +356,13 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
     return longest if scarce else longest * int(settings["decode.max_batch"])
 
 
-NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.overlap": False, "kv.ahead": False}
+NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
 PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
 BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local", "attention.score": "bounds"}
 BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9}
 GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
 HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
 DRAFTS: Settings = {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.policy": "any"}
-DRAFTS |= {"speculation.reach": 0, "speculation.block": 1}
 TWO_RANKS: Settings = {"layout.mode": "helix", "layout.kvp": 2, "layout.tpa": 1, "layout.ep": 1}
 DRAFT_MODEL: Settings = {"speculation.drafter": "model", "speculation.gamma": 2, "speculation.layout.mode": "helix"}
 DRAFT_MODEL |= {"speculation.layout.kvp": 2, "speculation.layout.tpa": 1}
@@ -406,7 +398,6 @@ def _two_heads(spec: DecoderSpec) -> bool:
 SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "kv.tier=host attention.policy=dense": (_any, PLAIN | HOST),
     "kv.tier=host kv.host_bytes": (_any, BLOCKS | {"kv.tier": "host"}),
-    "kv.overlap=true kv.tier": (_any, PLAIN | {"kv.overlap": True}),
     "kv.ahead=true attention.topk=0": (_any, BLOCKS | HOST | {"kv.ahead": True, "attention.topk": 0}),
     "kv.tier=host speculation.drafter=sparse": (_any, BLOCKS | HOST | DRAFTS),
     "speculation.drafter=sparse attention.policy=block_sparse": (_whole, BLOCKS | DRAFTS),
@@ -415,7 +406,6 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
     "attention.policy=block_sparse latents": (_latents, BLOCKS),
     "attention.policy=block_sparse sliding window": (_windows, BLOCKS),
-    "speculation.reach=8 speculation.block=4": (_any, {"speculation.reach": 8, "speculation.block": 4}),
     "speculation.gamma=32 31": (_any, {"speculation.gamma": 32}),
     "attention.choice=global kv.page_size=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),
     "attention.choice=global hopb.chunks=2": (_whole, GLOBAL | {"hopb.chunks": "2"}),

@@ -100,6 +100,7 @@ def surroundings(case: Case) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
         stack.enter_context(patch("helix.tiering.PIECE_TOKENS", case.piece_tokens))
+        stack.enter_context(patch("helix.engine.RUN_STEPS", case.run_steps))
         if case.whimsical:
             stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
         yield
@@ -134,7 +135,7 @@ def plain(case: Case, directory: Path, rank: int) -> CheckedRun:
     plan = plan_of(case, directory, rank)
     config = plan.config
     config.speculation.drafter, config.hopb.chunks, config.decode.max_batch = "none", "none", 1
-    config.kv.tier, config.kv.host_bytes, config.kv.overlap, config.kv.ahead = "gpu", None, False, False
+    config.kv.tier, config.kv.host_bytes, config.kv.ahead = "gpu", None, False
     config.kv.prefix_cache = False
     return replace(plan, draft=None)
 

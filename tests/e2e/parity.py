@@ -56,7 +56,6 @@ class Sparse:
 
     Attributes:
         hot: places of each KV head in each layer, where the cache is in host memory; None: it is on the GPU.
-        overlap: what is hot is attended while the rest comes.
         ahead: blocks of a layer come while the one before it computes.
         chunks: of a step's batch, as in `ModelRunner`.
     """
@@ -65,7 +64,6 @@ class Sparse:
     score: str = "bounds"
     choice: str = "global"
     hot: int | None = None
-    overlap: bool = False
     ahead: bool = False
     chunks: str = "none"
 
@@ -135,7 +133,7 @@ def build_engine(
         over_all = comm if sparse.choice == "global" else None
         given = sparse.budget, sparse.score, placement, max_length, device, over_all
         tiered = sparse.hot is not None
-        more = {"overlap": sparse.overlap, "ahead": sparse.ahead}
+        more = {"ahead": sparse.ahead}
         policy = TieredAttention(*given, **more) if tiered else BlockSparseAttention(*given)
     if isinstance(policy, TieredAttention):
         assert score is not None and sparse is not None and sparse.hot is not None
@@ -172,10 +170,12 @@ def build_engine(
         model, layout, comm, cache, placement, max_batch=max_batch, max_length=max_length, policy=policy,
         drafter=drafter, hopb=sparse.chunks if sparse else "none",
     )  # fmt: skip
-    return Engine(
+    engine = Engine(
         runner, serving=serving, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
         timeout_s=timeout_s,
     )  # fmt: skip
+    engine.run_steps = 8  # short runs: more decisions
+    return engine
 
 
 def generate(engine: Engine, wanted: Sequence[Continuation]) -> Result:

@@ -108,7 +108,7 @@ def test_no_token_of_a_step_that_gave_up_is_kept(tmp_path: Path) -> None:
     assert start(whole, tokens=100).wait().code == 0
     # Where rank 0 waits is chance: in a kernel (as in tests/dist/test_captured.py:check_recovery) or, where rank 1 had
     # launched all of a run, for it to take the next decision; then who started it is the first to see it.
-    ended = end_without_rank_1(start(cut, "comm.timeout_s=1", "decode.run_steps=100", tokens=100), cut, signal.SIGSTOP)
+    ended = end_without_rank_1(start(cut, "comm.timeout_s=1", tokens=100), cut, signal.SIGSTOP)
     causes = (
         "(comm.timeout_s) for rank 1 in a collective",
         "rank 1 gave no sign of life",

@@ -36,7 +36,7 @@ from tests.e2e.test_speculation import whimsical
 from tests.pool import pool
 
 SLOW = pytest.mark.slow
-POLICIES = ["any", "all", "c2q", "accepted", "last", "window", "quest", "full"]
+POLICIES = ["any", "c2q", "window", "quest", "full"]
 # Few enough keys that a wrong table shows in what is kept.
 FEW = DraftBudget(sparsity=0.1, recent=0.25, reach=2)
 
@@ -138,7 +138,7 @@ def plain() -> Tokens:
     return served(None, HelixLayout.create())[0]
 
 
-@pytest.mark.parametrize("policy", ["all", pytest.param("window", marks=SLOW)])
+@pytest.mark.parametrize("policy", ["any", pytest.param("window", marks=SLOW)])
 @pytest.mark.parametrize("kvp", [1, 3])
 def test_shared_noise_changes_no_sampled_token(kvp: int, policy: str) -> None:
     drafts = SelfDrafts(3, DraftBudget(policy, 0.1))
@@ -151,17 +151,6 @@ def test_drafts_that_read_every_key_all_hold(policy: str) -> None:
     drafts = SelfDrafts(3, DraftBudget(policy, sparsity=1.0))
     tokens, kept = served(drafts, HelixLayout.create("helix", 2))
     assert tokens == plain() and kept == [1.0] * 3
-
-
-def test_one_choice_over_all_ranks_is_that_of_one_rank() -> None:
-    """Then the same drafts hold on every layout; and where all keys are read, all of them."""
-    budget = DraftBudget(sparsity=0.15, recent=0.0, together=True)
-    alone, kept = served(SelfDrafts(3, budget), HelixLayout.create())
-    assert 0 < kept[0] < 1
-    for layout in (HelixLayout.create("helix", 3), HelixLayout.create("helix", 2, 2)):
-        assert served(SelfDrafts(3, budget), layout) == (alone, kept)
-    everything = SelfDrafts(3, replace(budget, sparsity=1.0))
-    assert served(everything, HelixLayout.create("helix", 2))[1] == [1.0] * 3
 
 
 def test_drafts_with_noise_of_their_own_all_hold_where_they_read_every_key() -> None:
@@ -250,14 +239,8 @@ class Watch:
                     assert set(chosen) == set(list(range(n))[n - (k - len(forced & sinks)) :]) | (forced & sinks)
                     continue
                 q = self.queries[layer, slot].double()
-                counting = {
-                    "any": q,
-                    "all": q,
-                    "c2q": q[[0, -1]] if len(q) > 1 else q,
-                    "accepted": q[: held + 1],
-                    "last": q[held : held + 1],
-                }
-                of_rows = keys[:, h] @ counting[budget.policy].unflatten(1, (keys.shape[1], -1))[:, h].flatten(0, 1).T
+                counting = q[[0, -1]] if budget.policy == "c2q" and len(q) > 1 else q
+                of_rows = keys[:, h] @ counting.unflatten(1, (keys.shape[1], -1))[:, h].flatten(0, 1).T
                 scores = (of_rows.amax(1) if budget.policy == "any" else of_rows.mean(1)).tolist()
                 scores = [max(scores[max(0, i - budget.reach) : i + 1]) for i in range(n)]
                 free, left = set(chosen) - forced, set(range(n)) - set(chosen)
@@ -266,7 +249,7 @@ class Watch:
                     self.checked += 1
 
 
-@pytest.mark.parametrize("policy", ["any", "all", "c2q", "accepted", "last"])
+@pytest.mark.parametrize("policy", ["any", "c2q"])
 def test_tables(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of all counts, of which some are not verified, on both ranks."""
     monkeypatch.setattr(DraftPolicy, "pace", whimsical())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -51,23 +51,16 @@ def in_host_memory(kvp: int) -> Sparse:
     return Sparse(SHORT_WINDOW, hot=FEW.get(kvp, FEW[4]))
 
 
-@pytest.mark.parametrize("family, kvp", [("gpt-oss", 1), pytest.param("qwen2", 3, marks=SLOW)])
-def test_what_is_hot_is_attended_first(family: str, kvp: int) -> None:
-    """In two parts that are merged; a learned sink is in one of them."""
-    few = replace(in_host_memory(kvp), overlap=True)
-    assert tokens(family, HelixLayout.create("helix", kvp), few) == wanted(family, SHORT_WINDOW)
-
-
 @pytest.mark.parametrize(
-    "family, kvp, tpa, drafts, overlap",
+    "family, kvp, tpa, drafts",
     [
-        ("gpt-oss", 1, 1, 0, True),
-        ("qwen2", 2, 2, 0, False),
-        ("qwen3", 2, 1, 3, False),
-        pytest.param("qwen3-moe", 3, 1, 0, False, marks=SLOW),
+        ("gpt-oss", 1, 1, 0),
+        ("qwen2", 2, 2, 0),
+        ("qwen3", 2, 1, 3),
+        pytest.param("qwen3-moe", 3, 1, 0, marks=SLOW),
     ],
 )
-def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts: int, overlap: bool) -> None:
+def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts: int) -> None:
     """Over places for one choice alone: what comes for a guess takes them from blocks that are chosen next."""
     counted: list[torch.Tensor] = []
 
@@ -76,7 +69,7 @@ def test_what_a_guess_names_comes_early(family: str, kvp: int, tpa: int, drafts:
         counted.append(engine.runner.cache.counted_ahead)
 
     budget = replace(BUDGET, local_blocks=2) if drafts else SHORT_WINDOW
-    sparse = Sparse(budget, hot=19 if drafts else FEW[kvp], overlap=overlap, ahead=True)
+    sparse = Sparse(budget, hot=19 if drafts else FEW[kvp], ahead=True)
     assert tokens(family, HelixLayout.create("helix", kvp, tpa), sparse, watched, drafts=drafts) == wanted(
         family, budget
     )
@@ -123,26 +116,6 @@ def test_a_guess_may_take_until_its_layer_waits_for_it(late: tuple[str, ...], mo
     sparse = Sparse(SHORT_WINDOW, hot=20, ahead=True)
     found = tokens("qwen2", HelixLayout.create(), sparse, on_late_streams(monkeypatch, *late))
     assert found == wanted("qwen2", SHORT_WINDOW)
-
-
-@pytest.mark.parametrize("overlap, ahead", [(False, False), (True, True)])
-def test_a_part_of_the_batch_is_attended_while_the_next_one_s_comes(
-    overlap: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank has nothing to exchange, and cuts steps for that; whoever is begun need not wait for those before it."""
-    on_streams = on_late_streams(monkeypatch, "copy_blocks")
-    cut: list[int] = []
-
-    def run(chunks: Sequence[slice], begin: Callable[[slice], Any], exchange: Callable[[Any], torch.Tensor]) -> Any:
-        cut.append(len(chunks))
-        return torch.cat([exchange(begun) for begun in [begin(rows) for rows in chunks]])
-
-    def chunked(engine: Engine) -> None:
-        on_streams(engine)
-        monkeypatch.setattr(engine.runner.model.pipeline, "run", run)
-
-    sparse = Sparse(SHORT_WINDOW, hot=70, overlap=overlap, ahead=ahead, chunks="2")
-    assert tokens("qwen2", HelixLayout.create(), sparse, chunked) == wanted("qwen2", SHORT_WINDOW) and {*cut} == {2}
 
 
 def test_a_right_guess_leaves_nothing_to_fetch() -> None:
@@ -239,10 +212,12 @@ def test_each_rank_its_own_share(block: int, kvp: int) -> None:
     assert tokens("qwen2", layout, few, block=block) == tokens("qwen2", layout, local, block=block)
 
 
-@pytest.mark.slow
-def test_chunks_change_no_token() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_chunks_change_no_token(ahead: bool) -> None:
+    """Each part of the batch chooses, fetches and attends before the next one does: both take the same places."""
     layout, local = HelixLayout.create("helix", 2), Sparse(SHORT_WINDOW, choice="local")
-    assert tokens("qwen2", layout, replace(local, hot=60, chunks="2")) == tokens("qwen2", layout, local)
+    few = replace(local, hot=FEW[2], ahead=ahead, chunks="2")
+    assert tokens("qwen2", layout, few) == tokens("qwen2", layout, local)
 
 
 @pytest.mark.slow
@@ -303,25 +278,17 @@ def test_where_memory_is_full_the_next_waits() -> None:
 
 @pytest.mark.parametrize("kind, world", KINDS)
 @pytest.mark.parametrize(
-    "drafts, overlap, ahead",
-    [(0, False, False), (3, False, False), (3, True, False), (0, False, True), (3, True, True)],
+    "drafts, ahead",
+    [(0, False), (3, False), (0, True), (3, True)],
 )
-def test_captured_steps(drafts: int, overlap: bool, ahead: bool, kind: type[TorchDistCommunicator], world: int) -> None:
+def test_captured_steps(drafts: int, ahead: bool, kind: type[TorchDistCommunicator], world: int) -> None:
     """One graph resolves, fetches and writes back for sequences of 7 to 278 tokens, over memory of the host."""
     budget = replace(BUDGET, local_blocks=2)
     # Four queries read 8 + 3 * 5 blocks of a sequence, where it has so many: five sequences 23 + 18 + 9 + 6 + 3.
-    sparse = Sparse(budget, hot=60 if drafts else 30, overlap=overlap, ahead=ahead)
+    sparse = Sparse(budget, hot=60 if drafts else 30, ahead=ahead)
     task = captured_rank, checkpoint("qwen2"), kind, sparse, drafts, torch.float32
     found = pool(world, "nccl").run(*task, timeout_s=120.0)[0]
     assert found == [wanted("qwen2", budget)] * 3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlap, ahead", [(False, False), (True, True)])
-def test_captured_chunks(overlap: bool, ahead: bool) -> None:
-    sparse = Sparse(SHORT_WINDOW, hot=70, overlap=overlap, ahead=ahead, chunks="2")
-    task = captured_rank, checkpoint("qwen2"), TorchDistCommunicator, sparse, 0, torch.float32
-    assert pool(1, "nccl").run(*task, timeout_s=120.0)[0] == [wanted("qwen2", SHORT_WINDOW)] * 3
 
 
 @pytest.mark.gpu

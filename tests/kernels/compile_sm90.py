@@ -111,7 +111,7 @@ SPECIAL = {
     "kept": ("*fp16", True),
     "kept_table": ("*i32", True),
     **dict.fromkeys(("firsts", "lasts", "held", "scores", "tile_best", "lists", "arrived"), ("*i32", True)),
-    **dict.fromkeys(("table", "tables", "report", "offered", "late"), ("*i32", True)),
+    **dict.fromkeys(("table", "tables", "report", "offered"), ("*i32", True)),
     **dict.fromkeys(("before", "after", "counted"), ("*i64", True)),
     **dict.fromkeys(("topk", "width", "columns", "tail"), ("i32", False)),
     **dict.fromkeys(("score_tables", "block_tables", "known", "sink_keys", "window_keys"), ("*i32", True)),
@@ -151,7 +151,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, i
         for holes in (False, True)[: 1 + (tokens == 1)]:  # each query has tables of its own
             name = "decode" + "-holes" * holes
             yield name, dtype, _flash_decode_kernel, shared | none | {"PAGE": page, "HOLES": holes}, options
-        for rows in ("all", "ends", "each", "any")[: 4 if tokens == 8 else 1]:
+        for rows in ("ends", "any")[: 1 + (tokens == 8)]:
             collects = {"PAGE": page, "HOLES": False, "COLLECT": rows}
             yield f"decode-collects-{rows}", dtype, _flash_decode_kernel, shared | collects, options
         del shared["BLOCK_D"]
@@ -267,7 +267,7 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
     """One query and five drafted ones of a group of seven, and pages of 16 among which 64 are chosen."""
     bf16 = torch.bfloat16
     for dtype, queries, chosen, tiles, score in (
-        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "mean_std"), (bf16, 1, 64, 2048, "mean"),
+        (bf16, 1, 32, 256, "bounds"), (bf16, 5, 32, 256, "bounds"), (bf16, 1, 64, 2048, "mean"),
     ):  # fmt: skip
         item = {
             "T": queries,
@@ -285,16 +285,15 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
             names = "T", "HEADS", "LANES", "BLOCK_G", "TILE", "REPORT", "PDL"
             yield "choose", dtype, _choose_kernel, {name: item[name] for name in names}, {"num_warps": 4}
     grid = {"KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "D": 128, "BLOCK_D": 128, "SLOTS": 32}
-    for moments in (False, True):
-        yield "fold", bf16, _fold_blocks_kernel, grid | {"MOMENTS": moments}, {"num_warps": 4}
+    for mean in (False, True):
+        yield "fold", bf16, _fold_blocks_kernel, grid | {"MEAN": mean}, {"num_warps": 4}
     offers = {"HEADS": 4, "TOPK": 32, "RANKS": 8, "BLOCK_K": 32, "BLOCK_ALL": 256, "PDL": True}
     yield "keep-best", bf16, _keep_best_kernel, offers, {"num_warps": 4}
     yield "repeat", bf16, _repeat_blocks_kernel, {"HEADS": 4, "BLOCK_K": 32, "PDL": True}, {"num_warps": 1}
     shard = {"HEADS": 4, "KVP": 2, "RANK": 1, "BLOCK_TOKENS": 128, "PAGE": 128, "PDL": True}
-    yield "resolve", bf16, _resolve_kernel, shard | {"BLOCK": 1024, "BLOCK_S": 4096, "GUESS": False}, {"num_warps": 8}
-    for guess in (False, True):
-        alone = shard | {"BLOCK": 64, "BLOCK_S": 4096, "GUESS": guess, "late": None}
-        yield "resolve", bf16, _resolve_kernel, alone, {"num_warps": 8}
+    for block, guess in ((1024, False), (64, False), (64, True)):
+        found = shard | {"BLOCK": block, "BLOCK_S": 4096, "GUESS": guess}
+        yield "resolve", bf16, _resolve_kernel, found, {"num_warps": 8}
     block = {"WORDS": 16384, "PIECE": 8192, "PDL": True}
     yield "copy-blocks", bf16, _copy_blocks_kernel, block | {"LISTS": 4, "BLOCK_L": 4}, {"num_warps": 8}
     yield "write-back", bf16, _write_back_kernel, shard | block, {"num_warps": 8}
@@ -302,17 +301,10 @@ def sparse_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict
 
 def token_cases() -> Iterator[tuple[str, torch.dtype, Any, dict[str, Any], dict[str, int]]]:
     """A guess and four launches, of one plane and of several, alone and with the best of the keys before."""
-    tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK": 1, "BLOCK_PARTS": 64, "PDL": True}
+    tile = {"HEADS": 1, "PAGE": 128, "TILE": TOKENS, "BLOCK_PARTS": 64, "PDL": True}
     plain = [(stage, 1, 0) for stage in range(4)]
     for stage, planes, reach in [*plain, (0, 2, 0), (1, 2, 0), (3, 2, 0), (1, 1, 8), (2, 1, 8), (3, 1, 16)]:
-        one = {
-            "STAGE": stage,
-            "PLANES": planes,
-            "SUMMED": planes,
-            "WEIGHTED": planes > 1,
-            "REACH": reach,
-            "TOGETHER": planes > 1,
-        }
+        one = {"STAGE": stage, "PLANES": planes, "REACH": reach, "TOGETHER": planes > 1}
         for guess in (False, True)[: 1 + (stage == 2)]:
             yield (
                 "select-tokens",

@@ -77,7 +77,7 @@ def check(found: torch.Tensor, c: dict[str, Any], score: str) -> None:
                     if score == "bounds":
                         of_heads.append(torch.maximum(x * one, x * two).sum())
                     else:
-                        of_heads.append((x * one).sum() + (x.abs() * two).sum() * (score == "mean_std"))
+                        of_heads.append((x * one).sum())
                 scores.append(float(max(of_heads)))
             best = sorted(range(last - first), key=lambda j: (-scores[j], j))[: c["topk"]]
             read = [*range(first), *(first + j for j in sorted(best)), *range(last, pages)]

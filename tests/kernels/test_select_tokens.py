@@ -30,25 +30,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pages-of-one": dict(sequences=[(150, 31, 2, 3, 0), (65, 7, 0, 0, 0)], page=1),
     "pages-of-128": dict(sequences=[(200, 40, 4, 4, 0), (128, 17, 0, 0, 0)], page=128),
     "planes": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], planes=3),
-    "weights": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], weights=[[0.25, 0.75, 0.0], [0.0, 0.1, 1.3]]),
-    "one-weight": dict(sequences=[(90, 20, 1, 1, 0)], weights=[[-0.5]]),
+    "planes-reach": dict(sequences=[(140, 20, 1, 1, 0)], planes=2, reach=2),
     "reach": dict(sequences=[(120, 30, 2, 2, 0), (33, 8, 0, 0, 0), (60, 9, 0, 3, 1), (0, 0, 0, 0, 0)], reach=8),
     "reach-one": dict(sequences=[(70, 30, 0, 0, 0)], reach=1, kv_heads=1),
     "reach-16-pages-of-one": dict(sequences=[(70, 30, 2, 2, 0), (9, 8, 0, 0, 0)], reach=16, page=1),
     "reach-pages-of-128": dict(sequences=[(150, 30, 2, 2, 0), (33, 8, 0, 0, 0)], reach=4, page=128),
-    "blocks": dict(sequences=[(201, 33, 2, 2, 0), (31, 12, 0, 0, 0), (60, 9, 0, 3, 1)], block=16),
-    "pairs": dict(sequences=[(201, 33, 2, 2, 0)], block=2, page=1),
-    "shared": dict(sequences=[(140, 20, 1, 1, 0), (70, 9, 0, 0, 0)], kv_heads=3, heads=1),
-    "shared-weights-reach": dict(sequences=[(140, 20, 1, 1, 0)], heads=1, weights=[[0.5, 2.0]], reach=2),
 }  # fmt: skip
 
 
 def case(shape: str, device: torch.device, values: torch.Tensor | None = None) -> dict[str, Any]:
     """Random scores, of which many are equal; what stands for no known key is NaN, and tables end in wild pages."""
-    s = dict(page=16, kv_heads=2, planes=1, layers=1, weights=None, reach=0, block=1, tail=5) | SHAPES[shape]
+    s = dict(page=16, kv_heads=2, planes=1, layers=1, reach=0, tail=5) | SHAPES[shape]
     gen = torch.Generator().manual_seed(5)
     page, kv_heads, B = s["page"], s["kv_heads"], len(s["sequences"])
-    planes = len(s["weights"][0]) if s["weights"] else s["planes"]
+    planes = s["planes"]
     columns = max(-(-n // page) for n, *_ in s["sequences"]) + 1
     known, counts, sinks, windows, fresh = (
         torch.tensor(x, dtype=torch.int32) for x in zip(*s["sequences"], strict=True)
@@ -63,24 +58,20 @@ def case(shape: str, device: torch.device, values: torch.Tensor | None = None) -
         own = (4 * torch.randn(s["layers"], planes, kv_heads, n, generator=gen)).half()
         own[..., ::3] = own[..., ::3].round()
         own = own if values is None else values[:n].half().expand_as(own)
-        if s["weights"]:
-            own[:, torch.tensor(s["weights"][b]) == 0] = torch.nan
         j = torch.arange(n)
         scores[:, :, score_tables[b, j // page].long(), :, j % page] = own.permute(3, 0, 1, 2)
         score_tables[b, -(-n // page) :] = 1 << 30
-    table = torch.full((s["layers"], B, s.get("heads", kv_heads), int(counts.max()) + s["tail"] + 2), -7)
+    table = torch.full((s["layers"], B, kv_heads, int(counts.max()) + s["tail"] + 2), -7)
     given = dict(
-        scores=scores, weights=None if s["weights"] is None else torch.tensor(s["weights"]), score_tables=score_tables,
-        block_tables=block_tables, known=known, counts=counts, sinks=sinks, windows=windows, fresh=fresh.bool(),
-        table=table.int(),
+        scores=scores, score_tables=score_tables, block_tables=block_tables, known=known, counts=counts, sinks=sinks,
+        windows=windows, fresh=fresh.bool(), table=table.int(),
     )  # fmt: skip
-    given = {name: x if x is None else x.to(device) for name, x in given.items()}
-    return given | dict(tail=s["tail"], reach=s["reach"], block=s["block"])
+    return {name: x.to(device) for name, x in given.items()} | dict(tail=s["tail"], reach=s["reach"])
 
 
 def order(c: dict[str, Any], layer: int, b: int, head: int) -> list[tuple[float, ...]]:
     """What each known key of a row is compared by: NaN, score, sign; the highest for keys never left out."""
-    page, heads = c["scores"].shape[4], c["table"].shape[2]
+    page = c["scores"].shape[4]
     n, sinks, windows = (int(c[name][b]) for name in ("known", "sinks", "windows"))
     found = []
     for j in range(n):
@@ -90,16 +81,11 @@ def order(c: dict[str, Any], layer: int, b: int, head: int) -> list[tuple[float,
         row = c["scores"][layer, :, int(c["score_tables"][b, j // page]), :, j % page].cpu().numpy()  # [planes, Hkv]
         total = np.float32(0)
         for plane in range(len(row)):
-            for x in row[plane] if heads == 1 else row[plane, head : head + 1]:
-                weight = np.float32(1) if c["weights"] is None else c["weights"][b, plane].cpu().numpy()
-                if weight:
-                    total += np.float32(x) * weight
-        alone = c["weights"] is None and len(row) == 1 and heads == row.shape[1]  # or 0 + -0 is 0
-        score = float(row[0, head] if alone else np.float16(total))
+            total += np.float32(row[plane, head])
+        score = float(row[0, head] if len(row) == 1 else np.float16(total))  # or 0 + -0 is 0
         found.append((1.0, 0.0, 0.0) if math.isnan(score) else (0.0, score, math.copysign(1, score)))
     if c["reach"]:
         found = [max(found[max(0, j - c["reach"]) : j + 1]) for j in range(n)]
-    found = [max(found[j - j % c["block"] : j - j % c["block"] + c["block"]]) for j in range(n)]
     return [(2.0, 0.0, 0.0) if j < sinks or j >= n - windows else x for j, x in enumerate(found)]
 
 
@@ -281,17 +267,17 @@ HALVES = st.one_of(
     values=st.lists(HALVES, min_size=1, max_size=120),
     share=st.floats(0, 1),
     forced=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    shape=st.sampled_from([(0, 1), (4, 1), (0, 4)]),
+    reach=st.sampled_from([0, 4]),
 )
 def test_any_scores(
-    device: torch.device, values: list[float], share: float, forced: tuple[int, int], shape: tuple[int, int]
+    device: torch.device, values: list[float], share: float, forced: tuple[int, int], reach: int
 ) -> None:
     """Numbers far apart and close together, equal ones, none at all."""
     n = len(values)
     k = round(share * n)
     sinks = min(forced[0], k)
     sequence = n, k, sinks, min(forced[1], k - sinks), 0
-    SHAPES["any"] = dict(sequences=[sequence], reach=shape[0], block=shape[1], layers=1, kv_heads=1)
+    SHAPES["any"] = dict(sequences=[sequence], reach=reach, layers=1, kv_heads=1)
     try:
         c = case("any", device, torch.tensor(values))
         select_tokens(**c)
@@ -318,7 +304,7 @@ def long(layers: int, heads: int, lengths: list[int], k: float, page: int = 128,
     known = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     counts = (known * k).int()
     return dict(
-        scores=scores, weights=None, score_tables=score_tables, block_tables=block_tables, known=known, counts=counts,
+        scores=scores, score_tables=score_tables, block_tables=block_tables, known=known, counts=counts,
         sinks=(counts > 9).int() * 4, windows=(counts > 9).int() * 5, fresh=torch.zeros(B, dtype=bool, device="cuda"),
         table=torch.full((layers, B, heads, int(counts.max()) + 16), -7, dtype=torch.int32, device="cuda"), tail=8,
     )  # fmt: skip
@@ -335,7 +321,7 @@ def same(c: dict[str, Any], **how: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", [{}, {"reach": 8}, {"block": 16}], ids=["keys", "reach", "blocks"])
+@pytest.mark.parametrize("how", [{}, {"reach": 8}], ids=["keys", "reach"])
 def test_long(how: dict[str, int]) -> None:
     same(long(8, 2, [131072, 131071, 40000, 3], 0.07), **how)
     same(long(3, 2, [5000, 70001], 0.4, page=1), **how)
@@ -377,7 +363,7 @@ def test_more_rows_than_the_second_axis_of_a_grid_takes() -> None:
     tables = torch.arange(B, device="cuda", dtype=torch.int32)[:, None]
     known, counts, none = (torch.full((B,), n, device="cuda", dtype=torch.int32) for n in (page, 5, 0))
     found = torch.zeros(layers, B, heads, 5, device="cuda", dtype=torch.int32)
-    select_tokens(scores, None, tables, tables, known, counts, none, none, none.bool(), found, 0)
+    select_tokens(scores, tables, tables, known, counts, none, none, none.bool(), found, 0)
     best = scores[:, 0].topk(5).indices.sort().values  # [layers, B, heads, 5]
     # Of equal scores any may be topk's: their values are compared.
     chosen = found - tables[None, :, None] * page

@@ -175,10 +175,9 @@ class Tier:
                 columns = read[n][1 - layer][h]
                 guess[n, h, : len(columns)] = self.tables[n // self.queries, columns]
             of_layer = self.hot.layer(layer), self.misses, torch.zeros_like(self.counted)
-            self.resolve(guess.to(self.device), *args, self.queries, *of_layer, 0, self.ring, None, True, **self.grid)
+            self.resolve(guess.to(self.device), *args, self.queries, *of_layer, 0, self.ring, True, **self.grid)
             self.copy(self.host[one], self.places[one], self.misses)
         before = self.counted.clone()
-        late = torch.full_like(found, 99) if self.generator.random() < 0.5 else None
         self.resolve(
             found,
             *args,
@@ -188,16 +187,8 @@ class Tier:
             self.counted,
             0,
             self.ring,
-            late,
             **self.grid,
         )
-        if late is not None:
-            coming = {int(x) for row, n in zip(self.misses.target, self.misses.counts, strict=True) for x in row[:n]}
-            for n, h in product(range(N), range(HEADS)):
-                for j in range(len(read[n][layer][h])):
-                    comes = int(late[n, h, j])
-                    assert (comes >= 0) == (comes in coming) and min(comes, int(found[n, h, j])) < 0, "query reads both"
-                    found[n, h, j] = max(comes, int(found[n, h, j]))
         self.copy(self.host[one], self.places[one], self.misses)
         misses = int(self.misses.counts.sum())
         assert (self.counted - before)[1] == misses
@@ -294,7 +285,7 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
     grid = {"kvp": kvp, "kvp_rank": kvp - 1, "append_block": 4, "page_size": 4}
     layout = HelixLayout.create("helix", kvp)
     starts = torch.tensor([generator.randrange(kvp) for _ in range(rows)])
-    for turn in range(6):
+    for _ in range(6):
         lengths = torch.tensor([generator.randrange(0, 200) for _ in range(rows)])
         positions = (lengths[:, None] + torch.arange(queries)).flatten()
         of_tokens = starts.repeat_interleave(queries)
@@ -311,19 +302,14 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                 if columns and generator.random() < 0.5:
                     table[n, h, 0] = -1
         tables = [table.to(device, copy=True) for device in devices]
-        lates = [torch.full_like(found, 7) if turn % 2 else None for found in tables]
         guess = generator.random() < 0.3
-        for op, found, hot, misses, counted, late in zip(
-            (resolve, reference), tables, hots, lists, counts, lates, strict=True
-        ):
+        for op, found, hot, misses, counted in zip((resolve, reference), tables, hots, lists, counts, strict=True):
             with pytest.MonkeyPatch.context() as patch:
                 if not torch.cuda.is_available():
                     patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
                 args = [x.to(found.device) for x in (hi, held.int(), positions, of_tokens)]
-                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, late, guess, **grid)
+                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, guess, **grid)
         pairs = [tables, counts, [x.counts for x in lists]]
-        if lates[0] is not None:
-            pairs.append(lates)
         pairs += [[getattr(hot, field.name) for hot in hots] for field in fields(HotBlocks)[:-1]]
         for h, count in enumerate(lists[0].counts.tolist()):
             pairs += [[x.source[h, :count] for x in lists], [x.target[h, :count] for x in lists]]
@@ -359,7 +345,7 @@ def test_what_came_for_a_guess_alone_goes_first(device: torch.device) -> None:
         table = torch.tensor([[pages]], dtype=torch.int32, device=device)
         columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
         grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
-        resolve(table, columns, columns, zero + 9, zero, 1, hot, misses, counted, 0, 1, None, guess, **grid)
+        resolve(table, columns, columns, zero + 9, zero, 1, hot, misses, counted, 0, 1, guess, **grid)
         assert misses.source[0, : misses.counts[0]].tolist() == wanted
         assert hot.page_of[0, table[0, 0].long()].tolist() == pages
 

@@ -138,7 +138,7 @@ def test_the_models_end_is_no_text(tmp_path: Path) -> None:
     run(check, tmp_path, FakeJob(saying("hello")))
 
 
-def test_a_stream_byte_by_byte(tmp_path: Path) -> None:
+def test_a_stream_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers before the first token, comments in silence, usage at the end, and DONE."""
     released = asyncio.Event()
 
@@ -174,7 +174,8 @@ def test_a_stream_byte_by_byte(tmp_path: Path) -> None:
         progress = [piece["prompt_progress"] for piece in told if "prompt_progress" in piece]
         assert [(p["processed"], p["total"]) for p in progress][-1] in ((2, 3), (3, 3))
 
-    run(check, tmp_path, FakeJob(late), comment_s=0.1)
+    monkeypatch.setattr("launch.serving.answers.COMMENT_S", 0.1)
+    run(check, tmp_path, FakeJob(late))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -421,7 +422,7 @@ def test_a_body_that_is_too_large_is_not_read(declared: bool, tmp_path: Path) ->
     run(check, tmp_path, body_mib=1)
 
 
-def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path) -> None:
+def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(front: Front) -> None:
         for begin, answer in (
             (b"", b""),
@@ -436,7 +437,9 @@ def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path) -> None:
                 assert answer == b""
             writer.close()
 
-    run(check, tmp_path, receive_s=0.3)
+    for module in ("http", "routes"):
+        monkeypatch.setattr(f"launch.serving.{module}.RECEIVE_S", 0.3)
+    run(check, tmp_path)
 
 
 BAD: list[tuple[str, Any, int, str]] = [

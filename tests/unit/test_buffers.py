@@ -99,7 +99,7 @@ def test_a_step_takes_no_more(model: str) -> None:
     assert taken <= tokens * token_buffers(spec, layout, 0, torch.bfloat16)
 
 
-@pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(shared=True), DraftBudget(together=True, sparsity=0.3)])
+@pytest.mark.parametrize("budget", [DraftBudget(), DraftBudget(sparsity=0.3)])
 @pytest.mark.parametrize("kvp, tpa", [(1, 1), (2, 1), (2, 2)])
 def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> None:
     """Their bytes are known before they are made."""

@@ -144,7 +144,6 @@ def test_short_chunks_wait_for_the_link(chunk: int, dtype: str, waits: bool) -> 
         ({"kv": KVConfig(tier="host")}, "needs kv.host_bytes"),
         ({"kv": KVConfig(tier="host", host_bytes=-1)}, "kv.host_bytes=-1 must be positive"),
         ({"kv": KVConfig(gpu_bytes=1e9)}, "set kv.tier=host"),
-        ({"kv": KVConfig(overlap=True)}, "kv.overlap=true is for kv.tier=host"),
         ({"kv": KVConfig(ahead=True)}, "kv.ahead=true is for kv.tier=host"),
         ({"kv": KVConfig(tier="disk")}, "kv.tier='disk' is unknown"),
         (
@@ -166,9 +165,9 @@ def test_what_does_not_go_together(change: dict[str, object], said: str) -> None
 def test_variants_switch_what_comes_early() -> None:
     """Over one cache; all else stays."""
     given = config(1e9, 1e8)
-    given.bench.variants = ["kv.ahead=true", "kv.overlap=true hopb.chunks=2", ""]
-    found = [(x.kv.ahead, x.kv.overlap, x.hopb.chunks) for x in variants(given).values()]
-    assert found == [(True, False, "auto"), (False, True, "2"), (False, False, "auto")]
+    given.bench.variants = ["kv.ahead=true", ""]
+    found = [x.kv.ahead for x in variants(given).values()]
+    assert found == [True, False]
     assert all(x.kv.gpu_bytes == 1e8 and x.attention == given.attention for x in variants(given).values())
 
 

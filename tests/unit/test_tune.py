@@ -66,9 +66,9 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path, more: list[str], said: 
 
 
 def test_the_run_that_is_started_is_the_users(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "layout.kvp=2", "speculation.reach=4")
+    config = config_of(tmp_path, "layout.kvp=2", "speculation.policy=c2q")
     assert (config.bench.kind, config.speculation.drafter, config.speculation.gamma) == ("tune", "sparse", 4)
-    assert (config.layout.kvp, config.speculation.reach) == (2, 4)
+    assert (config.layout.kvp, config.speculation.policy) == (2, "c2q")
     assert config.bench.output == str(tmp_path / "tuned" / "mine.jsonl")
     assert tune.overrides(["name=mine"])[1][:3] == ["bench=tune", "speculation=sparse", "speculation.gamma=11"]
     plan = preflight(config, 0, 2)
@@ -115,8 +115,8 @@ def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
         MeasuredFile(config, prompts, ABOUT | {"device": "H200"})
     # What the search tries may change; what figures depend on may not.
     read_measured(config_of(tmp_path, "bench.gammas=[1]", "speculation.gamma=9", "bench.grid=true"), prompts)
-    with pytest.raises(ValueError, match=r"mine.jsonl was measured with speculation.reach=8, not 2: take another"):
-        preflight(config_of(tmp_path, "speculation.reach=2"), 0, 1)
+    with pytest.raises(ValueError, match=r"mine.jsonl was measured with speculation.policy=any, not c2q: take another"):
+        preflight(config_of(tmp_path, "speculation.policy=c2q"), 0, 1)
     (tmp_path / "p.jsonl").write_text('{"prompt_ids": [1, 2, 9]}\n')
     with pytest.raises(ValueError, match="was measured with prompts="):
         preflight(config, 0, 1)
@@ -148,7 +148,7 @@ def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
         (
             2000,
             1400,
-            {"drafter": "sparse", "gamma": 4, "sparsity": 0.1, "reach": 2},
+            {"drafter": "sparse", "gamma": 4, "sparsity": 0.1, "policy": "c2q"},
             "4 drafts over 10% of the keys, 1.5",
         ),
         (9000, 1000, {"drafter": "ngram", "gamma": 2, "longest": 3}, "Drafts by prompt lookup are the fastest here"),
@@ -164,8 +164,8 @@ def test_the_fastest_is_written_and_runs(
     told: str,
 ) -> None:
     """From what was measured, without any rank."""
-    settings = given(tmp_path, "speculation.reach=2")
-    config = config_of(tmp_path, "speculation.reach=2")
+    settings = given(tmp_path, "speculation.policy=c2q")
+    config = config_of(tmp_path, "speculation.policy=c2q")
     file = MeasuredFile(config, read_prompts(tmp_path / "p.jsonl"), ABOUT)
     for row in rows(sparse_us, ngram_us):
         file.add(row)
