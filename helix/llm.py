@@ -28,16 +28,16 @@ import torch
 import torch.distributed as dist
 
 from comm.torch_dist import TorchDistCommunicator
-from helix.build import build_engine
+from helix.build.engine import build_engine
 from helix.config import Config, ModelConfig
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.request import Output, Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.library import import_transformers
-from helix.loading import Checkpoint, read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.loading import Checkpoint, read_config
 from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
-from helix.request import Output, Request
-from helix.sampling import SamplingParams
 from helix.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]

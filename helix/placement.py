@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from helix.config import MAX_QUERIES
 from helix.layout import HelixLayout
-from helix.pages import Stripes
 from kernels import dispatch
 from kernels.attention import placement
 from kernels.sparse.block_ranges import block_ranges
 from kernels.sparse.draft_ranges import MILLION, draft_ranges
+
+NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """How sequences fill pages whose numbers are those of all ranks.
+
+    A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Two kvp ranks, append
+    blocks of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the
+    second stripe, which takes a column as well.
+
+        column       0             1
+        kvp rank 0   0  1  4  5    8  9  12
+        kvp rank 1   2  3  6  7    10 11
+
+    With `start` 1 the two ranks change places. A stripe's columns are the same for every `start`, and so is the number
+    of pages; what a page holds is not.
+
+    Attributes:
+        append_block: consecutive tokens that a kvp rank stores.
+        page_size: tokens of a page on one rank.
+    """
+
+    layout: HelixLayout
+    append_block: int
+    page_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a stripe."""
+        return math.lcm(self.page_size, self.append_block) * self.layout.kvp
+
+    @property
+    def pages(self) -> int:
+        """Pages of a stripe on each rank."""
+        return math.lcm(self.page_size, self.append_block) // self.page_size
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that one page number holds on all kvp ranks together."""
+        return self.page_size * self.layout.kvp
+
+    def columns(self, begin: int, end: int) -> slice:
+        """Columns of the stripes in which `[begin, end)` begins and ends, without the last one."""
+        return slice(begin // self.tokens * self.pages, end // self.tokens * self.pages)
+
+    def pages_for(self, length: int) -> int:
+        """Pages that the first `length` tokens of a sequence take, whatever its `start`: as many as the fullest rank.
+
+        The fullest rank has the first block. Each other one leaves at most ceil(append_block / page_size) pages empty.
+        """
+        return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
+
+    def pages_for_all(self, tokens: int, sequences: int) -> int:
+        """Pages in which any so many sequences of `tokens` tokens in all fit."""
+        # Each sequence but one can round up to one more block, and to one more page.
+        return self.pages_for(tokens) + (sequences - 1) * (-(-self.append_block // self.page_size) + 1)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from helix.loading import INDEX, SINGLE
+from helix.models.loading import INDEX, SINGLE
 from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.gguf_model import GGUFModel, read_gguf, special_ids
 from launch.inputs.gguf_tokenizer import make_tokenizer

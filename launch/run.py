@@ -15,10 +15,10 @@ from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
-from helix.kv_cache import free_bytes
 from helix.library import import_transformers
-from helix.loading import randomize
+from helix.memory.kv_cache import free_bytes
 from helix.models import Decoder
+from helix.models.loading import randomize
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
 from helix.tokenizer import load_tokenizer

@@ -8,10 +8,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from helix.block_tables import BlockTables
+from helix.control.block_tables import BlockTables
 from helix.layout import HelixLayout
-from helix.pages import PagePool, Stripes
-from helix.prefix import PrefixTree
+from helix.memory.pages import PagePool
+from helix.memory.prefix import PrefixTree
+from helix.placement import Stripes
 
 
 @dataclass(frozen=True)

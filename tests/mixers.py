@@ -19,13 +19,13 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy
-from helix.keeps import Keeps
-from helix.kv_cache import KVCache
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.step import Step
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache
+from helix.steps.step import Step
 
 
 @dataclass(frozen=True)

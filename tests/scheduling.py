@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from helix.block_tables import BlockTables
-from helix.decision import Admission, Decision, StepPlan
+from helix.control.block_tables import BlockTables
+from helix.control.prefill_time import PrefillTime
+from helix.control.scheduler import LEAST_CHUNK, Scheduler
+from helix.events.decision import Admission, Decision, StepPlan
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.pages import PagePool, Stripes
-from helix.prefill_time import PrefillTime
-from helix.prefix import PrefixTree
-from helix.request import Request
-from helix.sampling import SamplingParams
-from helix.scheduler import LEAST_CHUNK, Scheduler
+from helix.memory.pages import PagePool
+from helix.memory.prefix import PrefixTree
+from helix.placement import Stripes
 
 TOKEN_S = 1e-4  # of a chunk, for a token at the beginning of a context
 STEP_S = 2e-3

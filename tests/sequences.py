@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from helix.decision import Admission
+from helix.events.decision import Admission
+from helix.events.sampling_params import SamplingParams
 from helix.layers.attention import AttentionSpec
 from helix.models import DecoderSpec
-from helix.sampling import SamplingParams
 
 
 def admission(slot: int, start: int, pages: np.ndarray, limit: int, text: np.ndarray, **more: Any) -> Admission:

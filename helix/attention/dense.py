@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
-from helix.kv_cache import LayerCache
-from helix.step import Step
+from helix.memory.kv_cache import LayerCache
+from helix.steps.step import Step
 from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.split_kv import PartialAttention

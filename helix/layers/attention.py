@@ -12,13 +12,13 @@ from comm.base import Communicator
 from comm.hopb import RESERVED_SMS
 from comm.pending import PendingProjection
 from helix.attention.base import AttentionPolicy, LayerAttention, rows_of
-from helix.keeps import Keeps
-from helix.kv_cache import KVCache, LayerCache
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.step import Step
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache, LayerCache
+from helix.steps.step import Step
 from kernels.attention.kv_append import kv_append
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.qkv_append import qkv_append

@@ -16,11 +16,11 @@ from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
-from helix.keeps import Keeps
-from helix.kv_cache import KVCache
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.step import Step
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache
+from helix.steps.step import Step
 
 
 @dataclass(frozen=True)

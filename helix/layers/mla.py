@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.keeps import Keeps
-from helix.kv_cache import KVCache
 from helix.layers.attention import ShardedAttention, sent
 from helix.layers.linear import ColumnParallel, RowParallel, Rows
 from helix.layers.mixer import LayerPlace
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout, share
-from helix.step import Step
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache
+from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.dense.rms_norm import rms_norm
 from kernels.mla.append import mla_append

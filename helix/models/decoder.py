@@ -14,8 +14,6 @@ from comm.base import Communicator
 from comm.hopb import Pipeline
 from comm.pending import PendingSum
 from helix.attention.base import AttentionPolicy
-from helix.keeps import Keeps
-from helix.kv_cache import KVCache
 from helix.layers.attention import Attention, AttentionSpec
 from helix.layers.embedding import Embedding, Head
 from helix.layers.mixer import LayerPlace, MixerSpec
@@ -26,7 +24,9 @@ from helix.layers.norm import AllReduceNorm
 from helix.layers.rotary import RopeSpec, Rotary
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.step import Step
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache
+from helix.steps.step import Step
 
 
 @dataclass(frozen=True)

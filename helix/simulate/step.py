@@ -8,13 +8,13 @@ from functools import reduce
 
 import numpy as np
 
+from helix.build.tiering import PIECE_TOKENS
+from helix.memory.tiered_cache import LISTS
 from helix.models import DecoderSpec
 from helix.simulate import cost
 from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hardware
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
 from helix.simulate.points import Options, Points, check, check_points
-from helix.tiered_cache import LISTS
-from helix.tiering import PIECE_TOKENS
 
 NUMBER_BYTES = 4  # of what says which block has which place
 RUN_ENDS = 2  # pages that a run of tokens touches beside those it fills
@@ -173,7 +173,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
 
 
 def _ring_tokens(window: int, p: Points, options: Options) -> Array:
-    """Tokens of a rank that a slot has room for in a layer with a window, as `helix.kv_cache.ring` has it."""
+    """Tokens of a rank that a slot has room for in a layer with a window, as `helix.memory.kv_cache.ring` has it."""
     cycle = options.append_block * p.kvp
     touched = -(-((window + options.step_tokens - 1) // cycle + 1) * options.append_block // options.page_size) + 1
     return touched * options.page_size
@@ -182,7 +182,7 @@ def _ring_tokens(window: int, p: Points, options: Options) -> Array:
 def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
     """Bytes that a cache in host memory takes on the GPU at least: for prompts, and for each sequence of so many pages.
 
-    As `helix.tiering.tiered_bytes` has it.
+    As `helix.build.tiering.tiered_bytes` has it.
     """
     layers, sparse, item = len(layer.spec.full), layer.options.sparse, BYTES[layer.options.kv]
     assert sparse is not None

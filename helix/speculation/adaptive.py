@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from helix.decision import StepPlan
+from helix.events.decision import StepPlan
 
 MEMORY = 32.0  # weight, in tries, that earlier runs keep
 EVIDENCE = 4.0  # the same for the first run with drafts after runs without

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from helix.attention.base import AttentionPolicy
-from helix.decision import StepKind
-from helix.follower import Follower
-from helix.step import DecodeState
+from helix.events.decision import StepKind
+from helix.events.follower import Follower
+from helix.steps.step import DecodeState
 from kernels.tokens.accept import Distribution
 
 

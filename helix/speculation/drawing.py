@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.decision import StepKind
+from helix.events.decision import StepKind
 from helix.models import Decoder
-from helix.sampling import distribution, draw, sample
 from helix.speculation.base import Draft
-from helix.step import DecodeState
+from helix.steps.sampling import distribution, draw, sample
+from helix.steps.step import DecodeState
 from kernels.reference.uniform import DRAFT
 from kernels.tokens.accept import Distribution
 

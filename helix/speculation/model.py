@@ -10,17 +10,16 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.dense import DenseAttention
-from helix.decision import Admission, StepKind, TableWrite
-from helix.follower import Prefilled
-from helix.keeps import Keeps, page_bytes
-from helix.kv_cache import KVCache, slot_bytes
+from helix.events.decision import Admission, StepKind, TableWrite
+from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
+from helix.memory.keeps import Keeps, page_bytes
+from helix.memory.kv_cache import KVCache, slot_bytes
 from helix.models import Decoder
-from helix.pages import Stripes
-from helix.placement import Placement, PromptChunk
+from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 
 CHUNK = 1024  # the most tokens in one pass that makes up for steps without drafts
 

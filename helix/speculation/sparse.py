@@ -20,17 +20,17 @@ from helix.attention.chosen import ChosenAttention
 from helix.attention.collecting import CollectingAttention
 from helix.attention.dense import DenseAttention
 from helix.config import MOST_CHOSEN
-from helix.decision import Admission, StepKind, TableWrite
-from helix.follower import Prefilled, Retired, Taken
-from helix.kv_cache import KVCache
+from helix.events.decision import Admission, StepKind, TableWrite
+from helix.events.follower import Prefilled, Retired, Taken
 from helix.layers.attention import AttentionSpec
 from helix.layout import HelixLayout
+from helix.memory.kv_cache import KVCache
+from helix.memory.score_pages import ScorePages, score_bytes
 from helix.models import Decoder, DecoderSpec
 from helix.placement import BlockBudget, KeyBudget, Placement
-from helix.score_pages import ScorePages, score_bytes
 from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from kernels.attention.flash_decode import score_planes
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from helix.decision import StepKind
+from helix.events.decision import StepKind
 from helix.speculation.base import Draft, Drafter
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 

@@ -50,7 +50,7 @@ def draft_ranges(
     share: int,
     latest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`helix.kv_cache.Placement.draft_ranges` for all sequences, in one launch.
+    """`helix.memory.kv_cache.Placement.draft_ranges` for all sequences, in one launch.
 
     Args:
         positions: of the last token that may be chosen, int64 [n], contiguous.

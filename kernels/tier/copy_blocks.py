@@ -53,8 +53,8 @@ def _copy_blocks_kernel(
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, programs: int = PROGRAMS) -> None:
     """Copies the blocks of some lists, in all layers.
 
-    One of the two may lie in host memory that is pinned and mapped (`helix.host_store`): its words go over PCIe as the
-    kernel reads and writes them.
+    One of the two may lie in host memory that is pinned and mapped (`helix.memory.host_store`): its words go over PCIe
+    as the kernel reads and writes them.
 
     Args:
         source, target: [layers, blocks, ...] of one dtype, each layer contiguous, blocks of a multiple of 16 bytes.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from helix.clock import seconds_of_each
+from helix.run.clock import seconds_of_each
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 PAGE, DIM = 64, 128

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build import build_engine
+from helix.build.engine import build_engine
 from helix.config import Config, KVConfig, ModelConfig
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
 from helix.models import Decoder
-from helix.request import Request
+from helix.models.loading import Checkpoint
 from helix.tokenizer import load_tokenizer
 from launch.inputs.arguments import helped, parse, several, unknown
 from launch.inputs.compose import ROOT

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from helix.clock import seconds_of_each
+from helix.run.clock import seconds_of_each
 from kernels.attention import flash_prefill_sm90
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.paged_keys import PagedKeys

@@ -18,7 +18,7 @@ from functools import cache
 
 import torch
 
-from helix.host_store import HostStore
+from helix.memory.host_store import HostStore
 from kernels.hot_blocks import BlockList, HotBlocks
 from kernels.reference.resolve import resolve as reference
 from kernels.tier.copy_blocks import copy_blocks

@@ -15,15 +15,15 @@ import torch
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
-from helix.build import build_engine
+from helix.build.engine import build_engine
+from helix.build.tiering import tiered_bytes
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
+from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder
+from helix.models.loading import Checkpoint
 from helix.placement import Placement
-from helix.request import Request
-from helix.tiered_cache import TieredCache
-from helix.tiering import tiered_bytes
 from helix.tokenizer import load_tokenizer
 from launch.bench.runner import Benchmark, Given, Part, Row
 from launch.inputs.compose import ROOT

@@ -23,8 +23,8 @@ from dataclasses import asdict
 
 import torch
 
-from helix.keeps import token_bytes
 from helix.layout import HelixLayout
+from helix.memory.keeps import token_bytes
 from helix.models import DecoderSpec
 from helix.simulate.points import Options, Points, Sparse, Tier
 from helix.simulate.step import predict

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from helix.clock import seconds_of_each
+from helix.run.clock import seconds_of_each
 from kernels.reference import verify as reference
 from kernels.tokens import verify as kernels
 from kernels.tokens.verify import Packed, Verified

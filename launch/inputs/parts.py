@@ -12,8 +12,8 @@ from comm.loopback import LoopbackWorld
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, load_spec_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.loading import Checkpoint, load_spec_config
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:

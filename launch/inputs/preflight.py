@@ -12,10 +12,10 @@ from comm import emulated
 from helix.config import Config, check
 from helix.files import read_json, read_text
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
 from helix.models import DecoderSpec
-from helix.pages import Stripes
+from helix.models.loading import Checkpoint
 from helix.place import Place, choose_backend
+from helix.placement import Stripes
 from helix.speculation import check_draft
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose, ranks

@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from helix.config import Config, DecodeConfig
 from helix.errors import RankError
+from helix.events.request import Output, Request
+from helix.events.sampling_params import SamplingParams
 from helix.files import parse_json, read_text
-from helix.request import Output, Request
-from helix.sampling import SamplingParams
 from launch.inputs.files import claim, replace
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.build import build_engine
-from helix.decision import StepKind
-from helix.engine import Engine
-from helix.request import Output, Request
-from helix.tiering import of_short_chunks
+from helix.build.engine import build_engine
+from helix.build.tiering import of_short_chunks
+from helix.control.engine import Engine
+from helix.events.decision import StepKind
+from helix.events.request import Output, Request
 from launch.inputs.prompts import to_request
 from launch.job.report import summary
 from launch.job.task import Done, Task

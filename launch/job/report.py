@@ -20,11 +20,11 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from helix.control.timings import Timings
 from helix.errors import RankError
+from helix.events.request import Output
 from helix.layout import HelixLayout
 from helix.models import Decoder
-from helix.request import Output
-from helix.timings import Timings
 from launch.inputs.files import write_atomically
 from launch.inputs.preflight import CheckedRun
 from launch.job.lifeline import age_s

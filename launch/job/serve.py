@@ -17,15 +17,15 @@ from time import sleep
 
 import numpy as np
 
-import helix.request
-from helix.build import build_engine
-from helix.decision import StepKind
-from helix.engine import Engine
+import helix.events.request
+from helix.build.engine import build_engine
+from helix.build.tiering import of_short_chunks
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
 from helix.errors import RankError
-from helix.inbox import Inbox
-from helix.request import Request
-from helix.sampling import SamplingParams
-from helix.tiering import of_short_chunks
+from helix.events.decision import StepKind
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from launch.job.task import Done, Task
 from launch.serving.frames import (
     Abort,
@@ -166,7 +166,7 @@ class Link:
         with suppress(OSError):
             self._path.unlink()
 
-    def pass_on(self, delta: helix.request.Delta) -> None:
+    def pass_on(self, delta: helix.events.request.Delta) -> None:
         """Sends what is new of a request to the front end that wants it."""
         name = self._names.get(delta.id)
         if name is None:

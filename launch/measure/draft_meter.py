@@ -15,12 +15,12 @@ from torch import Tensor
 
 from helix.attention.base import AttentionPolicy, LayerAttention
 from helix.attention.chosen import ChosenAttention
-from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
-from helix.model_runner import ModelRunner
+from helix.memory.kv_cache import LayerCache
 from helix.placement import Placement
+from helix.run.model_runner import ModelRunner
 from helix.speculation import SparseDrafter
-from helix.step import Step
+from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from kernels.sparse.select_tokens import select_tokens
 from launch.measure.draft_variants import choose_by_queries

@@ -23,15 +23,15 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
-from helix.decision import StepKind
-from helix.follower import Prefilled, Span, Taken
-from helix.model_runner import ModelRunner
+from helix.events.decision import StepKind
+from helix.events.follower import Prefilled, Span, Taken
+from helix.events.sampling_params import SamplingParams
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
-from helix.sampling import SamplingParams
+from helix.run.model_runner import ModelRunner
 from helix.speculation import Draft, DraftBudget, Drafter, NgramDrafter, NoDrafts, SparseDrafter
 from helix.speculation.sparse import ROWS
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from launch.inputs.continuations import Continuation
 from launch.measure.draft_meter import DraftMeter
 from launch.measure.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle

@@ -21,9 +21,9 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.layout import HelixLayout
-from helix.model_runner import ModelRunner
 from helix.models import Decoder
 from helix.placement import BlockBudget, Placement
+from helix.run.model_runner import ModelRunner
 from launch.measure.hits import HitMeter
 from launch.measure.prefilled import Setting, load, prefilled
 from launch.measure.variants import RoundedBounds, SharedChoice

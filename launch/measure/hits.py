@@ -13,9 +13,9 @@ from torch import Tensor
 
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import LayerCache
+from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
-from helix.step import Step
+from helix.steps.step import Step
 from kernels.hot_blocks import BlockList, HotBlocks
 from kernels.tier.resolve import resolve
 

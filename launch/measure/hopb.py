@@ -23,13 +23,13 @@ from triton.language.extra.cuda import globaltimer
 
 from comm.base import Communicator
 from comm.hopb import Pipeline
-from helix.autotune import CHUNKS, choose_chunks, step_seconds
-from helix.clock import seconds_of_each
-from helix.decision import StepKind
-from helix.graphs import StepGraphs
+from helix.events.decision import StepKind
 from helix.layout import share
-from helix.model_runner import ModelRunner
 from helix.models import Decoder
+from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
+from helix.run.clock import seconds_of_each
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import ModelRunner
 from kernels.attention.split_kv import PartialAttention
 from launch.inputs.preflight import CheckedRun
 from launch.job.task import Done, Task

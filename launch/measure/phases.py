@@ -12,9 +12,9 @@ from statistics import median
 import torch
 
 from comm.base import Communicator
-from helix.decision import StepKind
-from helix.graphs import StepGraphs
-from helix.model_runner import ModelRunner
+from helix.events.decision import StepKind
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import ModelRunner
 
 TIMES = 9
 STEPS = TIMES + 2  # that it takes

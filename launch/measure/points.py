@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from comm.base import Communicator
-from helix.build import build_engine
+from helix.build.engine import build_engine
 from helix.config import Config, bench_points
-from helix.engine import Engine
+from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.models import Decoder
 from helix.speculation import DraftModel

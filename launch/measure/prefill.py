@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from helix.autotune import fill
-from helix.clock import seconds_of_each
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.request import Request
 from helix.placement import PromptChunk
-from helix.request import Request
+from helix.run.autotune import fill
+from helix.run.clock import seconds_of_each
 from launch.job.task import Done, Task
 from launch.measure.points import at_each, engine_at
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.follower import Prefilled
-from helix.keeps import token_bytes
-from helix.kv_cache import KVCache, free_bytes, with_bounds
+from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, read_config
-from helix.model_runner import ModelRunner
+from helix.memory.keeps import token_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, with_bounds
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.loading import Checkpoint, read_config
 from helix.placement import Placement, PromptChunk
+from helix.run.model_runner import ModelRunner
 from helix.speculation import Drafter
 from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT

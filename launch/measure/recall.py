@@ -14,8 +14,8 @@ from torch import Tensor
 
 from helix.attention.base import LayerAttention
 from helix.attention.dense import DenseAttention
-from helix.kv_cache import LayerCache
-from helix.step import Step
+from helix.memory.kv_cache import LayerCache
+from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from launch.measure.variants import STORED, rounded
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from helix.decision import Admission
-from helix.model_runner import ModelRunner
-from helix.pages import PagePool
-from helix.sampling import SamplingParams
+from helix.events.decision import Admission
+from helix.events.sampling_params import SamplingParams
+from helix.memory.pages import PagePool
+from helix.run.model_runner import ModelRunner
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
 

@@ -17,20 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from helix.autotune import fill, step_seconds
-from helix.block_tables import BlockTables
-from helix.build import build_engine
+from helix.build.engine import build_engine
 from helix.config import ServeConfig
-from helix.decision import StepKind
-from helix.engine import Engine
+from helix.control.block_tables import BlockTables
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.control.prefill_time import PrefillTime
+from helix.control.scheduler import Scheduler
 from helix.errors import ConfigError
-from helix.inbox import Inbox
-from helix.kv_cache import KVCache
-from helix.pages import PagePool, Stripes
-from helix.prefill_time import PrefillTime
-from helix.prefix import PrefixTree
-from helix.request import Request
-from helix.scheduler import Scheduler
+from helix.events.decision import StepKind
+from helix.events.request import Request
+from helix.memory.kv_cache import KVCache
+from helix.memory.pages import PagePool
+from helix.memory.prefix import PrefixTree
+from helix.placement import Stripes
+from helix.run.autotune import fill, step_seconds
 from launch.job.report import percentile_us
 from launch.job.task import Done, Task
 

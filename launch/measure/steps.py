@@ -16,17 +16,17 @@ from torch.profiler import ProfilerActivity, profile
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
-from helix.autotune import choose_chunks
 from helix.config import Config
-from helix.decision import StepKind
-from helix.graphs import StepGraphs
-from helix.model_runner import ModelRunner
+from helix.control.timings import Timings
+from helix.events.decision import StepKind
+from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder
+from helix.run.autotune import choose_chunks
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftModel, ModelDrafter
 from helix.speculation.adaptive import Acceptance, Outcome
-from helix.step import PAST
-from helix.tiered_cache import TieredCache
-from helix.timings import Timings
+from helix.steps.step import PAST
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.variants import variants
 from launch.job.report import Console, summary

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.autotune import choose_chunks
-from helix.build import build_engine, make_drafter
-from helix.clock import Moment, seconds_of_each
+from helix.build.engine import build_engine, make_drafter
 from helix.config import Config, bench_points
-from helix.decision import Admission, Decision, Segment, StepKind
-from helix.engine import RUN_STEPS, Engine
+from helix.control.engine import RUN_STEPS, Engine
+from helix.control.timings import Timings
 from helix.errors import ConfigError, RankError
-from helix.graphs import StepGraphs
-from helix.model_runner import StepTokens
+from helix.events.decision import Admission, Decision, Segment, StepKind
+from helix.events.request import Request
 from helix.models import Decoder
-from helix.request import Request
+from helix.run.autotune import choose_chunks
+from helix.run.clock import Moment, seconds_of_each
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import StepTokens
 from helix.simulate.cost import tokens_per_step
 from helix.speculation import NoDrafts
 from helix.speculation.adaptive import Acceptance, Outcome
-from helix.timings import Timings
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.prompts import to_request
 from launch.inputs.tuning import MeasuredFile

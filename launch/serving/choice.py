@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from helix.detokenize import TextStream
+from helix.control.detokenize import TextStream
 from launch.serving.core import Flight
 from launch.serving.dialects import Parser, Part
 from launch.serving.tokens import Tokens

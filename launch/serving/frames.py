@@ -35,7 +35,7 @@ class Submit(Message):
         ids: [n] int32, the prompt, with what was drawn of it before where it is submitted again.
         drawn: so many of the last ids were drawn: they are part of the answer, for penalties.
         max_new_tokens: to draw from now on.
-        sampling: those of `helix.sampling.SamplingParams` that differ from its defaults.
+        sampling: those of `helix.steps.sampling.SamplingParams` that differ from its defaults.
         priority: higher ones are admitted first.
         salt: continuations share cached prefixes with those of the same salt alone.
         grammar: that the continuation follows, as llguidance reads it; None: it is free.

@@ -68,7 +68,7 @@ class Grammars:
 
 
 class BegunGrammar:
-    """A `helix.request.Grammar`; behind its end only end tokens may come."""
+    """A `helix.events.request.Grammar`; behind its end only end tokens may come."""
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray) -> None:
         self._matcher = matcher

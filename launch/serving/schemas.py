@@ -25,7 +25,7 @@ from launch.serving.forms import MOST_EXPRESSION, Expression, Format, Shape, Str
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP = 4096  # characters of each
-MOST_BIASED = 300  # tokens of which a request may say something each, as of `helix.sampling`
+MOST_BIASED = 300  # tokens of which a request may say something each, as of `helix.steps.sampling`
 MOST_VALUES = 1 << 17  # of a body, beside its token ids
 Scalar = str | int | float | bool | None
 BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # of unions, in the place of an error

@@ -16,12 +16,12 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import rows_of
-from helix.autotune import choose_chunks
-from helix.decision import StepKind
-from helix.engine import Engine
-from helix.model_runner import ModelRunner
+from helix.run.autotune import choose_chunks
+from helix.events.decision import StepKind
+from helix.control.engine import Engine
+from helix.run.model_runner import ModelRunner
 from helix.layout import HelixLayout
-from helix.request import Request
+from helix.events.request import Request
 from helix.speculation import NgramDrafter
 from kernels.attention.split_kv import PartialAttention
 from launch.measure.hopb import EXPECTED_UNITS, delays
@@ -185,7 +185,7 @@ def test_auto_takes_more_chunks_as_long_as_they_pay(
     runner = object.__new__(ModelRunner)
     runner.hopb, runner.hopb_chunks, runner.layout, runner.drafts = "auto", {}, HelixLayout.create("helix", 2), 0
     runner.comm = SimpleNamespace(capturable=True, broadcast_object=lambda value: value)  # type: ignore[assignment]
-    monkeypatch.setattr("helix.autotune.step_seconds", lambda runner, kind: seconds[kind.chunks])
+    monkeypatch.setattr("helix.run.autotune.step_seconds", lambda runner, kind: seconds[kind.chunks])
     choose_chunks(runner, 8)
     assert runner.chunks(8) == chosen
 

@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import Any
 
 from helix.config import MOST_CHOSEN, Config
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec, spec_from_config
-from helix.pages import Stripes
-from helix.sampling import SamplingParams
+from helix.placement import Stripes
 from tests.e2e.fuzz_configs import Json, Shapes, config_of, rope_of, written
 
 LENGTH = 160  # most tokens of a prompt: past gpt-oss's default window of 128
@@ -61,8 +61,8 @@ class Case:
         eos: the tokens that end a sequence, in place of the config's.
         rounds: requests, those of a round when all before it have ended.
         least_keys: of `helix.speculation.sparse`, small enough that drafts leave keys out.
-        piece_tokens: of `helix.tiering`, small enough that what lies before a chunk comes in several pieces.
-        run_steps: of `helix.engine`, few enough that runs are many.
+        piece_tokens: of `helix.build.tiering`, small enough that what lies before a chunk comes in several pieces.
+        run_steps: of `helix.control.engine`, few enough that runs are many.
         scarce: a cache in host memory has the fewest places on the GPU that its settings allow.
         whimsical: the pace of steps with drafts is drawn, in place of what the clock says.
         backend: between processes: nccl or symm_mem.

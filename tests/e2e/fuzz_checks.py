@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from helix.loading import read_config
 from helix.models import DecoderSpec, spec_from_config
+from helix.models.loading import read_config
 from tests.e2e.fuzz_cases import Ask, Case
 from tests.e2e.fuzz_configs import ARCHITECTURES
 from tests.e2e.fuzz_runs import Rank, Ranks, Refused, Served, forced, run

@@ -21,19 +21,19 @@ from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.build import build_engine
+from helix.build.engine import build_engine
 from helix.config import Config
-from helix.decision import StepPlan
-from helix.engine import Engine
-from helix.inbox import Inbox
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.events.decision import StepPlan
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
+from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder, DecoderSpec
-from helix.request import Request
-from helix.sampling import SamplingParams
+from helix.models.loading import Checkpoint
 from helix.speculation import DraftModel, ModelDrafter, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
-from helix.tiered_cache import TieredCache
 from launch.inputs.preflight import CheckedRun, preflight
 from tests.e2e.fuzz_cases import Ask, Case
 
@@ -99,8 +99,8 @@ def surroundings(case: Case) -> Iterator[None]:
     """Small numbers in place of those of large models, for all ranks of this process."""
     with ExitStack() as stack:
         stack.enter_context(patch("helix.speculation.sparse.LEAST_KEYS", case.least_keys))
-        stack.enter_context(patch("helix.tiering.PIECE_TOKENS", case.piece_tokens))
-        stack.enter_context(patch("helix.engine.RUN_STEPS", case.run_steps))
+        stack.enter_context(patch("helix.build.tiering.PIECE_TOKENS", case.piece_tokens))
+        stack.enter_context(patch("helix.control.engine.RUN_STEPS", case.run_steps))
         if case.whimsical:
             stack.enter_context(patch.object(DraftPolicy, "pace", _whimsical(case.seed)))
         yield

@@ -17,17 +17,17 @@ from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
 from helix.config import ServeConfig
-from helix.engine import Engine
-from helix.host_store import HostStore
-from helix.kv_cache import KVCache, with_bounds
+from helix.control.engine import Engine
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, read_config
-from helix.model_runner import ModelRunner
+from helix.memory.host_store import HostStore
+from helix.memory.kv_cache import KVCache, with_bounds
+from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder, spec_from_config
+from helix.models.loading import Checkpoint, read_config
 from helix.placement import BlockBudget, Placement
-from helix.request import Request
+from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftBudget, Drafter, DraftModel, ModelDrafter, SparseDrafter
-from helix.tiered_cache import TieredCache
 
 # fp32 sums of different orders over 2 to 8 layers: differences of 1e-6 to 1e-5 of logits of size 1 to 20.
 LOGIT_TOLERANCE = 1e-4

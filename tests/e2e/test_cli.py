@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.request import Request
 from launch import demo
 from launch.bench import speculate
 from launch.bench.__main__ import main as bench_main

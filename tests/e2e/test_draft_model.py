@@ -16,16 +16,16 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.decision import StepPlan
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.decision import StepPlan
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models import Decoder
-from helix.request import Request
-from helix.sampling import SamplingParams
 from helix.speculation import Draft, ModelDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.speculation.drawing import DraftDrawing
-from helix.step import DecodeState, Step
+from helix.steps.step import DecodeState, Step
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import ModelDrafts, Result, build_engine, check, distributed_rank, generate
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
-from helix.decision import StepKind
-from helix.engine import Engine, Output
+from helix.control.engine import Engine, Output
+from helix.control.text import TextStream
+from helix.control.timings import Timings
+from helix.events.decision import StepKind
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.request import Request
 from helix.speculation import NgramDrafter
-from helix.text import TextStream
-from helix.timings import Timings
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import build_engine
 from tests.pool import Pool

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from helix import tiering
+from helix.build import tiering
+from helix.events.sampling_params import SamplingParams
 from helix.placement import Placement
-from helix.sampling import SamplingParams
 from helix.speculation import sparse
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.fuzz import Options, quiet, run_case, work

@@ -17,14 +17,14 @@ import torch
 
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.decision import Admission, StepKind
+from helix.events.decision import Admission, StepKind
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.loading import read_config
 from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.loading import read_config
 from helix.placement import PromptChunk
-from helix.request import Request
 from helix.speculation import Draft, Drafter
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Continuation, build_engine
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns

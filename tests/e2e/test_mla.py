@@ -10,11 +10,11 @@ import torch
 
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
-from helix.autotune import step_seconds
-from helix.decision import StepKind
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.decision import StepKind
 from helix.layers import mla
 from helix.layout import HelixLayout
+from helix.run.autotune import step_seconds
 from launch.measure.hopb import without_exchange
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES

@@ -10,11 +10,11 @@ import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.base import AttentionPolicy
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.request import Request
-from helix.sampling import SamplingParams
-from helix.step import Step
+from helix.steps.step import Step
 from kernels.attention.split_kv import PartialAttention
 from tests.e2e.checkpoints import FAMILIES, MOE_FAMILIES, checkpoint, kv_heads, oracle
 from tests.e2e.parity import build_engine, check, distributed_rank, loopback

@@ -10,13 +10,13 @@ import pytest
 from triton.runtime.interpreter import InterpretedFunction
 
 from comm.loopback import LoopbackWorld
-from helix.autotune import fill
-from helix.decision import StepKind
+from helix.events.decision import StepKind
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
-from helix.rehearsal import rehearse
-from helix.request import Request
-from helix.sampling import SamplingParams
+from helix.run.autotune import fill
+from helix.run.rehearsal import rehearse
 from helix.speculation import DraftBudget, NgramDrafter
 from kernels import dispatch
 from kernels.ahead import compiled_ahead

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ServeConfig
-from helix.decision import Decision
-from helix.engine import Engine
-from helix.inbox import Inbox
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.control.scheduler import Scheduler
+from helix.events.decision import Decision
+from helix.events.request import Delta, Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.model_runner import StepTokens
 from helix.models import Decoder
 from helix.placement import BlockBudget
-from helix.request import Delta, Request
-from helix.sampling import SamplingParams
-from helix.scheduler import Scheduler
+from helix.run.model_runner import StepTokens
 from helix.speculation import DraftBudget, NgramDrafter
 from launch.measure.serving import Arrival, Client, Seen
 from tests.e2e.checkpoints import checkpoint, oracle
@@ -249,7 +249,7 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
 
     monkeypatch.setattr(e.runner, "execute", launched)
     monkeypatch.setattr(StepTokens, "read", reads)
-    monkeypatch.setattr("helix.serving.AHEAD_S", 60.0)  # never early: everything else is a matter of time
+    monkeypatch.setattr("helix.control.serving.AHEAD_S", 60.0)  # never early: everything else is a matter of time
     serve(e, [Request(0, (1, 2, 3), 13)])
     # The first run brings the prompt's token as well.
     assert seen == ["run", "run", *["step"] * 4, "run", *["step"] * 3, "run", *["step"] * 6]

@@ -16,17 +16,17 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention.collecting import CollectingAttention
-from helix.autotune import fill
-from helix.decision import StepKind
-from helix.engine import Engine
-from helix.follower import Taken
-from helix.kv_cache import LayerCache
+from helix.control.engine import Engine
+from helix.events.decision import StepKind
+from helix.events.follower import Taken
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.request import Request
-from helix.sampling import SamplingParams
+from helix.memory.kv_cache import LayerCache
+from helix.run.autotune import fill
 from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
-from helix.step import DecodeState, Step
+from helix.steps.step import DecodeState, Step
 from kernels.attention.split_kv import PartialAttention
 from launch.measure.phases import phase_us
 from tests.e2e.checkpoints import checkpoint, oracle

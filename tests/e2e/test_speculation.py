@@ -14,16 +14,16 @@ from torch import Tensor
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
-from helix.autotune import fill, step_seconds
-from helix.decision import Admission, StepKind, StepPlan
-from helix.engine import Engine
-from helix.follower import Prefilled, Retired
+from helix.control.engine import Engine
+from helix.events.decision import Admission, StepKind, StepPlan
+from helix.events.follower import Prefilled, Retired
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.request import Request
-from helix.sampling import SamplingParams
+from helix.run.autotune import fill, step_seconds
 from helix.speculation import Draft, Drafter, NgramDrafter, SyntheticDrafter
 from helix.speculation.adaptive import DraftPolicy
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from launch.inputs.copy_prompts import copy_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate

@@ -16,12 +16,12 @@ from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention import tiered
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.decision import Admission
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.decision import Admission
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.request import Request
-from helix.sampling import SamplingParams
-from helix.tiered_cache import TieredCache
+from helix.memory.tiered_cache import TieredCache
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import Sparse, build_engine
 from tests.e2e.test_block_sparse import (

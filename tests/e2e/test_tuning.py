@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.build import build_engine
+from helix.build.engine import build_engine
 from helix.config import Config
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint
 from helix.models import Decoder
+from helix.models.loading import Checkpoint
 from launch.inputs.preflight import preflight
 from launch.inputs.prompts import read_prompts, to_request
 from launch.job.report import Phases

@@ -18,10 +18,10 @@ from torch import Tensor
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ServeConfig
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.request import Output, Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.request import Output, Request
-from helix.sampling import SamplingParams
 from helix.speculation import NgramDrafter
 from helix.speculation.adaptive import DraftPolicy
 from tests.e2e.checkpoints import checkpoint
@@ -237,8 +237,8 @@ def test_what_a_grammar_takes_does_not_delay_the_next_decision(monkeypatch: pyte
     """A step counts without it; and what is over, as on a CPU a step is when it was launched, is not waited for."""
     naps: list[float] = []
     seconds: list[float] = []
-    monkeypatch.setattr("helix.serving.time", SimpleNamespace(sleep=naps.append))
-    monkeypatch.setattr("helix.serving.AHEAD_S", 0.0)
+    monkeypatch.setattr("helix.control.serving.time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr("helix.control.serving.AHEAD_S", 0.0)
     monkeypatch.setattr(
         DraftPolicy, "observe", lambda policy, rows, drafts, of_steps, outcomes: seconds.extend(of_steps)
     )

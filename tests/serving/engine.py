@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from helix.engine import Engine
-from helix.inbox import Inbox
-from helix.request import Delta
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.events.request import Delta
 from launch.job.serve import Link, serve
 
 

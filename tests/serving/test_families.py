@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 import launch.job.serve
 from comm.loopback import LoopbackWorld
 from helix.config import ServeConfig
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
-from helix.request import Request
-from helix.sampling import SamplingParams
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS

@@ -19,10 +19,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from comm.loopback import LoopbackWorld
-from helix.engine import Engine
-from helix.inbox import Inbox
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.request import Request
 from helix.speculation import NgramDrafter
 from launch.serving.matcher import Grammars
 from tests.e2e.checkpoints import checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helix.inbox import Inbox
-from helix.request import Delta as Said
+from helix.control.inbox import Inbox
+from helix.events.request import Delta as Said
 from launch.job.serve import Link
 from launch.serving.frames import HEAD, Decoder, Delta, Failed, Message, Progress, Queued, Ready, Stats, Submit, encode
 from tests.serving.front import DEMO, READY

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.decision import StepKind
-from helix.engine import Engine
+from helix.control.engine import Engine
+from helix.events.decision import StepKind
+from helix.events.request import Request
 from helix.layout import HelixLayout
-from helix.request import Request
 from helix.speculation import Draft, DraftBudget, Drafter
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from helix.tokenizer import load_tokenizer
 from launch.acceptance import OPTIONS, measure
 from launch.inputs import continuations, copy_prompts, haystacks

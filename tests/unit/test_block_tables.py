@@ -8,10 +8,11 @@ from collections.abc import Hashable
 import numpy as np
 import pytest
 
-from helix.block_tables import BlockTables
+from helix.control.block_tables import BlockTables
 from helix.layout import HelixLayout
-from helix.pages import PagePool, Stripes
-from helix.prefix import Hit, PrefixTree
+from helix.memory.pages import PagePool
+from helix.memory.prefix import Hit, PrefixTree
+from helix.placement import Stripes
 from tests.agents import Agents, replay
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.dense import DenseAttention
-from helix.buffers import MOST, SHARE, doubling_depth, longest_chunk, token_buffers
-from helix.kv_cache import KVCache
+from helix.build.buffers import MOST, SHARE, longest_chunk, token_buffers
+from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
+from helix.memory.kv_cache import KVCache
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
-from helix.prefill_time import PrefillTime
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import SparseDrafter
-from helix.step import DecodeState
+from helix.steps.step import DecodeState
 from launch.inputs.shapes import spec_of
 from tests.sequences import admission, with_windows
 

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from comm.loopback import LoopbackWorld
-from helix import build
-from helix.buffers import longest_chunk, token_buffers
+from helix.build import engine as build
+from helix.build.buffers import longest_chunk, token_buffers
 from helix.config import Config
 from helix.errors import ConfigError
-from helix.keeps import token_bytes
-from helix.kv_cache import KVCache
 from helix.layout import HelixLayout
-from helix.loading import read_config
+from helix.memory.keeps import token_bytes
+from helix.memory.kv_cache import KVCache
 from helix.models import Decoder, spec_from_config
+from helix.models.loading import read_config
 from helix.placement import Placement
 from helix.speculation import DraftModel, ModelDrafter
 from launch.inputs.preflight import CheckedDraft, preflight

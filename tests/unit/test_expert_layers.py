@@ -15,7 +15,7 @@ from comm.loopback import LoopbackWorld
 from helix.layers.moe import MoE, MoESpec
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.loading import randomize
+from helix.models.loading import randomize
 from kernels.moe.router import route
 
 HIDDEN, TOKENS = 24, 13

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix import host_store as module
 from helix.errors import ConfigError
-from helix.host_store import HostStore, host_store, numa_node, place_on
+from helix.memory import host_store as module
+from helix.memory.host_store import HostStore, host_store, numa_node, place_on
 
 GPU = torch.device("cuda", 0)
 MIB = 1 << 20

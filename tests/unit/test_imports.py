@@ -37,37 +37,19 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {
-            "clock",
-            "config",
-            "detokenize",
-            "errors",
-            "files",
-            "graphs",
-            "keeps",
-            "layout",
-            "library",
-            "prefill_time",
-            "transfers",
-        },
-        {"host_store", "pages", "sampling", "score_pages", "tokenizer"},
-        {"decision", "placement"},
-        {"follower"},
-        {"kv_cache"},
-        {"prefix", "request", "shaping", "step"},
-        {"tiered_cache"},
-        {"attention", "block_tables", "inbox", "text"},
-        {"layers", "scheduler"},
+        {"config", "errors", "files", "layout", "library"},
+        {"place", "placement", "tokenizer"},
+        {"events"},
+        {"memory"},
+        {"steps"},
+        {"attention"},
+        {"layers"},
         {"models"},
-        {"buffers", "loading", "place", "speculation", "tiering"},
-        {"timings"},
-        {"model_runner"},
-        {"autotune", "serving"},
-        {"rehearsal"},
-        {"engine"},
+        {"speculation"},
+        {"run"},
+        {"control"},
         {"build"},
-        {"llm"},
-        {"simulate"},
+        {"llm", "simulate"},
     ],
     "launch": [{"inputs"}, {"serving"}, {"job"}, {"measure"}, {"bench"}, {"records"}],
 }
@@ -153,10 +135,10 @@ def test_imports_point_one_way() -> None:
         ("kernels/attention/x.py", "from kernels.peers.mailbox import turn"),
         ("kernels/peers/x.py", "from kernels.mla import decode"),
         ("comm/x.py", "from helix.layout import HelixLayout"),
-        ("helix/engine.py", "import launch"),
-        ("helix/layout.py", "from helix.engine import Engine"),
+        ("helix/control/engine.py", "import launch"),
+        ("helix/layout.py", "from helix.control.engine import Engine"),
         ("helix/layers/x.py", "from helix.models import Decoder"),
-        ("helix/step.py", "def f():\n    import helix.kv_cache"),
+        ("helix/steps/step.py", "def f():\n    import helix.attention.base"),
         ("launch/inputs/x.py", "from launch.job import spawn"),
         ("launch/measure/x.py", "from launch.bench.clock import seconds"),
         ("launch/records/x.py", "from launch.plan import main"),
@@ -203,7 +185,7 @@ def test_a_plain_decode_imports_no_benchmark() -> None:
         path = path if path.is_file() else path.with_suffix("") / "__init__.py"
         todo += {m for m, _ in imports(ast.parse(path.read_text())) if m in MODULES} - reached
     assert {".".join(m.split(".")[:2]) for m in reached} & {"launch.measure", "launch.bench", "launch.records"} == set()
-    assert "helix.engine" in reached and "kernels.attention.flash_decode" in reached
+    assert "helix.control.engine" in reached and "kernels.attention.flash_decode" in reached
 
 
 def definitions(module: str) -> set[str]:

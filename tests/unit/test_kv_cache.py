@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helix.keeps import Keeps, page_bytes
-from helix.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds
 from helix.layout import HelixLayout
+from helix.memory.keeps import Keeps, page_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds
 from helix.models import DecoderSpec
 from helix.placement import Placement, PromptChunk
-from helix.step import PAST, DecodeState
+from helix.steps.step import PAST, DecodeState
 from launch.inputs.shapes import load_spec
 from tests.sequences import admission, with_windows
 

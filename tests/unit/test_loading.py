@@ -16,8 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from comm.loopback import LoopbackWorld
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.loading import Checkpoint, from_mxfp4, load_spec_config, randomize, read_config
 from helix.models import Decoder, spec_from_config
+from helix.models.loading import Checkpoint, from_mxfp4, load_spec_config, randomize, read_config
 from tests.e2e.checkpoints import checkpoint
 from tests.unit.test_files import as_nobody
 
@@ -93,7 +93,7 @@ def test_the_ranks_together_hold_every_element(directory: Path, kvp: int, tpa: i
 
 def test_only_slices_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No whole tensor is fetched where a part of it is wanted."""
-    import helix.loading as loading
+    import helix.models.loading as loading
 
     read: list[tuple[str, int]] = []
     real = loading.safe_open

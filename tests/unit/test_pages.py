@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helix.layout import HelixLayout
-from helix.pages import PagePool, Stripes
+from helix.memory.pages import PagePool
+from helix.placement import Stripes
 
 grids = st.builds(
     lambda kvp, block, page: Stripes(HelixLayout.create(kvp=kvp), block, page),

@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helix.block_tables import BlockTable, BlockTables
+from helix.control.block_tables import BlockTable, BlockTables
 from helix.layout import HelixLayout
-from helix.pages import PagePool, Stripes
-from helix.prefix import Hit, PrefixTree
+from helix.memory.pages import PagePool
+from helix.memory.prefix import Hit, PrefixTree
+from helix.placement import Stripes
 
 # kvp, append_block, page_size: pages smaller and larger than blocks, of no common measure, odd numbers of ranks
 GRIDS = [(1, 1, 2), (1, 2, 1), (1, 2, 3), (2, 1, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 2, 3), (5, 1, 1)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
-from helix.request import Output, Request
+from helix.events.request import Output, Request
 from launch.inputs.prompts import OPTIONS, Prompt, ResultFile, digest, kept_results, read_prompts, to_request
 from tests.unit.test_files import largest_file
 

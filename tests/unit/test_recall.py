@@ -10,10 +10,10 @@ from torch import Tensor
 
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
-from helix.kv_cache import LayerCache
 from helix.layout import HelixLayout
+from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
-from helix.step import Step
+from helix.steps.step import Step
 from helix.tokenizer import load_tokenizer
 from kernels.reference.block_bounds import SCORES, fold_blocks
 from kernels.reference.select_blocks import block_scores as scores_of_pages

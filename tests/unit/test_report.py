@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer
 
 from helix.config import Config, DecodeConfig
+from helix.control.timings import Timings
 from helix.errors import RankError
+from helix.events.request import Output
 from helix.layout import HelixLayout
-from helix.request import Output
 from helix.speculation.adaptive import Acceptance, Outcome
-from helix.timings import Timings
 from launch.inputs.files import check_record
 from launch.inputs.needles import ANSWER_TOKENS, make, score
 from launch.inputs.needles import main as needles

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from helix.decision import Decision, StepPlan
-from helix.request import Request
-from helix.sampling import SamplingParams
+from helix.events.decision import Decision, StepPlan
+from helix.events.request import Request
+from helix.events.sampling_params import SamplingParams
 from tests.scheduling import TOKEN_S, Serving
 
 

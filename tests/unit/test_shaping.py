@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm.loopback import LoopbackWorld, run_ranks
-from helix.decision import Admission
+from helix.events.decision import Admission
+from helix.events.sampling_params import SamplingParams
 from helix.layout import share
-from helix.pages import NO_PAGES
-from helix.sampling import SamplingParams, SamplingState, sample
-from helix.shaping import Shaper
+from helix.placement import NO_PAGES
+from helix.steps.sampling import SamplingState, sample
+from helix.steps.shaping import Shaper
 from kernels.reference.top_tokens import logprobs
 from kernels.tokens.top_tokens import TOP, WIDTH
 from tests.kernels.test_shape_logits import Wish, bits

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helix.keeps import page_bytes
+from helix.build.tiering import tiered_bytes
 from helix.layout import HelixLayout
+from helix.memory.keeps import page_bytes
 from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation, Tier
 from helix.simulate.step import CHUNK_TOKENS, Memory, Step, memory_of, predict
-from helix.tiering import tiered_bytes
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 

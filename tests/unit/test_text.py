@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from helix.request import Request
-from helix.text import OutputStream, TextStream
+from helix.control.text import OutputStream, TextStream
+from helix.events.request import Request
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.build.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
-from helix.keeps import page_bytes
 from helix.layout import HelixLayout
-from helix.loading import read_config
+from helix.memory.keeps import page_bytes
+from helix.memory.tiered_cache import TieredCache
 from helix.models import spec_from_config
+from helix.models.loading import read_config
 from helix.placement import BlockBudget, Placement
-from helix.tiered_cache import TieredCache
-from helix.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import load_spec
 from launch.inputs.variants import variants

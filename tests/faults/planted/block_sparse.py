@@ -36,7 +36,7 @@ FAULTS = [
         ("tests/kernels/test_keep_best.py",),
     ),
     Fault(
-        "bounds of no generated page", "helix/model_runner.py",
+        "bounds of no generated page", "helix/run/model_runner.py",
         "state.lengths[:rows].clone() if followers", "state.lengths[:rows] if followers",
         ("tests/e2e/test_block_sparse.py::test_new_text_can_be_chosen",),
     ),

@@ -13,137 +13,149 @@ SERVE = "tests/e2e/test_serve.py::"
 FAULTS = [
     # ---- the control plane
     Fault(
-        "a step's time is a grammar's too", "helix/serving.py",
+        "a step's time is a grammar's too", "helix/control/serving.py",
         "run.seconds.append(step.busy_seconds)", "run.seconds.append(seconds)",
         (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
     ),
     Fault(
-        "a step that is held is waited for as long as predicted", "helix/serving.py",
+        "a step that is held is waited for as long as predicted", "helix/control/serving.py",
         "self._runner.is_computed if run.undrawn", "False if run.undrawn",
         (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
     ),
-    Fault("a slot is lost", "helix/scheduler.py", "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER),
     Fault(
-        "all sequences start on rank 0", "helix/scheduler.py",
+        "a slot is lost", "helix/control/scheduler.py",
+        "heapq.heappush(self._free_slots, s.slot)", "pass", SCHEDULER,
+    ),
+    Fault(
+        "all sequences start on rank 0", "helix/control/scheduler.py",
         "start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp", "start = 0", SCHEDULER,
     ),
     Fault(
-        "tokens under way are not counted", "helix/scheduler.py",
+        "tokens under way are not counted", "helix/control/scheduler.py",
         "min(s.known + s.most + more, ", "min(s.known + more, ", SCHEDULER,
     ),
     Fault(
-        "ranks are not told what others have computed", "helix/scheduler.py",
+        "ranks are not told what others have computed", "helix/control/scheduler.py",
         "writes, self._changed = self._changed, []", "writes, self._changed = list[_Change](), []", SCHEDULER,
     ),
     Fault(
-        "it comes back before its last tokens are read", "helix/scheduler.py",
+        "it comes back before its last tokens are read", "helix/control/scheduler.py",
         "if s.most or (pool.room", "if (pool.room", SCHEDULER,
     ),
-    Fault("no lease", "helix/scheduler.py", "if not o.leased and", "if", SCHEDULER),
+    Fault("no lease", "helix/control/scheduler.py", "if not o.leased and", "if", SCHEDULER),
     Fault(
-        "the dearest is preempted", "helix/scheduler.py",
+        "the dearest is preempted", "helix/control/scheduler.py",
         "min([*others, s], key=loss)", "max([*others, s], key=loss)", SCHEDULER,
     ),
-    Fault("no patience", "helix/scheduler.py", "if now - s.refused >= self._patience_s:", "if False:", SCHEDULER),
     Fault(
-        "chunks as long as they may be", "helix/scheduler.py",
+        "no patience", "helix/control/scheduler.py",
+        "if now - s.refused >= self._patience_s:", "if False:", SCHEDULER,
+    ),
+    Fault(
+        "chunks as long as they may be", "helix/control/scheduler.py",
         "self._times.within(self._stall_s) if decoding else math.inf", "math.inf", SCHEDULER,
     ),
     Fault(
-        "many steps that nobody has timed", "helix/scheduler.py", "min(most, plan.steps or UNTIMED_STEPS)", "most",
+        "many steps that nobody has timed", "helix/control/scheduler.py",
+        "min(most, plan.steps or UNTIMED_STEPS)", "most",
         ("tests/unit/test_scheduler.py::test_steps_that_nobody_has_timed_come_in_short_runs",),
     ),
     Fault(
-        "a smaller chunk may take longer", "helix/prefill_time.py",
+        "a smaller chunk may take longer", "helix/control/prefill_time.py",
         "np.minimum.accumulate(times[::-1])[::-1].tolist()", "list(times)", ("tests/unit/test_prefill_time.py",),
     ),
     Fault(
-        "a chunk that was held up is remembered", "helix/prefill_time.py",
+        "a chunk that was held up is remembered", "helix/control/prefill_time.py",
         "if seconds * before[0] <= before[1] * work:", "if not work:", ("tests/unit/test_prefill_time.py",),
     ),
     Fault(
-        "who waits for a prediction does not look", "helix/serving.py",
+        "who waits for a prediction does not look", "helix/control/serving.py",
         "time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))", "time.sleep(max(until - perf_counter(), 0.0))",
         ("tests/e2e/test_serve.py::test_what_ends_sooner_than_predicted_is_read_then",),
     ),
     Fault(
-        "chunks are judged in proportion", "helix/prefill_time.py",
+        "chunks are judged in proportion", "helix/control/prefill_time.py",
         "return float(np.interp(seconds, times[after - 1 : after + 1], sizes[after - 1 : after + 1]))",
         "return sizes[after - 1] * seconds / times[after - 1]", ("tests/unit/test_prefill_time.py",),
     ),
-    Fault("chunk after chunk", "helix/scheduler.py", "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER),
     Fault(
-        "the oldest prompt has what is left", "helix/scheduler.py",
+        "chunk after chunk", "helix/control/scheduler.py",
+        "if not prompts or self._owed > 0:", "if not prompts:", SCHEDULER,
+    ),
+    Fault(
+        "the oldest prompt has what is left", "helix/control/scheduler.py",
         "half = max(self._cut(oldest, -(-tokens // 2), work / 2), least)", "half = 0", SCHEDULER,
     ),
     Fault(
-        "all compute the same", "helix/scheduler.py",
+        "all compute the same", "helix/control/scheduler.py",
         "if stripe is not None and stripe in computed:", "if False:", SCHEDULER,
     ),
     Fault(
-        "a run goes on to the last end", "helix/scheduler.py",
+        "a run goes on to the last end", "helix/control/scheduler.py",
         "self._steps(plan, min(left),", "self._steps(plan, max(left),",
         SCHEDULER,
     ),
     Fault(
-        "no room for drafts", "helix/scheduler.py",
+        "no room for drafts", "helix/control/scheduler.py",
         "s.request.max_new_tokens) + self._drafts", "s.request.max_new_tokens)", SCHEDULER,
     ),
     Fault(
-        "as many rows as sequences", "helix/scheduler.py",
+        "as many rows as sequences", "helix/control/scheduler.py",
         "min(1 << max(self.running).bit_length(), self._max_batch)", "min(len(self.running), self._max_batch)",
         SCHEDULER,
     ),
     Fault(
-        "a grammar is not waited for", "helix/scheduler.py",
+        "a grammar is not waited for", "helix/control/scheduler.py",
         "if any(s.most > self._undrawn and not s.ended for s in guided):", "if False:", SCHEDULER,
     ),
     Fault(
-        "a step with grammars is drawn at once", "helix/scheduler.py",
+        "a step with grammars is drawn at once", "helix/control/scheduler.py",
         "undrawn=self._undrawn > 0", "undrawn=False", SCHEDULER,
     ),
     Fault(
-        "what is left undrawn stays so", "helix/scheduler.py",
+        "what is left undrawn stays so", "helix/control/scheduler.py",
         "or prefill or steps or held):", "or prefill or steps):", SCHEDULER,
     ),
     Fault(
-        "a first token without a mask", "helix/scheduler.py",
+        "a first token without a mask", "helix/control/scheduler.py",
         "None if request.grammar is None else request.grammar.allowed(),", "None,", SCHEDULER,
     ),
     Fault(
-        "runs of steps beside a grammar", "helix/scheduler.py", "1 if masked else self._run_steps", "self._run_steps",
+        "runs of steps beside a grammar", "helix/control/scheduler.py",
+        "1 if masked else self._run_steps", "self._run_steps",
         SCHEDULER,
     ),
     Fault(
-        "what is left undrawn is drawn without masks", "helix/model_runner.py",
+        "what is left undrawn is drawn without masks", "helix/run/model_runner.py",
         "                self._shaper().allow(decision.masks)\n", "                pass\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(
-        "tokens of an undrawn step count as those of the next", "helix/serving.py",
+        "tokens of an undrawn step count as those of the next", "helix/control/serving.py",
         "            self._runs[-1].steps.append(steps.popleft())\n", "            steps.append(steps.popleft())\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(
-        "no look at the end of a run", "helix/engine.py",
+        "no look at the end of a run", "helix/control/engine.py",
         "                self.runner.check(wait=False)\n            self.runner.check()\n", "",
         (ENGINE + "test_a_rank_that_gave_up_in_the_last_step_says_so",),
     ),
     Fault(
-        "tokens are taken without a look", "helix/model_runner.py", "        self._check(False)\n", "",
+        "tokens are taken without a look", "helix/run/model_runner.py", "        self._check(False)\n", "",
         (ENGINE + "test_no_token_comes_out_of_a_step_in_which_a_rank_gave_up",),
     ),
     Fault(
-        "tokens behind the end", "helix/serving.py",
+        "tokens behind the end", "helix/control/serving.py",
         "                    continue  # computed behind its end, thrown away\n",
         "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
-        "a chunk carries the tokens before its own", "helix/scheduler.py", "new = s.tokens[s.prefilled : end]",
+        "a chunk carries the tokens before its own", "helix/control/scheduler.py", "new = s.tokens[s.prefilled : end]",
         "new = s.tokens[: end - s.prefilled]", SCHEDULER,
     ),
     Fault(
-        "who looks back sees no prompt", "helix/scheduler.py", "if self._drafts or request.sampling.changes_logits",
+        "who looks back sees no prompt", "helix/control/scheduler.py",
+        "if self._drafts or request.sampling.changes_logits",
         "if request.sampling.changes_logits", SCHEDULER,
     ),
     Fault(
@@ -151,43 +163,44 @@ FAULTS = [
         ("tests/kernels/test_compile.py::test_what_is_launched_ahead_is_compiled_at_the_end_and_writes_nothing",),
     ),
     Fault(
-        "a heartbeat is left out", "helix/serving.py", "self._launch(Decision.nothing())", "pass",
+        "a heartbeat is left out", "helix/control/serving.py", "self._launch(Decision.nothing())", "pass",
         (SERVE + "test_an_idle_engine_lives_and_its_ranks_hear_from_it",),
     ),
     Fault(
-        "what the draft model has not read is shared", "helix/scheduler.py",
+        "what the draft model has not read is shared", "helix/control/scheduler.py",
         "s.text() if self._keep_drawn else s.tokens", "s.text()", SCHEDULER,
     ),
     Fault(
-        "the next run waits for the one before", "helix/serving.py",
+        "the next run waits for the one before", "helix/control/serving.py",
         "while len(self._runs) > 1 or self._is_early(inbox):", "while self._runs:",
         (SERVE + "test_the_next_run_is_launched_before_the_one_before_is_read",),
     ),
     Fault(
-        "a copy is left out", "helix/model_runner.py", "if len(admission.copy_from):", "if False:",
+        "a copy is left out", "helix/run/model_runner.py", "if len(admission.copy_from):", "if False:",
         (SERVE + "test_an_output_says_how_far_a_prompt_is",),
     ),
     Fault(
-        "a table does not grow", "helix/model_runner.py", "for table in decision.tables:", "for table in ():",
+        "a table does not grow", "helix/run/model_runner.py", "for table in decision.tables:", "for table in ():",
         (SERVE + "test_tokens_are_those_of_each_request_alone[qwen3-None]",),
     ),
     Fault(
-        "EOS is a token like others", "helix/text.py",
+        "EOS is a token like others", "helix/control/text.py",
         "if token in self._ends or stopped:", "if stopped:",
         (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
-        "preemptions are told at the end", "helix/serving.py",
+        "preemptions are told at the end", "helix/control/serving.py",
         "self._timings.preemptions = self._scheduler.preemptions", "pass",
         ("tests/serving/test_families.py::test_tokens_are_those_of_decoding[qwen3]",),
     ),
     # ---- texts
     Fault(
-        "a stop text across two tokens", "helix/detokenize.py",
+        "a stop text across two tokens", "helix/control/detokenize.py",
         "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)", TEXT,
     ),
     Fault(
-        "the last stop text counts", "helix/detokenize.py", "self._held[: min(places)]", "self._held[: max(places)]",
+        "the last stop text counts", "helix/control/detokenize.py",
+        "self._held[: min(places)]", "self._held[: max(places)]",
         TEXT,
     ),
 ]  # fmt: skip

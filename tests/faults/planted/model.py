@@ -76,7 +76,7 @@ FAULTS = [
         "begin = self.comm.kvp_rank * each", "begin = 0", (TURNS,),
     ),
     Fault(
-        "the second half has the segments of the whole", "helix/step.py",
+        "the second half has the segments of the whole", "helix/steps/step.py",
         "self.cu_q.clamp(begin, end) - begin", "self.cu_q.clamp(0, end - begin)", (TURNS,),
     ),
     Fault(
@@ -183,27 +183,27 @@ FAULTS = [
     ),
     # ---- sampling
     Fault(
-        "noise of every position alike", "helix/sampling.py",
+        "noise of every position alike", "helix/steps/sampling.py",
         "gumbel(seed[:, None, None], positions[..., None], ", "gumbel(seed[:, None, None], positions[..., None] * 0, ",
         SAMPLING,
     ),
     Fault(
-        "all rows with the first one's seed", "helix/sampling.py",
+        "all rows with the first one's seed", "helix/steps/sampling.py",
         "gumbel(seed[:, None, None], positions", "gumbel(seed[:1, None, None], positions", SAMPLING,
     ),
     Fault(
-        "noise by local columns", "helix/sampling.py",
+        "noise by local columns", "helix/steps/sampling.py",
         "torch.arange(vocab_offset, vocab_offset + p.logits.shape[2], ", "torch.arange(0, p.logits.shape[2], ",
         SAMPLING,
     ),
     Fault(
-        "top-p of what top-k has dropped too", "helix/sampling.py",
+        "top-p of what top-k has dropped too", "helix/steps/sampling.py",
         "(state.top_p.double() * left.double()).ceil().long().clamp(min=1)",
         "(state.top_p.double() * mass.sum(-1).double()).ceil().long().clamp(min=1)",
         SAMPLING,
     ),
     Fault(
-        "top-k of one more", "helix/sampling.py",
+        "top-k of one more", "helix/steps/sampling.py",
         "(sums[0] < (need - before[0])[:, None])", "(sums[0] <= (need - before[0])[:, None])", SAMPLING,
     ),
     Fault(
@@ -221,11 +221,11 @@ FAULTS = [
     ),
     # ---- checkpoints
     Fault(
-        "nibbles in the other order", "helix/loading.py",
+        "nibbles in the other order", "helix/models/loading.py",
         "torch.stack((blocks & 15, blocks >> 4), -1)", "torch.stack((blocks >> 4, blocks & 15), -1)", LOADING,
     ),
     Fault(
-        "columns from the beginning of their block", "helix/loading.py",
+        "columns from the beginning of their block", "helix/models/loading.py",
         "begin = columns.start - covering.start * MXFP4_BLOCK", "begin = 0", LOADING,
     ),
 ]  # fmt: skip

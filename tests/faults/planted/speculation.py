@@ -10,9 +10,13 @@ LIMITS = ("tests/e2e/test_speculation.py::test_limits_reach_every_rank_and_end_w
 FAULTS = [
     # ---- drafts
     Fault(
-        "a slot's next sequence inherits its limit", "helix/serving.py", "self._policy.forget(slot)", "pass", LIMITS,
+        "a slot's next sequence inherits its limit", "helix/control/serving.py",
+        "self._policy.forget(slot)", "pass", LIMITS,
     ),
-    Fault("limits of drafts are not set", "helix/model_runner.py", "if decision.draft_limits:", "if False:", LIMITS),
+    Fault(
+        "limits of drafts are not set", "helix/run/model_runner.py",
+        "if decision.draft_limits:", "if False:", LIMITS,
+    ),
     Fault(
         "limits of drafts are not sent", "helix/speculation/adaptive.py",
         "drafts == 0 or unlimited", "drafts >= 0 or unlimited", ADAPTIVE,

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from helix.decision import Decision
-from helix.inbox import Abort, Inbox
-from helix.model_runner import ModelRunner, StepTokens
-from helix.prefill_time import PrefillTime
-from helix.request import Delta, Logprobs, Request
-from helix.scheduler import Scheduled, Scheduler
+from helix.control.inbox import Abort, Inbox
+from helix.control.prefill_time import PrefillTime
+from helix.control.scheduler import Scheduled, Scheduler
+from helix.control.timings import Timings
+from helix.events.decision import Decision
+from helix.events.request import Delta, Logprobs, Request
+from helix.run.model_runner import ModelRunner, StepTokens
 from helix.speculation.adaptive import DraftPolicy, Outcome
-from helix.timings import Timings
 
 AHEAD_S = 0.004  # before the end of what is launched, the next decision is made: more than that takes
 LOOK_S = 0.001  # between looks whether what is launched has ended sooner than predicted

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from helix.config import MAX_QUERIES
-from helix.decision import Admission, TableWrite
-from helix.follower import Follower, Retired, Span
+from helix.events.decision import Admission, TableWrite
+from helix.events.follower import Follower, Retired, Span
+from helix.memory.transfers import to_device
 from helix.placement import ChunkPart, Placement, PromptChunk
-from helix.sampling import SamplingState
-from helix.transfers import to_device
+from helix.steps.sampling import SamplingState
 from kernels.tokens.commit import PAST, commit
 
 __all__ = ["PAST", "DecodeState", "Step"]

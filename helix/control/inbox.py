@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from threading import Condition
 
-from helix.request import Request
+from helix.events.request import Request
 
 
 @dataclass(frozen=True)

@@ -16,23 +16,22 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from helix.autotune import choose_chunks, fill, step_seconds, tried_chunks
-from helix.block_tables import BlockTables
-from helix.buffers import doubling_depth
 from helix.config import ServeConfig
-from helix.decision import Decision, StepKind
-from helix.inbox import Inbox
-from helix.model_runner import ModelRunner, StepTokens
-from helix.pages import PagePool
-from helix.prefill_time import PrefillTime
-from helix.prefix import PrefixTree
-from helix.rehearsal import rehearse
-from helix.request import Delta, Output, Request
-from helix.scheduler import Scheduler
-from helix.serving import Serving
+from helix.control.block_tables import BlockTables
+from helix.control.inbox import Inbox
+from helix.control.prefill_time import PrefillTime, doubling_depth
+from helix.control.scheduler import Scheduler
+from helix.control.serving import Serving
+from helix.control.text import OutputStream
+from helix.control.timings import Timings
+from helix.events.decision import Decision, StepKind
+from helix.events.request import Delta, Output, Request
+from helix.memory.pages import PagePool
+from helix.memory.prefix import PrefixTree
+from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
+from helix.run.model_runner import ModelRunner, StepTokens
+from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
-from helix.text import OutputStream
-from helix.timings import Timings
 
 T = TypeVar("T")
 LARGE_CHUNK = 1024  # tokens: a longer one takes the same kernels

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from helix.autotune import fill
-from helix.decision import Admission, Decision, Segment, StepKind
-from helix.model_runner import ModelRunner
-from helix.sampling import SamplingParams
+from helix.events.decision import Admission, Decision, Segment, StepKind
+from helix.events.sampling_params import SamplingParams
+from helix.run.autotune import fill
+from helix.run.model_runner import ModelRunner
 from kernels.ahead import compiled_ahead
 
 

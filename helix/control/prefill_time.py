@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from helix.models import DecoderSpec
+
 
 class PrefillTime:
     """Seconds of a chunk by its work, as chunks of a similar size have shown.
@@ -72,3 +74,13 @@ class PrefillTime:
         """Work and seconds of chunks that have run, both ascending: who does more has taken no less."""
         sizes, times = zip(*sorted(self._seen.values()), strict=True)
         return list(sizes), np.minimum.accumulate(times[::-1])[::-1].tolist()
+
+
+def doubling_depth(spec: DecoderSpec) -> float:
+    """Tokens of context behind which attention is as many operations as products with weights: a token costs twice.
+
+    A layer with a sliding window costs the same at any depth; infinite where all have one.
+    """
+    weights = sum(layer.mixer.weights + layer.ffn.multiplications(spec.hidden) for layer in spec.layers)
+    of_key = sum(spec.layers[index].mixer.multiplications for index in spec.full)
+    return weights / of_key if of_key else math.inf

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from helix.decision import Admission, StepKind
-from helix.follower import Follower, Prefilled, Span, Taken
-from helix.keeps import Keeps, lacking, token_bytes
+from helix.events.decision import Admission, StepKind
+from helix.events.follower import Follower, Prefilled, Span, Taken
+from helix.memory.keeps import Keeps, lacking, token_bytes
+from helix.memory.transfers import to_device
 from helix.placement import Placement
-from helix.transfers import to_device
 from kernels.sparse.block_bounds import fold_blocks
 
 
@@ -68,8 +68,8 @@ class Group:
 class KVCache(Follower):
     """What this rank stores of the tokens that it owns, and of the sequences in its slots, for every layer.
 
-    Rank 0 says who has which page (`helix.block_tables`). Memory is left uninitialised: whatever reads it masks by
-    length.
+    Rank 0 says who has which page (`helix.control.block_tables`). Memory is left uninitialised: whatever reads it masks
+    by length.
 
     Args:
         keeps: of each layer.

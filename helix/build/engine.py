@@ -8,16 +8,17 @@ import torch
 
 from comm.base import Communicator
 from helix.attention.policies import make_policy
-from helix.buffers import longest_chunk, token_buffers
+from helix.build.buffers import longest_chunk, token_buffers
+from helix.build.tiering import make_tiered
 from helix.config import Config, SpeculationConfig
-from helix.engine import Engine
+from helix.control.engine import Engine
 from helix.errors import ConfigError
-from helix.keeps import page_bytes
-from helix.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds
 from helix.layout import HelixLayout
-from helix.model_runner import ModelRunner
+from helix.memory.keeps import page_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds
 from helix.models import Decoder, DecoderSpec
 from helix.placement import Placement
+from helix.run.model_runner import ModelRunner
 from helix.speculation import (
     DraftBudget,
     Drafter,
@@ -28,7 +29,6 @@ from helix.speculation import (
     SparseDrafter,
     SyntheticDrafter,
 )
-from helix.tiering import make_tiered
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:

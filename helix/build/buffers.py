@@ -1,4 +1,4 @@
-"""What a prefill step needs beside weights and KV cache, how long a chunk it may have, and what depth costs."""
+"""What a prefill step needs beside weights and KV cache, and how long a chunk it may have."""
 
 from __future__ import annotations
 
@@ -27,13 +27,3 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
 def longest_chunk(token_bytes: int, free: int) -> int:
     """Tokens of a prefill step, a power of two, whose buffers leave most of `free` bytes to the KV cache."""
     return min(MOST, 1 << max(free // SHARE // token_bytes, 1).bit_length() - 1)
-
-
-def doubling_depth(spec: DecoderSpec) -> float:
-    """Tokens of context behind which attention is as many operations as products with weights: a token costs twice.
-
-    A layer with a sliding window costs the same at any depth; infinite where all have one.
-    """
-    weights = sum(layer.mixer.weights + layer.ffn.multiplications(spec.hidden) for layer in spec.layers)
-    of_key = sum(spec.layers[index].mixer.multiplications for index in spec.full)
-    return weights / of_key if of_key else math.inf

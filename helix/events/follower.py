@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from helix.decision import Admission, StepKind, TableWrite
+from helix.events.decision import Admission, StepKind, TableWrite
 from helix.placement import ChunkPart, PromptChunk
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from helix.detokenize import TextStream
-from helix.request import Logprobs, Output, Request
+from helix.control.detokenize import TextStream
+from helix.events.request import Logprobs, Output, Request
 
 
 class OutputStream:

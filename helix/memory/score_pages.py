@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from helix.transfers import to_device
+from helix.memory.transfers import to_device
 from kernels.paged_keys import KeyScores
 
 

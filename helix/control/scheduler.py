@@ -21,10 +21,10 @@ from zlib import crc32
 
 import numpy as np
 
-from helix.block_tables import BlockTable, BlockTables
-from helix.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
-from helix.prefill_time import PrefillTime
-from helix.request import Request
+from helix.control.block_tables import BlockTable, BlockTables
+from helix.control.prefill_time import PrefillTime
+from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
+from helix.events.request import Request
 
 LEAST_CHUNK = 32  # tokens: shorter chunks cost as much, whatever time there is
 LOOK_AHEAD = 32  # so many of those that wait are looked at for one decision

@@ -1,6 +1,6 @@
 """Which tokens the cache knows already: a tree of prefixes over the pages, on rank 0's host alone.
 
-Whole stripes (`helix.pages`) are shared: a sequence that begins like one before it has the same page numbers in its
+Whole stripes (`helix.placement`) are shared: a sequence that begins like one before it has the same page numbers in its
 table. The rest, a part of a stripe, can only be copied, page by page on every rank, because its new owner writes behind
 it. So a hit counts in tokens. Stripes of 8 tokens, 21 of which are cached; a prompt begins with 19 of them:
 
@@ -27,7 +27,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from helix.pages import NO_PAGES, PagePool, Stripes
+from helix.memory.pages import PagePool
+from helix.placement import NO_PAGES, Stripes
 
 HEAD = attrgetter("head")
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from helix.decision import Admission
-from helix.follower import Retired, Taken
-from helix.host_store import HostStore
-from helix.keeps import Keeps
-from helix.kv_cache import KVCache, LayerCache
+from helix.events.decision import Admission
+from helix.events.follower import Retired, Taken
+from helix.memory.host_store import HostStore
+from helix.memory.keeps import Keeps
+from helix.memory.kv_cache import KVCache, LayerCache
 from helix.placement import ChunkPart, Placement
 from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
 from kernels.tier.copy_blocks import copy_blocks

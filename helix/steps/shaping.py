@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from comm.base import Communicator
-from helix.decision import Admission
-from helix.follower import Follower
-from helix.transfers import to_device
+from helix.events.decision import Admission
+from helix.events.follower import Follower
+from helix.memory.transfers import to_device
 from kernels.tokens.shape_logits import ENDS, IN_PROMPT, ONCE, Shaping, shape_logits
 from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from helix.pages import NO_PAGES
-from helix.prefix import Node, PrefixTree, path
+from helix.memory.prefix import Node, PrefixTree, path
+from helix.placement import NO_PAGES
 
 
 @dataclass(eq=False)

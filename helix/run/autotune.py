@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from helix.clock import seconds_of_each
-from helix.decision import StepKind
-from helix.graphs import StepGraphs
-from helix.model_runner import ModelRunner
+from helix.events.decision import StepKind
+from helix.run.clock import seconds_of_each
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import ModelRunner
 
 CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
 GAIN = 0.01  # the least share of a step that cutting it has to save

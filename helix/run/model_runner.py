@@ -17,20 +17,20 @@ from torch import Tensor
 from comm.base import Communicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.dense import DenseAttention
-from helix.clock import Moment
-from helix.decision import Admission, Decision, Segment, StepKind
-from helix.follower import Follower, Prefilled, Taken
-from helix.graphs import StepGraphs
-from helix.kv_cache import KVCache
+from helix.events.decision import Admission, Decision, Segment, StepKind
+from helix.events.follower import Follower, Prefilled, Taken
+from helix.events.request import Logprobs
 from helix.layout import HelixLayout
+from helix.memory.kv_cache import KVCache
+from helix.memory.transfers import to_device, to_host
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
-from helix.request import Logprobs
-from helix.sampling import sample
-from helix.shaping import Shaper
+from helix.run.clock import Moment
+from helix.run.graphs import StepGraphs
 from helix.speculation import Draft, Drafter, NoDrafts, accepted_tokens
-from helix.step import PAST, DecodeState, Step
-from helix.transfers import to_device, to_host
+from helix.steps.sampling import sample
+from helix.steps.shaping import Shaper
+from helix.steps.step import PAST, DecodeState, Step
 from kernels.reference.top_tokens import logprobs
 
 
@@ -80,7 +80,7 @@ class ModelRunner:
         admitted: what each slot in use serves.
         drafts: the most tokens that a step verifies for each sequence.
         graphs: captured steps; None where steps cannot be captured.
-        hopb_chunks: chunks of a step of so many rows, where `helix.autotune` has chosen.
+        hopb_chunks: chunks of a step of so many rows, where `helix.run.autotune` has chosen.
         shaper: what sequences want of their logits; None until the first one wants something.
         mark: called where a phase of a step with drafts begins, with its name, and with None where the step ends; for
             benchmarks.

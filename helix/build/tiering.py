@@ -13,12 +13,12 @@ from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
 from helix.config import Config
 from helix.errors import ConfigError
-from helix.host_store import host_store
-from helix.keeps import Keeps, page_bytes
-from helix.kv_cache import slot_bytes, with_bounds
+from helix.memory.host_store import host_store
+from helix.memory.keeps import Keeps, page_bytes
+from helix.memory.kv_cache import slot_bytes, with_bounds
+from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
 from helix.models import DecoderSpec
 from helix.placement import Placement
-from helix.tiered_cache import LISTS, TieredCache, ring_pages
 
 # Attention of a chunk computes so much while a byte comes: a chunk of 4,096 takes 2.4 times as long as its prefix, at
 # Qwen2.5-7B's shape on an H200 with PCIe 5.

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from helix.pages import NO_PAGES
-from helix.sampling import SamplingParams
+from helix.events.sampling_params import SamplingParams
+from helix.placement import NO_PAGES
 
 
 @dataclass(frozen=True, eq=False)

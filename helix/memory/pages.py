@@ -1,75 +1,12 @@
 """Pages as rank 0 hands them out: one number is a page on every rank of the layout, so that admission is one count.
 
 A sequence has one table of pages. Column i of it holds what is i-th of the sequence's local order on each kvp rank;
-ranks that store fewer of its tokens leave the last columns empty.
-
-A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Two kvp ranks, append blocks
-of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the second
-stripe, which takes a column as well.
-
-    column       0             1
-    kvp rank 0   0  1  4  5    8  9  12
-    kvp rank 1   2  3  6  7    10 11
-
-With `start` 1 the two ranks change places. A stripe's columns are the same for every `start`, and so is the number of
-pages; what a page holds is not.
+ranks that store fewer of its tokens leave the last columns empty. `helix.placement.Stripes` has the columns.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
-
-from helix.layout import HelixLayout
-
-NO_PAGES = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class Stripes:
-    """How sequences fill pages whose numbers are those of all ranks.
-
-    Attributes:
-        append_block: consecutive tokens that a kvp rank stores.
-        page_size: tokens of a page on one rank.
-    """
-
-    layout: HelixLayout
-    append_block: int
-    page_size: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a stripe."""
-        return math.lcm(self.page_size, self.append_block) * self.layout.kvp
-
-    @property
-    def pages(self) -> int:
-        """Pages of a stripe on each rank."""
-        return math.lcm(self.page_size, self.append_block) // self.page_size
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that one page number holds on all kvp ranks together."""
-        return self.page_size * self.layout.kvp
-
-    def columns(self, begin: int, end: int) -> slice:
-        """Columns of the stripes in which `[begin, end)` begins and ends, without the last one."""
-        return slice(begin // self.tokens * self.pages, end // self.tokens * self.pages)
-
-    def pages_for(self, length: int) -> int:
-        """Pages that the first `length` tokens of a sequence take, whatever its `start`: as many as the fullest rank.
-
-        The fullest rank has the first block. Each other one leaves at most ceil(append_block / page_size) pages empty.
-        """
-        return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
-
-    def pages_for_all(self, tokens: int, sequences: int) -> int:
-        """Pages in which any so many sequences of `tokens` tokens in all fit."""
-        # Each sequence but one can round up to one more block, and to one more page.
-        return self.pages_for(tokens) + (sequences - 1) * (-(-self.append_block // self.page_size) + 1)
 
 
 class PagePool:

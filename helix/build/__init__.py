@@ -1,0 +1,1 @@
+"""Sizes that a config and the memories allow."""

@@ -1,0 +1,1 @@
+"""What layers keep of sequences, and who has which page."""

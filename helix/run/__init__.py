@@ -1,0 +1,1 @@
+"""What every rank does alike."""

@@ -1,0 +1,1 @@
+"""What a step is: its tokens, its state on the device, and how its tokens are drawn."""
