@@ -24,7 +24,7 @@ def resolve(
     guess: bool = False,
     **grid: int,
 ) -> None:
-    """Places of the blocks that queries read; arguments as in `kernels.tier.resolve.resolve`."""
+    """Replaces pages by the places of their blocks; arguments as in `kernels.tier.resolve.resolve`."""
     N, heads, _ = table.shape
     if late is not None:
         late.fill_(-1)

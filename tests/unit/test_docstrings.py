@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("comm",)  # folders in which every summary has its form
+ROOMS = ("comm", "kernels")  # folders in which every summary has its form, but in:
+EXCEPT = ("kernels/reference/verify.py", "kernels/tokens/verify.py")
 OTHERS = "benchmarks", "helix", "kernels", "launch", "tests"  # in which none begins in the middle of a sentence
 THIRD_PERSON = """
-    adds attends chooses closes computes creates empties gathers limits marks merges normalises packs raises releases
-    returns runs sends sums swaps turns views waits wakes writes
+    accepts accumulates adds allocates applies attends chooses closes combines commits compiles computes converts
+    copies counts creates decodes drafts draws drops empties fills finds folds gathers interleaves issues leaves
+    lets limits lists loads locates looks maps marks masks merges multiplies normalises orders overwrites packs
+    prefetches projects raises reads releases replaces rescales returns rotates routes runs scores selects sends
+    shifts sorts splits starts stores summarises sums swaps turns unpacks views waits wakes writes zeroes
 """
 NO_NOUN_PHRASE = """
     after although among anew around as at because before behind beside between beyond by can does each everything for
@@ -48,7 +52,7 @@ def faults(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_summaries_have_their_form(room: str) -> None:
-    files = sorted((ROOT / room).rglob("*.py"))
+    files = [file for file in sorted((ROOT / room).rglob("*.py")) if str(file.relative_to(ROOT)) not in EXCEPT]
     assert files
     assert [f"{file.relative_to(ROOT)}:{line}" for file in files for line in faults(file.read_text("utf-8"))] == []
 
