@@ -1,4 +1,4 @@
-"""The fields of OpenAI's and vLLM's requests for completions and chats, and what becomes of each here."""
+"""Fields of OpenAI's and vLLM's requests for completions and chats, and their support here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class Field:
 
     Attributes:
         route: both, completions or chats.
-        fate: done; refused, as without it the answer would mean something else; or harmless, and named in the header of
-            ignored fields.
-        says: a sentence of it; of one that is refused, the reason or what to send instead.
-        neutral: values of a refused field that want nothing.
+        fate: done; refused, as the answer would be wrong without it; or harmless: ignored and named in a header.
+        says: its description; for a refused field, the reason or what to send instead.
+        neutral: values of a refused field that have no effect and are accepted.
     """
 
     name: str
@@ -165,12 +164,12 @@ _OF_COMPLETIONS = {field.name: field for field in FIELDS if field.route != CHATS
 
 
 def field_of(name: str, chat: bool) -> Field | None:
-    """A field of chats' requests, or of completions'; None: nobody knows it."""
+    """Returns a field of chats or completions; None if unknown."""
     return (_OF_CHATS if chat else _OF_COMPLETIONS).get(name)
 
 
 def table() -> list[str]:
-    """The rows of the page on serving."""
+    """Returns the table of fields for the page on serving, as lines of Markdown."""
     rows = ["| field | of | here | |", "|---|---|---|---|"]
     order = (DONE, REFUSED, HARMLESS)
     for field in sorted(FIELDS, key=lambda field: order.index(field.fate)):

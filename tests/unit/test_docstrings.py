@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("comm", "kernels")  # folders in which every summary has its form, but in:
+ROOMS = ("comm", "kernels", "launch/job", "launch/serving")  # folders in which every summary has its form, but in:
 EXCEPT = ("kernels/reference/verify.py", "kernels/tokens/verify.py")
 OTHERS = "benchmarks", "helix", "kernels", "launch", "tests"  # in which none begins in the middle of a sentence
 THIRD_PERSON = """
-    accepts accumulates adds allocates applies attends chooses closes combines commits compiles computes converts
-    copies counts creates decodes drafts draws drops empties fills finds folds gathers interleaves issues leaves
-    lets limits lists loads locates looks maps marks masks merges multiplies normalises orders overwrites packs
-    prefetches projects raises reads releases replaces rescales returns rotates routes runs scores selects sends
-    shifts sorts splits starts stores summarises sums swaps turns unpacks views waits wakes writes zeroes
+    accepts accumulates adds allocates answers applies attends cancels checks chooses closes collects combines
+    commits compiles computes connects converts copies counts creates decodes describes drafts draws drops empties
+    encodes ends escapes exchanges fills finds folds forbids gathers handles interleaves issues keeps kills leaves
+    lets limits lists loads locates looks maps marks masks merges multiplies normalises opens orders overwrites
+    packs parses prefetches prints projects raises reads refuses releases replaces rescales returns rotates routes
+    runs scores selects sends serves sets shifts shows sorts splits starts stores streams submits summarises sums
+    swaps takes tells turns unpacks views waits wakes writes yields zeroes
 """
 NO_NOUN_PHRASE = """
     after although among anew around as at because before behind beside between beyond by can does each everything for
