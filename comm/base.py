@@ -98,7 +98,7 @@ class Communicator(ABC):
         """Raises RuntimeError if a collective of a step timed out waiting for a peer; its results are then invalid.
 
         Args:
-            wait: for the work queued on the current stream; False checks finished collectives only, without delay.
+            wait: wait for the work queued on the current stream; False checks finished collectives only, without delay.
         """
         return
 

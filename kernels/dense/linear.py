@@ -105,7 +105,7 @@ def linear(
         weight: [R, K] in x's dtype, contiguous; gated: [2 R, K], the gate's rows before the others.
         bias: one value for each row of the weight, or None.
         gated: apply the gate, silu(y_1) * y_2.
-        exact: return at least fp32, without bias or gate.
+        exact: return fp32 if x's dtype is shorter; not with bias or gate.
 
     Returns:
         [N, R] in x's dtype, unless exact.

@@ -28,7 +28,7 @@ def _mla_append_kernel(
 ):  # fmt: skip
     # Attention may start at once: an SM has room for one of its programs.
     if tl.program_id(0) < absorbs:
-        head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # nobody writes it
+        head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # constant
         wait_for_predecessor(PDL)
         start_successor(PDL)
         head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, N, NOPE, R, BLOCK_N, BLOCK_A)

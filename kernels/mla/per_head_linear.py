@@ -46,7 +46,7 @@ def _each_head_kernel(
     A: tl.constexpr, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    head, b, w = head_weight(weight, w_h, w_a, w_b, tl.program_id(0), A, B, BLOCK_A, BLOCK_B)  # nobody writes it
+    head, b, w = head_weight(weight, w_h, w_a, w_b, tl.program_id(0), A, B, BLOCK_A, BLOCK_B)  # constant
     wait_for_predecessor(PDL)
     start_successor(PDL)
     head_product(x, out, w, x_n, x_h, out_n, out_h, head, b, N, A, B, BLOCK_N, BLOCK_A)

@@ -85,7 +85,7 @@ def send(to, words, tag, mask):
 
 @triton.jit
 def receive(at, tag, mask, source, status, spins):
-    """Waits for int32 words [SOURCES, n] until all carry the tag, or for `spins` polls.
+    """Waits for int32 words [SOURCES, n] until all carry the tag, or for `spins` polls after the first.
 
     After a timeout, `status` holds 1 + a missing source, and words without the tag are -1: NaN in every dtype, so that
     results computed from them, on this rank or its peers, are NaN too.
@@ -107,7 +107,7 @@ def receive(at, tag, mask, source, status, spins):
 
 @triton.jit
 def patience(status, spins):
-    """Returns the number of polls: a single one if an earlier collective timed out, so that a broken step ends soon."""
+    """Returns the number of polls after the first: none if an earlier one timed out, so that broken steps end soon."""
     return tl.where(tl.load(status) != 0, 0, spins)
 
 

@@ -19,9 +19,9 @@ class Shaping:
 
     Attributes:
         shaped: slots whose logits are changed [S] bool.
-        repetition: for tokens in prompt or answer, divides positive logits and multiplies negative ones [S] fp32.
-        frequency: penalty times the token's count in the answer [S] fp32.
-        presence: penalty if the answer contains the token [S] fp32.
+        repetition: divides positive and multiplies negative logits of tokens in prompt or answer [S] fp32.
+        frequency: subtracted once per occurrence of the token in the answer [S] fp32.
+        presence: subtracted if the answer contains the token [S] fp32.
         ends_from: first position that may hold a token that ends the sequence [S] int64.
         bias: added [S, V_local] fp32.
         seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), plus ONCE for each occurrence in the answer.

@@ -297,7 +297,7 @@ def select_blocks(
     sms: int | None = None,
     lane: int = 0,
 ) -> torch.Tensor:
-    """Selects the pages that queries read of each KV head: the best `topk` of `[first, last)`, and all others.
+    """Selects the pages that queries read per KV head: all outside `[first, last)`, and the best `topk` inside.
 
     A page's score is the maximum over a KV head's query heads. Ties go to the earlier page; NaN is the highest score,
     so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches of one lane share a

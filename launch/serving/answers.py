@@ -23,7 +23,7 @@ class Answer:
 
     Attributes:
         chat: whether it answers a chat, not a completion.
-        echoed: for a completion with echo, the prompt text of each choice.
+        echoed: prompt text of each choice of a completion with echo.
         tells_thoughts: whether a chat's answer includes the model's reasoning.
         prompt_tokens: tokens of all prompts, each counted once.
         changed: set when a choice has new tokens.

@@ -106,7 +106,7 @@ class Delta(Message):
         finish_reason: None while it goes on, then stop (one of the model's end tokens), length, abort or error.
         reason: the error message, if finish_reason is error.
         cached: prompt tokens that were in the cache, sent with the first ids.
-        logprobs: for each id, its own, then pairs (id, logprob) of the most likely ones.
+        logprobs: each id's own, then pairs (id, logprob) of the most likely ones.
     """
 
     kind = "delta"

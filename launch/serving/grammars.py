@@ -70,7 +70,7 @@ def of_calls(
         eos: the model's end tokens, which a thought cannot contain.
     """
     calls = dialect.calls
-    assert calls is not None, "checked by whoever wants calls"
+    assert calls is not None, "checked by the caller"
     rules = _Rules(added)
     one = rules.add(" | ".join(_call(rules, calls, tool) for tool in tools))
     several = f"{one} ({rules.text(calls.between)} {one})*" if many and calls.between is not None else one

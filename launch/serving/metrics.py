@@ -13,7 +13,7 @@ ENGINE = {
     "pages": ("kv_pages", "pages of KV on each rank"),
     "pages_used": ("kv_pages_used", "pages that sequences hold"),
     "pages_cached": ("kv_pages_cached", "pages that are kept for prompts that begin alike"),
-    "pages_free": ("kv_pages_free", "pages that nobody has"),
+    "pages_free": ("kv_pages_free", "pages that are free"),
 }
 
 
