@@ -1,4 +1,4 @@
-"""What the runtime needs from a transport, and the Helix re-partition on top of it.
+"""The transport contract of the runtime, and the Helix re-partition on top of it.
 
 The exchange turns "all heads over my KV shard" into "my heads over the whole KV sequence" (Helix Parallelism,
 section 2.1.2). One all-to-all inside the kvp group carries one message per destination k:
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Communicator(ABC):
-    """One rank's end of all communication.
+    """One rank's endpoint for all communication between ranks.
 
     Tensor collectives run on the current stream of `device`, allocate what they return, and must be called by all
     ranks of their group in the same order. The control plane (objects, barrier) runs on the CPU, and waits for as long
@@ -61,30 +61,30 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of a contiguous tensor over the world, in place; bitwise equal on all ranks. Returns `x`."""
+        """Sums a contiguous tensor over the world, in place; bitwise equal on all ranks. Returns `x`."""
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """`x [...]`, of one shape on all ranks, from every rank -> `[W, ...]` in rank order."""
+        """Gathers `x [...]`, of one shape on all ranks, from every rank -> `[W, ...]` in rank order."""
 
     @abstractmethod
     def all_to_all(self, send: Tensor) -> Tensor:
-        """`send [K, ...]`, contiguous: row k goes to kvp rank k -> `[K, ...]`: row k came from kvp rank k.
+        """Sends row k of `send [K, ...]` (contiguous) to kvp rank k -> `[K, ...]`: row k came from kvp rank k.
 
         The result may alias `send` when K = 1.
         """
 
     def gather_in_group(self, x: Tensor) -> Tensor:
-        """`x [...]`, of one shape on all ranks of the kvp group, from every one of them -> `[K, ...]` in kvp order."""
+        """Gathers `x [...]`, of one shape on all ranks of the kvp group -> `[K, ...]` in kvp order."""
         return self.all_to_all(x.expand(len(self.kvp_group), *x.shape).contiguous())
 
     def all_reduce_norm(
         self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """RMSNorm of `residual` plus the sum of `x` over the world; all ranks get bitwise the same.
+        """Normalises (RMSNorm) `residual` plus the sum of `x` over the world; bitwise equal on all ranks.
 
         Args:
-            x: [N, H] contiguous, each rank's part of a sum; may be overwritten.
+            x: [N, H] contiguous, this rank's summand; may be overwritten.
             residual: [N, H], the same on all ranks; None adds nothing.
             weight: [H].
             eps: added to the mean square.
@@ -95,15 +95,15 @@ class Communicator(ABC):
         return rms_norm(self.all_reduce(computed(x)), weight, eps, residual)
 
     def check(self, wait: bool = True) -> None:
-        """Raises RuntimeError where a collective of a step gave up waiting for a peer: then its numbers mean nothing.
+        """Raises RuntimeError if a collective of a step timed out waiting for a peer; its results are then invalid.
 
         Args:
-            wait: for what the current stream still has to do; False sees what has ended, and delays nothing.
+            wait: wait for the work queued on the current stream; False checks finished collectives only, without delay.
         """
         return
 
     def exchange(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
-        """Helix re-partition: partial attention of all the group's heads -> exact attention of this rank's heads.
+        """Turns partial attention of all the group's heads into exact attention of this rank's: the Helix re-partition.
 
         Args:
             out: [N, sum(shares), D], model dtype; attention over this rank's KV shard (0 where the shard is empty).
@@ -123,7 +123,7 @@ class Communicator(ABC):
         return lse_combine(partials[:, :, :mine], part_lse[:, :, :mine])
 
     def merge_exchange(self, partial: PartialAttention, shares: Sequence[int]) -> Tensor:
-        """`exchange` of what `partial.merge()` gives."""
+        """Merges the splits of `partial` and exchanges the result, as `exchange` does."""
         return self.exchange(*partial.merge(), shares)
 
     def _check_partials(self, out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
@@ -133,23 +133,23 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: T | None) -> T:
-        """Rank 0's picklable object, on every rank; what the others pass is ignored."""
+        """Sends rank 0's picklable object to every rank and returns it; the argument of other ranks is ignored."""
 
     def limit_waits(self, seconds: float | None) -> None:
-        """From now on the control plane waits so long for other ranks, then RuntimeError; None: as it did at first."""
+        """Limits later waits of the control plane to `seconds`, then RuntimeError; None restores the first limit."""
         return
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
-        """Every rank's picklable object, in rank order."""
+        """Gathers every rank's picklable object, in rank order."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns once every rank's host has arrived; does not wait for work queued on a GPU."""
+        """Waits until every rank's host has arrived; does not wait for work queued on a GPU."""
 
     @abstractmethod
     def abort(self, why: str) -> None:
-        """Gives the control plane up, as this rank cannot go on: waits of other ranks in it end with RuntimeError."""
+        """Closes the control plane after this rank failed: pending waits of other ranks raise RuntimeError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -170,7 +170,7 @@ def check_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> None:
 
 
 def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
-    """Partial outputs `[N, Hq_local, D]` and their LSE `[N, Hq_local]` as messages, uint8 `[K, bytes]`."""
+    """Packs partial outputs `[N, Hq_local, D]` and their LSE `[N, Hq_local]` into messages, uint8 `[K, bytes]`."""
     N, _, D = out.shape
     hmax = max(shares)
     send = out.new_empty(len(shares), _message_bytes(N, hmax, D, out.dtype)[1], dtype=torch.uint8)
@@ -181,7 +181,7 @@ def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
         run = slice(head, head + n * h)
         to_out[k : k + n, :, :h] = out[:, run].unflatten(1, (n, h)).transpose(0, 1)  # [N, n*h, D] -> [n, N, h, D]
         to_lse[k : k + n, :, :h] = lse[:, run].unflatten(1, (n, h)).transpose(0, 1)
-        if h < hmax:  # padding reads as an empty shard, whoever looks at it
+        if h < hmax:  # padding reads as an empty shard
             to_out[k : k + n, :, h:] = 0
             to_lse[k : k + n, :, h:] = -torch.inf
         k, head = k + n, run.stop
@@ -189,7 +189,7 @@ def pack_partials(out: Tensor, lse: Tensor, shares: Sequence[int]) -> Tensor:
 
 
 def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The outputs `[K, N, hmax, D]` and LSEs `[K, N, hmax]` (fp32) inside messages, uint8 `[K, bytes]`; no copy."""
+    """Views messages, uint8 `[K, bytes]`, as outputs `[K, N, hmax, D]` and LSEs `[K, N, hmax]` (fp32); no copy."""
     lse_at, end = _message_bytes(N, hmax, D, dtype)
     out_bytes, lse_bytes = N * hmax * D * dtype.itemsize, N * hmax * torch.float32.itemsize
     assert messages.shape[1] == end, f"messages of {messages.shape[1]} bytes, expected {end}"
@@ -199,10 +199,10 @@ def partial_views(messages: Tensor, N: int, hmax: int, D: int, dtype: torch.dtyp
 
 
 def _message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Where the LSEs begin in a message, and its length.
+    """Returns the offset of the LSEs in a message and the message's length, in bytes.
 
     Both are multiples of 64 bytes: Triton proves alignment only from strides divisible by 16 elements, here of fp32.
-    A message is never empty, so that no transport has to know what to do with nothing.
+    A message is never empty, so that no transport has to handle zero bytes.
     """
 
     def padded(size: int) -> int:
@@ -213,7 +213,7 @@ def _message_bytes(N: int, hmax: int, D: int, dtype: torch.dtype) -> tuple[int, 
 
 
 def sum_in_rank_order(parts: Tensor) -> Tensor:
-    """`[W, ...]` -> `[...]` of the same dtype: one rank after the other, below fp32 in fp32 with a single rounding."""
+    """Adds `[W, ...]` -> `[...]` of the same dtype in rank order; below fp32 in fp32 with a single rounding."""
     wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

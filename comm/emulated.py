@@ -1,4 +1,4 @@
-"""One or two GPUs emulate the ranks of a larger world, whose steps can then be timed without it.
+"""Emulation of a larger world's ranks on one or two GPUs, to time its steps without it.
 
 Each of two processes emulates one rank of W: it holds that rank's weights and KV, runs its kernels, and sends what that
 rank sends. Messages for any other rank go to the other process, as if from an absent rank: every box in which a kernel
@@ -27,24 +27,24 @@ PROCESSES = 2  # at most
 
 
 def rank_of(process: int, processes: int, world_size: int) -> int:
-    """The rank that a process emulates: the first of all, or the first of the second half."""
+    """Returns the rank that a process emulates: the first of all, or the first of the second half."""
     return process * (world_size // processes)
 
 
 def addresses(
     ranks: int, mine: int, theirs: int, own: int, other: int, source_bytes: int, piece_bytes: int = 0
 ) -> list[int]:
-    """The boxes' address of each rank, for a kernel of rank `mine` beside a process that emulates rank `theirs`.
+    """Returns the box address per destination rank, for a kernel of rank `mine` beside a process emulating `theirs`.
 
-    A kernel writes into box of source `mine` at the address of rank `to`. All addresses but its own lead to the other
-    process. Entry `to` is shifted so that the write lands where that process expects source `to`, and the entry of
-    `theirs` so that it lands where source `mine` is expected.
+    A kernel writes into the box of source `mine` at the address of rank `to`. All addresses but its own lead to the
+    other process. Entry `to` is shifted so that the write lands where that process expects source `to`; the entry of
+    `theirs`, so that it lands where source `mine` is expected.
 
     Args:
         own, other: addresses of this process's boxes and of the other's.
-        source_bytes: from the boxes of one source to those of the next.
-        piece_bytes: from a piece to the next, where each destination has pieces of its own, rank r every `ranks`-th;
-            the write goes to those of `theirs`. 0: no destination has its own.
+        source_bytes: stride from the boxes of one source to those of the next.
+        piece_bytes: stride from a piece to the next if pieces are owned by destinations (rank r owns every `ranks`-th);
+            the write goes to those of `theirs`. 0: pieces have no owner.
     """
     return [
         own if to == mine else other + (source - mine) * source_bytes + (theirs - to) * piece_bytes
@@ -55,7 +55,7 @@ def addresses(
 class EmulatedTransport(TorchDistCommunicator):
     """`TorchDistCommunicator` for a process that emulates one of the W ranks in `kvp_groups`.
 
-    Objects come from the processes: that of an absent rank is the one of the rank that is emulated in its half.
+    The object of an absent rank is a copy of the one from the rank that is emulated in its half.
     """
 
     def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -68,21 +68,21 @@ class EmulatedTransport(TorchDistCommunicator):
         self._peer = rank_of(self._other, self._processes, self.world_size)
         self._peer_in_group = next(list(group).index(self._peer) for group in kvp_groups if self._peer in group)
         ranks, mine, theirs = len(self.kvp_group), self.kvp_rank, self._peer_in_group
-        # In the order in which the other process has the sources.
+        # In the other process's order of sources.
         for_other = [theirs if source == mine else source for source in range(ranks) if source != theirs]
         self._for_other = torch.tensor(for_other, device=self.device)
         self._from_other = torch.tensor([source for source in range(ranks) if source != mine], device=self.device)
         return None
 
     def _swap(self, x: Tensor) -> Tensor:
-        """The other process's tensor of the same shape, for this one; contiguous."""
+        """Swaps `x` with the other process's tensor of the same shape; contiguous."""
         received, sizes = torch.empty_like(x), [0] * self._processes
         sizes[self._other] = x.numel()
         dist.all_to_all_single(received.view(-1), x.view(-1), sizes, sizes)
         return received
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum with W - 1 times the other's; a second message makes it the bytes of a ring, 2 (W - 1) / W."""
+        """Adds W - 1 times the other's tensor; a second message makes up the bytes of a ring, 2 (W - 1) / W."""
         other, W = self._swap(x), self.world_size
         if rest := x.numel() * (W - 2) // W:
             self._swap(x.view(-1)[:rest])
@@ -114,7 +114,7 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
         own, other = memory[self._process], memory[self._other]
         places = dict.fromkeys(begins, (self.world_size, self.rank, self._peer))
         places["exchange"] = len(self.kvp_group), self.kvp_rank, self._peer_in_group
-        # Of every W pieces a rank owns one. It sends their sum to all ranks, here to the pieces that they own.
+        # A rank owns one of every W pieces. It sends their sum to all ranks, here to the pieces that they own.
         sizes = {name: (SOURCE[name], 0) for name in begins}
         sizes |= {"two_shot": (SOURCE["two_shot"], SLICE), "sums": (SLICE, 0)}
         return {
@@ -122,5 +122,5 @@ class EmulatedCommunicator(SymmMemCommunicator, EmulatedTransport):
         }
 
     def _spreads(self, pieces: int, alike: bool) -> bool:
-        # Or a rank waits for a piece that the emulated one does not own, or for words that another piece lacks.
+        # Otherwise a rank waits for a piece that the emulated rank does not own, or for words beyond a shorter piece.
         return alike and pieces % self.world_size == 0

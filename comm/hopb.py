@@ -1,10 +1,10 @@
-"""HOP-B: the exchange of one chunk of the batch beside the attention of the next (Helix Parallelism, section 2.1.3).
+"""HOP-B: overlap of one batch chunk's exchange with the next chunk's attention (Helix Parallelism, section 2.1.3).
 
     main stream   attend 0 | attend 1   | attend 2   |            | join
     side stream            | exchange 0 | exchange 1 | exchange 2 |
 
 Attention stays on one stream, so its launches may share a workspace; all exchanges of a step are on the side stream in
-the order of their chunks, the same on every rank, which is what collectives ask for. Inside a captured step the two
+the order of their chunks, the same on every rank, as collectives require. Inside a captured step the two
 streams become two branches of the graph.
 """
 
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-# A persistent grid is not preempted, whatever a stream's priority: attention leaves so much room for the exchange.
+# SMs that attention leaves free for the exchange: stream priority does not preempt a persistent grid.
 RESERVED_SMS = 4
 
 
 class Pipeline:
-    """Runs the chunks of one attention phase after another, the exchange of each beside what follows.
+    """Runner of one attention phase in chunks, the exchange of each beside the attention of the next.
 
     Args:
-        device: a GPU, whose side stream the exchanges go to; None: no streams, the same calls in the same order.
+        device: a GPU, which gets a side stream for the exchanges; None: no streams, the same calls in the same order.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -37,14 +37,14 @@ class Pipeline:
         attend: Callable[[slice], T],
         exchange: Callable[[T], Tensor],
     ) -> Tensor:
-        """Attention of all chunks, exchanged: what `exchange` returns of each, one after the other.
+        """Attends and exchanges all chunks; returns the results of `exchange`, concatenated.
 
         Args:
             chunks: runs of rows, in order.
-            attend: gives what `exchange` takes of a chunk, by kernels on the current stream.
-            exchange: makes [rows, ...] of it, by kernels on the current stream too, which is the side stream.
+            attend: computes the argument of `exchange` for a chunk, on the current stream.
+            exchange: computes [rows, ...] from it, on the current stream, which is then the side stream.
         """
-        # All are kept to the end: what one stream has freed, the allocator may hand out while the other reads it.
+        # All tensors live to the end: the allocator may reuse memory freed by one stream while the other reads it.
         attended: list[T] = []
         exchanged: list[Tensor] = []
         for rows in chunks:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the cheapest transport, and the strictest.
+"""Ranks as threads of one process: the cheapest and strictest transport.
 
 Collectives meet in a shared table. Each of them checks that all ranks called the same operation with the same shape
 and dtype; a rank that fails, returns early or waits for something that cannot happen any more ends the run at once.
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass
 class _Meeting:
-    """One collective of one group: what each rank called, and with which payload."""
+    """One collective of one group: the call and payload of each rank."""
 
     calls: dict[int, str] = field(default_factory=dict)
     payloads: dict[int, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class _Meeting:
 
 
 class LoopbackWorld:
-    """The meeting place of `world_size` threads, one a rank.
+    """The shared state of `world_size` threads, one per rank.
 
     Args:
         world_size: W.
@@ -58,16 +58,16 @@ class LoopbackWorld:
         return LoopbackCommunicator(self, rank, kvp_group)
 
     def turn(self) -> threading.Condition:
-        """Context in which a rank runs alone, but for the time it waits in a collective."""
+        """Returns the lock under which a rank runs alone; a collective releases it while the rank waits."""
         return self._changed
 
     def abort(self, rank: int | None, error: BaseException) -> None:
-        """Wakes every waiting rank with an error; the first call names the culprit (None: no rank in particular)."""
+        """Wakes every waiting rank with an error; the first call names the failed rank (None: no particular rank)."""
         with self._changed:
             self._fail(rank, error)
 
     def finish(self, rank: int) -> None:
-        """Declares that a rank makes no further call, so that those who wait for it learn at once."""
+        """Marks a rank as done, so that ranks which wait for it fail at once."""
         with self._changed:
             self._finished.add(rank)
             if len(self._finished) == self.world_size:
@@ -76,7 +76,7 @@ class LoopbackWorld:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Returns when all ranks have finished; raises the first failure, or RuntimeError at the deadline."""
+        """Waits until all ranks have finished; raises the first failure, or RuntimeError at the deadline."""
         if not self._ended.wait(self.timeout_s):
             # Without the lock: a rank that is stuck in its own code may hold it.
             missing = sorted(set(range(self.world_size)) - self._finished)
@@ -88,7 +88,7 @@ class LoopbackWorld:
             raise self.failure[1]
 
     def meet(self, ranks: tuple[int, ...], rank: int, call: str, payload: Any) -> list[Any]:
-        """Payloads of all `ranks`, in their order, once each has arrived with the same `call`.
+        """Returns the payloads of all `ranks`, in their order, once each has arrived with the same `call`.
 
         A payload must not change after this call: the caller passes a copy.
 
@@ -142,7 +142,7 @@ class LoopbackWorld:
 
 
 class LoopbackCommunicator(Communicator):
-    """One rank's end of a `LoopbackWorld`; all sums run in rank order, in fp32 where the dtype is narrower."""
+    """One rank's endpoint of a `LoopbackWorld`; all sums run in rank order, in fp32 where the dtype is narrower."""
 
     def __init__(self, world: LoopbackWorld, rank: int, kvp_group: Sequence[int]) -> None:
         super().__init__(rank, world.world_size, kvp_group, world.device)
@@ -193,10 +193,10 @@ def run_ranks(
     timeout_s: float = 30.0,
     device: torch.device | str = "cpu",
 ) -> list[R]:
-    """Runs `fn(world, rank)` in one thread a rank and returns the results in rank order.
+    """Runs `fn(world, rank)` in one thread per rank and returns the results in rank order.
 
     Raises:
-        BaseException: that of the rank that failed first, with a note that names the rank; the others were woken.
+        BaseException: the error of the rank that failed first, with a note that names the rank.
         RuntimeError: no rank failed by itself, but some did not finish within `timeout_s`, or wait for each other.
     """
     world = LoopbackWorld(world_size, timeout_s, device)

@@ -1,4 +1,4 @@
-"""Sums over ranks whose parts are not computed yet: the norm that follows says how they are."""
+"""Pending sums over ranks: the norm that follows decides how their summands are computed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kernels.peers.mailbox import SumTarget
 
 
 class PendingSum(Protocol):
-    """A rank's part [N, H] of a sum over ranks that comes next, not yet made."""
+    """A rank's summand [N, H] of the next sum over ranks, not computed yet."""
 
     def compute(self) -> Tensor:
-        """[N, H]"""
+        """Computes the summand, [N, H]."""
 
     def can_push(self, two_shot: bool) -> bool:
-        """Whether `push` can compute it."""
+        """Returns whether `push` supports this summand."""
 
     def push(self, sums: SumTarget) -> None:
-        """Makes it where it is added up: phase 1 of `kernels.peers.all_reduce_norm`."""
+        """Writes the summand into the reducing ranks' memory: phase 1 of `kernels.peers.all_reduce_norm`."""
 
 
 @dataclass(frozen=True)

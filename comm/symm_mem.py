@@ -1,11 +1,11 @@
-"""Communicator between the GPUs of one host that store into each other's memory: one small kernel a collective.
+"""Communicator between GPUs of one host that store into each other's memory: one small kernel per collective.
 
-What a decode step sends is kilobytes, where a library call costs more than the wire. The kernels behind this class
-store words with tags (`kernels.peers.mailbox`) into torch's symmetric memory, without multicast, and do what comes next
-while they are at it: combine, add, normalise. Messages too large for their boxes, prefill's mostly, go over NCCL.
+A decode step sends kilobytes, for which a library call costs more than the transfer. The kernels behind this class
+store tagged words (`kernels.peers.mailbox`) into torch's symmetric memory, without multicast, and fuse the operation
+that follows: combine, add, normalise. Messages too large for their boxes, mostly of prefill, go over NCCL.
 
-Each collective has boxes of its own, and all uses of them are ordered on every rank: the exchange may run on another
-stream than the rest, but no collective on two streams.
+Each collective has its own boxes, whose uses are ordered on every rank: the exchange may run on another stream than
+the rest, but no collective on two streams.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kernels.peers.merge_exchange import merge_exchange
 EXCHANGE_PIECES = 1024  # tokens x heads that a rank owns
 ONE_SHOT_PIECES = 256  # rows x slices: 256 KiB
 TWO_SHOT_PIECES = 512  # programs that wait for each other: all of them must be on the GPU at once
-ONE_SHOT_SENT = 256 << 10  # bytes that rows come to over all ranks; above, the detour costs less (benchmarks/LOG.md)
+ONE_SHOT_SENT = 256 << 10  # bytes of the rows times ranks; above, two shots cost less (benchmarks/LOG.md)
 GATHER_PIECES = 512  # slices: 512 KiB
-LOOK_S = 3e-7  # the least that one look at a box takes, seconds
+LOOK_S = 3e-7  # least seconds of one poll of a box
 WORD = 8  # bytes of a word with its tag
 SLICE = all_reduce_norm.SLICE_WORDS * WORD
-# Bytes of the boxes of one source, of each collective.
+# Bytes of one source's boxes, by collective.
 SOURCE = {
     "exchange": EXCHANGE_PIECES * exchange.PIECE_WORDS * WORD,
     "one_shot": ONE_SHOT_PIECES * SLICE,
@@ -45,10 +45,10 @@ SOURCE = {
 
 
 class SymmMemCommunicator(TorchDistCommunicator):
-    """`TorchDistCommunicator` over NCCL, with collectives of a decode step's size in kernels of our own.
+    """`TorchDistCommunicator` over NCCL, with the small collectives of decode steps in our own kernels.
 
     Args:
-        kvp_groups, device, timeout: as there; all ranks on one host, with peer access.
+        kvp_groups, device, timeout: see `TorchDistCommunicator`; all ranks on one host, with peer access.
 
     Raises:
         RuntimeError: symmetric memory cannot be set up.
@@ -58,7 +58,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         super().__init__(kvp_groups, device, timeout)
         self._spins = int(min(timeout.total_seconds() / LOOK_S, 2**31 - 1))
         sources = dict.fromkeys(SOURCE, self.world_size) | {"exchange": len(self.kvp_group), "sums": 1}
-        # Two turns of each, one behind the other.
+        # Double-buffered: two turns of each, one behind the other.
         *begins, size = accumulate((2 * sources[name] * SOURCE[name] for name in SOURCE), initial=0)
         try:
             self._boxes = symm_mem.empty(size // WORD, dtype=torch.int64, device=self.device)
@@ -86,12 +86,12 @@ class SymmMemCommunicator(TorchDistCommunicator):
         self.reset()
 
     def _addresses(self, memory: Sequence[int], begins: Mapping[str, int]) -> dict[str, list[int]]:
-        """Where each rank has the boxes of each collective, which begin at `begins` in the `memory` of a process."""
+        """Returns the box address of each rank by collective, given its offset (`begins`) in a process's `memory`."""
         ranks = {name: range(self.world_size) for name in begins} | {"exchange": self.kvp_group}
         return {name: [memory[r] + begin for r in ranks[name]] for name, begin in begins.items()}
 
     def reset(self) -> None:
-        """Empties all boxes after a step that some rank did not finish; a collective, with no other one under way."""
+        """Empties all boxes after a step that some rank did not finish; a collective; no other may be in flight."""
         torch.cuda.synchronize(self.device)
         self.barrier()
         for tensor in (self._boxes, self._status, *self._counts.values(), *self._squares.values()):
@@ -142,7 +142,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         )  # fmt: skip
 
     def _boxes_take(self, N: int, D: int, dtype: torch.dtype, shares: Sequence[int]) -> bool:
-        """Whether the partials of N tokens, D values a head, fit the boxes of the exchange."""
+        """Returns whether the partials of N tokens, D values per head, fit the boxes of the exchange."""
         words, rest = divmod(D * dtype.itemsize, 4)
         fit = rest == 0 and words < exchange.PIECE_WORDS and 0 < N * max(shares) <= EXCHANGE_PIECES
         return fit and dtype in mailbox.DTYPES and len(self.kvp_group) > 1
@@ -150,7 +150,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
     def all_reduce_norm(
         self, x: Tensor | PendingSum, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        rows = x if isinstance(x, Tensor) else residual  # of the shape and dtype of the sum
+        rows = x if isinstance(x, Tensor) else residual  # has the shape and dtype of the sum
         way = None if rows is None else self._way(rows)
         if rows is None or way is None:
             return super().all_reduce_norm(x, residual, weight, eps)
@@ -168,7 +168,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         )  # fmt: skip
 
     def _way(self, x: Tensor) -> str | None:
-        """How rows are added up; None: by the library."""
+        """Chooses the algorithm that adds rows up: "one_shot", "two_shot", or None for NCCL."""
         size = x.numel() * x.element_size()
         row, rest = divmod(x.shape[1] * x.element_size(), 4)
         pieces = len(x) * -(-row // all_reduce_norm.SLICE_WORDS)
@@ -180,11 +180,11 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return "two_shot" if spreads else None
 
     def _spreads(self, pieces: int, alike: bool) -> bool:
-        """Whether so many pieces, all of one size or not, can have owners."""
+        """Returns whether a two-shot reduction can split these pieces among ranks; `alike`: all have one size."""
         return True
 
     def _starts_of(self, shares: Sequence[int]) -> Tensor:
-        """First head of each rank and the end, int32 on the device; made once, so that capture finds it."""
+        """Returns each rank's first head and the end, int32 on the device; cached, so that capture finds it."""
         key = tuple(shares)
         if key not in self._starts:
             heads = torch.tensor([0, *key]).cumsum(0)
@@ -192,7 +192,7 @@ class SymmMemCommunicator(TorchDistCommunicator):
         return self._starts[key]
 
     def close(self) -> None:
-        if self._gloo is not None:  # peers may still be reading what this rank gives back
+        if self._gloo is not None:  # peers may still read this rank's boxes
             torch.cuda.synchronize(self.device)
             self.barrier()
         super().close()

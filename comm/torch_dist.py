@@ -16,13 +16,13 @@ from comm.base import Communicator, T, sum_in_rank_order
 # torch 2.13 deprecates the old name, torch 2.11 does not have the new one.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Rank 0's host may tokenize for minutes, or its caller pause, while the others wait for its next word. A rank that dies
-# closes its connections, which ends the waits for it at once; a job's watchdog finds one that is stopped.
+# Rank 0's host may tokenize for minutes, or its caller pause, while the others wait for its next message. A rank that
+# dies closes its connections, which ends all waits for it; a job's watchdog finds a rank that is stopped.
 CONTROL_TIMEOUT = timedelta(days=1)
 
 
 class TorchDistCommunicator(Communicator):
-    """Collectives of the initialised default process group, which has to outlive this object.
+    """Communicator over the initialised default process group, which must outlive this object.
 
     The world's tensor collectives run on the default group under the timeout it was initialised with. Built on every
     rank alike: each kvp group of more than one rank and, for objects and barriers, a gloo group of all ranks, so that
@@ -30,12 +30,12 @@ class TorchDistCommunicator(Communicator):
 
     Args:
         kvp_groups: a partition of the world into kvp groups, each in ascending order; the same on every rank.
-        device: this rank's device; its tensors' home.
-        timeout: deadline of tensor collectives on the kvp groups created here, and for all ranks to come together here.
+        device: this rank's device, where its tensors live.
+        timeout: deadline of tensor collectives on the kvp groups created here, and for all ranks to arrive here.
             The control plane waits for CONTROL_TIMEOUT.
 
     Raises:
-        ValueError: `kvp_groups` is no such partition.
+        ValueError: `kvp_groups` is not such a partition.
     """
 
     def __init__(self, kvp_groups: Sequence[Sequence[int]], device: torch.device | str, timeout: timedelta) -> None:
@@ -55,11 +55,11 @@ class TorchDistCommunicator(Communicator):
         self._meet(timeout)
 
     def _place(self, kvp_groups: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """This rank, and how many there are."""
+        """Returns this rank and the world size."""
         return dist.get_rank(), dist.get_world_size()
 
     def _connect(self, kvp_groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """The process group of this rank's kvp group, None where it is alone."""
+        """Creates all kvp groups; returns this rank's, None if it is alone in it."""
         mine = None
         # Every rank creates every group, in this order: creation is itself a collective of the world.
         for ranks in kvp_groups:
@@ -132,7 +132,7 @@ class TorchDistCommunicator(Communicator):
         self._meet(CONTROL_TIMEOUT)
 
     def _meet(self, timeout: timedelta) -> None:
-        # The monitored one names the ranks that did not come.
+        # A monitored barrier names the ranks that did not arrive.
         dist.monitored_barrier(self._control, timeout=timeout, wait_all_ranks=True)
 
     @property
@@ -152,4 +152,4 @@ class TorchDistCommunicator(Communicator):
     def _drop_control(self) -> None:
         if self._gloo is not None:
             dist.destroy_process_group(self._gloo)
-            self._gloo = None  # with the last reference its connections close, which the others notice
+            self._gloo = None  # dropping the last reference closes its connections, which other ranks notice

@@ -1,1 +1,1 @@
-"""GPU kernels, one op a file; `kernels.reference` holds the same ops in plain torch, which is what a CPU runs."""
+"""GPU kernels, one op per file; `kernels.reference` holds the same ops in plain torch, which a CPU runs."""

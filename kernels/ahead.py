@@ -1,4 +1,4 @@
-"""Kernels compiled side by side before they are wanted, instead of one by one as they are launched."""
+"""Parallel compilation of kernels before their first launch, instead of one by one at launch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_s
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Within, no Triton kernel is launched: those that would be are compiled, by this process's share of the cores.
+    """Compiles Triton kernels within the context instead of launching them, on this process's share of the cores.
 
-    What they would have written stays as it was, in new tensors zero, which is a valid index; all else happens. When
-    the context ends, all are compiled. Most of a compilation lets other threads run (Triton 3.6 and 3.7).
+    Their outputs stay unwritten; in new tensors they are zero, which is a valid index. Everything else runs. When the
+    context ends, all are compiled. Most of a compilation lets other threads run (Triton 3.6 and 3.7).
 
     Raises:
-        Exception: what the compiler raised.
+        Exception: the compiler's.
     """
     launch = JITFunction.run
 
@@ -42,16 +42,16 @@ def compiled_ahead() -> Iterator[None]:
 
 
 class _Once(AsyncCompileMode):
-    """Triton 3.6 would look up what a kernel compiles to at each launch until all are compiled."""
+    """Compile mode that finalises a kernel once: Triton 3.6 would look it up at each launch until all are compiled."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
         kernel = super().submit(key, compile_fn, finalize_fn)
-        finalize_fn(kernel)  # it stands for the kernel from now on
+        finalize_fn(kernel)  # registers it as the compiled kernel
         return kernel
 
 
 class _Zeros(TorchDispatchMode):
-    """New tensors that nothing is written to are zero."""
+    """Dispatch mode in which new tensors are zero until written."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,4 +1,4 @@
-"""Which implementation of an op a tensor gets."""
+"""Choice of an op's implementation by tensor."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def on_gpu(t: torch.Tensor) -> bool:
-    """Whether `t` is served by the Triton kernel; ops call it through the module so that tests can redirect them."""
+    """Returns whether the Triton kernel serves `t`; ops call it through the module so that tests can redirect them."""
     return t.is_cuda

@@ -1,8 +1,8 @@
-"""Blocks of a cache that lies in host memory, and the places on the GPU that hold some of them.
+"""Blocks of a cache in host memory, and the GPU places that hold some of them.
 
-A block is a page of one KV head in one layer: its keys, then its values, [2, page_size, D], in one piece. On the host
-it is block `page * Hkv + head` of its layer. Places are numbered through a layer: first those of pages that are being
-written, a ring of pages for each sequence of the batch, then, of each KV head, those of hot blocks.
+A block is a page of one KV head in one layer: its keys, then its values, [2, page_size, D], contiguous. On the host
+it is block `page * Hkv + head` of its layer. Places are numbered within a layer: first those of pages that are being
+written (a ring of pages for each sequence of the batch), then those of hot blocks, KV head by KV head.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class HotBlocks:
     """The hot blocks of one layer, or of all, with a leading dimension.
 
     Attributes:
-        place_of: [Hkv, pages] int32: which of its head's places holds a page, NOWHERE if none does.
-        page_of: [Hkv, places] int32: the page that a place was filled with last, -1 for none.
-        order: [2, Hkv, places] int32: each head's places, the least recently chosen first; the half of its turn counts.
+        place_of: [Hkv, pages] int32: index of the head's place that holds a page, NOWHERE if none does.
+        page_of: [Hkv, places] int32: the page that a place was last filled with, -1 for none.
+        order: [2, Hkv, places] int32: each head's places, the least recently chosen first; the half at `turn` is valid.
         turn: [Hkv] int32, 0 or 1.
         chosen: [Hkv, places] int32: scratch, 0 between launches.
-        begin: the first place, of the layer's, that is one of these.
+        begin: the layer's first place of hot blocks.
     """
 
     place_of: torch.Tensor
@@ -36,7 +36,7 @@ class HotBlocks:
 
     @classmethod
     def create(cls, layers: int, heads: int, pages: int, places: int, begin: int, device: torch.device) -> HotBlocks:
-        """Nothing is hot, in any layer."""
+        """Creates the state of all layers without any hot block."""
 
         def full(value: int, *shape: int) -> torch.Tensor:
             return torch.full((layers, *shape), value, dtype=torch.int32, device=device)
@@ -52,17 +52,17 @@ class HotBlocks:
 
     @property
     def places(self) -> int:
-        """How many each KV head has."""
+        """Number of places of each KV head."""
         return self.page_of.shape[-1]
 
 
 @dataclass(frozen=True)
 class BlockList:
-    """Blocks to copy, on the device: whoever copies needs no word from the host.
+    """Blocks to copy, listed on the device, so that the copy kernel needs no host.
 
     Attributes:
-        source, target: [lists, most] int32, rows contiguous: block or place of each.
-        counts: [lists] int32: how many of a list there are.
+        source, target: [lists, most] int32, rows contiguous: blocks or places.
+        counts: [lists] int32: length of each list.
     """
 
     source: torch.Tensor

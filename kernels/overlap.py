@@ -1,15 +1,15 @@
-"""What kernels of a decode step share in how they are launched: one behind the other, with overlapping edges.
+"""Overlapped launches of a decode step's kernels: one behind the other, with overlapping edges.
 
-Programmatic dependent launch lets a kernel start while the one before it runs out: it takes its place on the GPU, reads
-what no kernel of this step writes, and waits only then. Two rules keep that safe. A kernel waits before it touches what
-its predecessor wrote, also where it touches nothing, so that "my predecessor is done" holds all the way back. And it
+Programmatic dependent launch lets a kernel start while its predecessor finishes: it takes its place on the GPU, reads
+data that no kernel of this step writes, and only then waits. Two rules keep that safe. A kernel waits before it touches
+its predecessor's output, and waits even if it touches none, so that "my predecessor is done" holds transitively. And it
 lets its successor start only after that wait, so that a successor which has not waited yet may read everything that is
-older than its predecessor. One kernel is apart: a reduction whose predecessor sends (`kernels.peers.all_reduce_norm`)
-receives before it waits, words whose tags say that they are there, and may let a projection start at once, which reads
-nothing but weights before its own wait.
+older than its predecessor. One kernel is an exception: a reduction whose predecessor sends
+(`kernels.peers.all_reduce_norm`) receives tagged words before it waits, and may let a projection start at once, which
+reads nothing but weights before its own wait.
 
-A kernel that fills the GPU lets its successor start late: programs that wait take up room, and those that find none
-later crowd on a few SMs. Where all programs of a kernel are on the GPU at once, a successor may start early if it has
+A kernel that fills the GPU lets its successor start late: waiting programs take up room, and programs that find none
+later crowd on a few SMs. If all programs of a kernel are on the GPU at once, a successor may start early if it needs
 few registers and hardly any shared memory, or if so few of its programs fit an SM that none can get too many.
 """
 
@@ -25,33 +25,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @cache
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors; 1 on a CPU, where the interpreter runs."""
+    """Returns the number of streaming multiprocessors; 1 on a CPU, where the interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def overlapped(t: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that calls the two functions below, on the device of `t`."""
-    on_gpu = t.is_cuda  # the interpreter has no such thing
+    """Returns the launch options of a kernel that calls the two functions below, on the device of `t`."""
+    on_gpu = t.is_cuda  # the interpreter has no programmatic dependent launch
     return {"PDL": on_gpu, "launch_pdl": on_gpu}
 
 
 @triton.jit
 def wait_for_predecessor(PDL: tl.constexpr):
-    """Returns once the kernel before this one has written everything."""
+    """Waits until the kernel before this one has written everything."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def start_successor(PDL: tl.constexpr):
-    """Lets the kernel behind this one start; to be called after `wait_for_predecessor`."""
+    """Lets the next kernel start; to be called after `wait_for_predecessor`."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(at):
-    """Asks for the cache lines at pointers `at` into the L2."""
+    """Prefetches the cache lines at pointers `at` into the L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -59,7 +59,7 @@ def prefetch(at):
 
 @triton.jit
 def store_in_place(at, value, mask, PDL: tl.constexpr):
-    """Stores 32-bit numbers from the threads that hold them: `tl.store` hands scattered ones to others first."""
+    """Stores 32-bit numbers from the threads that hold them; `tl.store` would first move scattered ones to others."""
     if PDL:
         tl.inline_asm_elementwise(
             """{

@@ -1,4 +1,4 @@
-"""What the warp-specialised kernels for Hopper share: layouts of their tiles, and values made harmless."""
+"""Helpers of the warp-specialised kernels for Hopper: tile layouts, and zeroing of dead values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # betwe
 
 @gluon.jit
 def silence(values, key, start, stop):
-    """Zeroes the values of dead keys: the NaN of a slot that nobody wrote would survive a weight of zero.
+    """Zeroes the values of dead keys: the NaN of an unwritten slot would survive a weight of zero.
 
-    Row i of `values`, in shared memory, belongs to key `key` + i; those of [start, stop) live. Groups of warps that
-    share the values may each do it before they read them: all write the same.
+    Row i of `values`, in shared memory, belongs to key `key` + i; keys of [start, stop) are live. Groups of warps that
+    share the values may each call it before they read them: all write the same.
     """
     n = key + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, COPIED))
     live = (n >= start) & (n < stop)

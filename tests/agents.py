@@ -81,7 +81,7 @@ class Agents:
 
 @dataclass
 class Saved:
-    """What became of the tokens of prompts; cost in tokens at the beginning of a context."""
+    """Tokens of prompts, and those found in the cache or computed; cost in tokens at the beginning of a context."""
 
     tokens: int = 0
     hits: int = 0

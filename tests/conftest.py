@@ -35,7 +35,7 @@ COLLECTED = pytest.StashKey[dict[str, bool]]()
 
 
 def _gpus(n: int = 1) -> int:
-    """What `@pytest.mark.gpu`, `gpu(2)` and `gpu(n=2)` ask for."""
+    """Returns the number of GPUs that `@pytest.mark.gpu`, `gpu(2)` or `gpu(n=2)` requires."""
     return n
 
 

@@ -1,4 +1,4 @@
-"""Whether a figure can be read at the width at which a README on GitHub shows it."""
+"""Legibility of a figure at the width at which GitHub shows a README."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARGIN = 2  # pixels by which neighbours may touch
 
 
 def illegible(figure: Figure) -> list[str]:
-    """What is too wide or too small, lies over other text or past the edge, or is no plain word."""
+    """Lists texts that are too wide or small, overlap, pass the edge, or contain forbidden words."""
     problems = [] if figure.get_figwidth() <= WIDTH else [f"{figure.get_figwidth()} inches wide"]
     boxes = {text: text.get_window_extent() for text in _drawn(figure) if text.get_text().strip()}
     for text, box in boxes.items():

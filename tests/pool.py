@@ -129,7 +129,7 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
 
     def _stack(self, rank: int) -> str:
-        """Where a worker hangs."""
+        """Returns the stack trace of a worker that hangs."""
         path = self._directory / f"stack-{rank}"
         before = path.stat().st_size if path.exists() else 0
         os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)

@@ -30,7 +30,7 @@ DOUBLING = 500.0
 
 
 def chain(tokens: Iterable[int], salt: Hashable) -> list[int]:
-    """What the cache holds of each token: a number of all tokens up to it."""
+    """Computes the cache's content for each token: a hash of all tokens up to it."""
     numbers, last = [], hash(salt) % 997
     for token in tokens:
         last = (last * 1_000_003 + token + 1) % (1 << 61)
@@ -40,7 +40,7 @@ def chain(tokens: Iterable[int], salt: Hashable) -> list[int]:
 
 @dataclass(eq=False)
 class Served:
-    """A request, what it has to draw, and what came of it.
+    """A request, the tokens it has to draw, and its results.
 
     Attributes:
         reply: tokens up to the one with which the model stops.
@@ -211,7 +211,7 @@ class Serving:
 
     @property
     def due(self) -> bool:
-        """Whether something can be read."""
+        """Whether tokens can be read."""
         return bool(self.flying) and (bool(self.flying[0].tokens) or self.flying[0].rows is None)
 
     def land(self) -> None:

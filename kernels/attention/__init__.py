@@ -1,1 +1,1 @@
-"""Attention over a paged cache: decode, prefill, append, and the combination of partial results."""
+"""Attention over a paged cache: decode, prefill, append, and the merge of partial results."""

@@ -1,10 +1,10 @@
 """Decode attention: a few queries per sequence over this rank's shard of the paged KV cache.
 
-A fixed grid serves every length. Every program computes the same schedule from the device's bounds: the key tiles of
-all (sequence, KV head, query tile) items in a row, cut into equal runs, one a program. A run that holds a whole item
-writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, which waits beside the first,
-merges the parts with one program for each row and slice of the head dim. (A merge by whichever program comes last was
-slower: benchmarks/LOG.md.)
+A fixed grid serves every length. Every program computes the same schedule from the bounds on the device: the key tiles
+of all (sequence, KV head, query tile) items in a row, cut into equal runs, one per program. A run that holds a whole
+item writes its result; otherwise its part goes to a slot of a workspace, and a second kernel, which waits beside the
+first, merges the parts with one program for each row and slice of the head dim. (A merge by the program that finishes
+last was slower: benchmarks/LOG.md.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _prefetch_tile(
     tile, k_cache, v_cache, pages, page_stride, slot_stride, head_stride, head,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Asks for keys and values of a tile into the L2, where it does no harm that a predecessor still writes some."""
+    """Prefetches keys and values of a tile into the L2; safe while a predecessor still writes some of them."""
     LINE: tl.constexpr = 128 // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
     page = tl.load(pages + tile * BLOCK_N // PAGE).to(tl.int64)
     slot = tile * BLOCK_N % PAGE + tl.arange(0, BLOCK_N)
@@ -59,21 +59,21 @@ def _flash_decode_kernel(
     all_tiles = tl.max(ends, 0)
     end = tl.minimum(begin + run, all_tiles)
     at = begin
-    # A program without tiles, which goes no further, finds the last item.
+    # A program without tiles gets the last item here, and skips the loop below.
     i, item, item_begin, item_end, start, stop = item_at(
         tl.minimum(at, all_tiles - 1), starts, stops, tiles, ends, HEADS * tiles_m, BLOCK_B
     )
     if EARLY:
-        if PDL and PAGE % BLOCK_N == 0 and not HOLES:  # a table of choices is younger than the bounds
+        if PDL and PAGE % BLOCK_N == 0 and not HOLES:  # a table of chosen pages is younger than the bounds
             if (begin < end) & (start < stop):
-                # One tile: more hold the predecessor up (benchmarks/LOG.md).
+                # One tile: more would slow the predecessor down (benchmarks/LOG.md).
                 _prefetch_tile(
                     start // BLOCK_N + begin - item_begin, k_cache, v_cache, block_table + i.to(tl.int64) * table_b,
                     page_stride, slot_stride, head_stride, item // tiles_m, PAGE, D, BLOCK_N,
                 )  # fmt: skip
-        if item >= 0:  # Always: the compiler would have moved the wait to before the loads of the bounds.
+        if item >= 0:  # Always true: without it the compiler moves the wait to before the loads of the bounds.
             wait_for_predecessor(PDL)
-    # Not at the end: all programs are on the GPU at once, and the merge, which is small, takes nobody's room.
+    # Not at the end: all programs are on the GPU at once, and the merge is small enough to fit beside them.
     start_successor(PDL)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -98,8 +98,8 @@ def _flash_decode_kernel(
         inside = (t < T)[:, None] & (d < D)[None, :]
         wanted = inside
         if kept is not None:
-            # Queries that read no key may be NaN: those before a rank's first key, and drafts that are none, behind the
-            # last. Two numbers: a row's own bounds, looked at here and behind the loop, would stay in registers.
+            # Queries that read no key may be NaN: those before a rank's first key, and unused drafts behind the last.
+            # Two numbers: per-row bounds, used here and after the loop, would occupy registers.
             if T == 1:
                 earliest, latest = 0, tl.where(start < stop, 0, -1)
             else:
@@ -115,7 +115,7 @@ def _flash_decode_kernel(
         if kept is not None:
             if COLLECT == "ends":
                 counts = counts & ((t == earliest) | (t == latest))
-            # For few rows of long heads adding up their scores takes fewer registers than one product more.
+            # For few rows of long heads, adding up their scores takes fewer registers than another product.
             PRODUCT: tl.constexpr = COLLECT == "ends" and (BLOCK_M > 64 or D <= ROOMY)
             mean = mean_query(rows, counts) if PRODUCT else None
             to = kept + head * PAGE + tile_m * kept_plane
@@ -132,7 +132,7 @@ def _flash_decode_kernel(
             share=scale_log2 / M, kept=to, kept_pages=to_pages, kept_page=kept_page,
             COLLECT=COLLECT, SEVERAL=T * GROUP > BLOCK_M,
         )  # fmt: skip
-        # What a row that reads nothing made of tiles without masks.
+        # Discards what rows that read no key accumulated from tiles without masks.
         reads = row_lo < row_hi
         acc, total = tl.where(reads[:, None], acc, 0.0), tl.where(reads, total, 0.0)
         store_item(
@@ -149,12 +149,12 @@ def _flash_decode_kernel(
 
 
 def decode_tile(rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
-    """`tile_shape` for `rows` query rows a KV head: as many as registers hold, since every tile reads all keys."""
+    """Returns `tile_shape` for `rows` query rows per KV head, with as many rows as fit: every tile reads all keys."""
     return tile_shape(rows, 128 if D <= 128 else 64, D, dtype)
 
 
 def score_planes(T: int, group: int, D: int, dtype: torch.dtype) -> int:
-    """Planes of scores that T queries of each KV head's `group` fill: one a tile of rows."""
+    """Returns the number of score planes of T queries with `group` heads per KV head: one per tile of rows."""
     return triton.cdiv(T * group, decode_tile(T * group, D, dtype)["BLOCK_M"])
 
 
@@ -168,19 +168,19 @@ def flash_decode(
     early: bool = False,
     scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries per sequence over paged keys: a partial output and its LSE.
+    """Attends a few queries per sequence to paged keys; returns the partial output and its LSE.
 
     No size depends on device data: one captured graph serves every length. Deterministic. Launches on one device share
-    a workspace: they must not run at the same time.
+    a workspace, so they must not run concurrently.
 
     Args:
         q: [B, T, Hq, D] bf16, fp16 or fp32; last dim contiguous.
         keys: in q's dtype.
         out: [B, T, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: how many streaming multiprocessors to fill; all if None.
-        early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
-        scores: where to leave what the queries make of each key that one of them reads, if given.
+        sms: number of streaming multiprocessors to fill; all if None.
+        early: the bounds are older than the preceding kernel, and may be read while it runs.
+        scores: buffers for the scores of all keys that any of the queries reads, written if given.
 
     Returns:
         Output [B, T, Hq, D] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf (with sinks:
@@ -205,7 +205,7 @@ def decode_parts(
     early: bool = False,
     scores: KeyScores | None = None,
 ) -> PartialAttention:
-    """`flash_decode` with its arguments, up to the merge."""
+    """Runs `flash_decode`, with the same arguments, up to the merge."""
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse, scores=scores))
     B, T, Hq, D = q.shape
@@ -227,7 +227,7 @@ def decode_parts(
         assert kept.shape[2:] == (Hkv, keys.page_size) and kept.stride()[2:] == (keys.page_size, 1)
         assert len(kept) >= score_planes(T, group, D, q.dtype)
         kept_strides = kept.stride(0), kept.stride(1), kept_table.stride(0)
-    programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps an SM hold its registers
+    programs = 8 // tile["num_warps"] * (sms or sm_count(q.device))  # eight warps fill an SM's registers
     part, part_lse = workspace(q.device, q.dtype, programs, rows, D)
     _flash_decode_kernel[(programs,)](
         q, k, v, table, lo, hi, sinks, out, lse, part, part_lse, kept, kept_table,

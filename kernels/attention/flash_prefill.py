@@ -80,7 +80,7 @@ def flash_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of several sequences' prompt chunks over their paged keys: a partial output and its LSE.
+    """Attends prompt chunks of several sequences to their paged keys; returns the partial output and its LSE.
 
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, the chunks one after another; last dim contiguous.
@@ -88,7 +88,7 @@ def flash_prefill(
             segment.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
-        max_k: keys that a query reads, at most or about; only speed depends on it.
+        max_k: keys per query, an upper bound or estimate; only speed depends on it.
         out: [N, Hq, D] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 

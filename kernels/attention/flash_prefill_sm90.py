@@ -1,12 +1,12 @@
-"""`kernels.attention.flash_prefill` for long chunks on Hopper, with its asynchronous instructions spelt out.
+"""Variant of `kernels.attention.flash_prefill` for long chunks on Hopper, with explicit asynchronous instructions.
 
 A program attends 128 rows (query tokens x heads of a KV head) with three groups of warps:
 
 * one warp loads pairs of tiles: the keys of a tile with the values of the one before it, which are needed together;
 * four warps attend 64 of the rows, four others the other 64, at their own pace.
 
-A group issues the products of a pair at once, and weighs the new scores while the values of the tile before are still
-being summed; what the tensor cores have to spare in the meantime goes to the other group.
+A group issues the products of a pair at once, and computes the softmax weights of the new scores while the values of
+the tile before are still being summed; meanwhile idle tensor cores serve the other group.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
 D = gl.constexpr(128)  # head dim
-ROWS = gl.constexpr(64)  # of a group of warps
-KEYS = gl.constexpr(128)  # of a tile
+ROWS = gl.constexpr(64)  # per group of warps
+KEYS = gl.constexpr(128)  # per tile
 PIECE = gl.constexpr(64)  # keys of one load, all in one page
 STAGES = gl.constexpr(3)  # pairs in shared memory
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=PRODUCT.value, k_width=2))
-# From so many rows (queries x heads) or keys on; less is faster in programs of one group, which start sooner.
+# Least rows (queries x heads) or keys; smaller sizes are faster in programs of one group, which start sooner.
 MIN_ROWS = 24 << 10
 MIN_KEYS = 16 << 10
 TILE = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": KEYS.value, "num_warps": 8}  # and a warp that loads
@@ -47,7 +47,7 @@ TILE = {"BLOCK_M": 2 * ROWS.value, "BLOCK_N": KEYS.value, "num_warps": 8}  # and
 
 @gluon.jit
 def _page(pages, tile, piece: gl.constexpr, start, stop, last, PAGE: gl.constexpr):
-    """The page of a piece of a tile; of keys outside [start, stop), that of the nearest inside."""
+    """Loads the page of a piece of a tile; for keys outside [start, stop), the page of the nearest key inside."""
     key = gl.minimum(gl.maximum(tile * KEYS + piece * PIECE, start), stop - 1)
     return gl.load(pages + key // PAGE, mask=tile < last, other=0)
 
@@ -63,9 +63,9 @@ def _copy(cache, to, ready, tile, page_0, page_1, head, PAGE: gl.constexpr):
 
 @gluon.jit
 def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
-    """The warp that fills the stages: pair i is the keys of tile i and the values of tile i - 1.
+    """Fills the stages, in a warp of its own: pair i is the keys of tile i and the values of tile i - 1.
 
-    `head` is the rows of a page, and where in them the head begins: row and column.
+    `head` holds the rows of a page and the head's first row and column in them.
     """
     start, stop, _, _, first, last = tiles
     k_shared, v_shared, ready, free = pairs
@@ -80,7 +80,7 @@ def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
         stage = 1
         phase = 1
         for tile in range(first + 1, last):
-            # One iteration ahead: the numbers of the pages are there when their tile's turn comes.
+            # One iteration ahead, so that page numbers have arrived when their tile is loaded.
             ahead_0 = _page(pages, tile + 1, 0, start, stop, last, PAGE)
             ahead_1 = _page(pages, tile + 1, 1, start, stop, last, PAGE)
             here = ready.index(stage)
@@ -103,7 +103,7 @@ def _load(keys, values, pages, head, tiles, pairs, PAGE: gl.constexpr):
 
 @gluon.jit
 def _mask(scores, tile, full, full_stop, row_lo, row_hi):
-    """Scores of a tile, -inf for the keys that a row does not read."""
+    """Masks the scores of a tile: -inf for keys that a row does not read."""
     if (tile < full) | (tile >= full_stop):
         key = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, PRODUCT))
         reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
@@ -116,7 +116,7 @@ def _attend(
     side: gl.constexpr, lo, hi, sinks, out, lse, strides, scale_log2, q_shared, pairs, chunk, tiles,
     GROUP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """A group's 64 rows, over all tiles."""
+    """Attends a group's 64 rows to all tiles, and stores output and LSE."""
     out_n, out_h, lse_n, lse_h = strides
     k_shared, v_shared, ready, free = pairs
     begin, length, row_0, head, split = chunk
@@ -272,27 +272,27 @@ def _flash_prefill_sm90_kernel(
 
 
 def fits(q: torch.Tensor, keys: PagedKeys, max_q: int, max_k: int) -> bool:
-    """Whether `launch` takes these arguments of `kernels.attention.flash_prefill`, and is the faster one."""
+    """Returns whether `launch` supports these arguments of `kernels.attention.flash_prefill` and is faster."""
     k = keys.k
     page_size, heads, dim = k.shape[1:]
     rows = max_q * q.shape[1]
     return (
-        # One group's rows are read once by a program of one group as well.
+        # A program of one group also reads the keys of one group's rows only once.
         (rows >= MIN_ROWS or (max_k >= MIN_KEYS and rows > ROWS.value * heads))
         and dim == D.value
         and q.dtype in (torch.bfloat16, torch.float16)
         and page_size % PIECE.value == 0
-        # Heads beside each other, or each in rows of its own.
+        # Heads side by side, or each in its own rows.
         and (k.stride()[1:] == (heads * dim, dim, 1) or (k.stride(1) == dim and k.stride(2) % dim == 0))
         and k.stride(0) % k.stride(1) == 0
         and k.data_ptr() % 16 == keys.v.data_ptr() % 16 == 0
-        and keys.scale > 0  # the largest score is sought before it is scaled
+        and keys.scale > 0  # the maximum is taken before scaling
         and torch.cuda.get_device_capability(q.device)[0] == 9
     )
 
 
 def _slots(cache: torch.Tensor) -> TensorDescriptor:
-    """The slots as rows of one matrix, those between pages that are apart among them."""
+    """Returns a descriptor of the cache's slots as rows of one matrix, including the gaps between pages."""
     width = cache.stride(1)
     rows = 1 + sum((n - 1) * (stride // width) for n, stride in zip(cache.shape[:3], cache.stride(), strict=False))
     slots = cache.as_strided((rows, width), (width, 1))
@@ -308,10 +308,10 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """`kernels.attention.flash_prefill.flash_prefill` of tensors that fit.
+    """Runs `kernels.attention.flash_prefill.flash_prefill` for arguments that `fits` accepts.
 
     Source:
-        FlashAttention-3 (arXiv:2407.08608), without the turns that its groups take.
+        FlashAttention-3 (arXiv:2407.08608), without its ping-pong scheduling of the groups.
     """
     k = keys.k
     heads = k.shape[2]

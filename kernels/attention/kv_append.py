@@ -1,4 +1,4 @@
-"""Append: a step's heads are normalised and rotated, and this rank's new keys and values go into its paged cache."""
+"""Append: normalisation and rotation of a step's heads, and writes of this rank's keys and values to its cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kernels.attention.paged_tiles import ROOMY
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.kv_append import kv_append as reference
 
-MANY = 1024  # heads of tokens, of which each is a program's below; a GPU starts about one program a nanosecond
-TOKENS = 16  # that a program takes of a head above
+MANY = 1024  # tokens x heads; below, each is one program; a GPU starts about one program per nanosecond
+TOKENS = 16  # tokens of a head per program from MANY on
 
 
 @dataclass(frozen=True)
 class HeadSlots:
-    """Where a QKV projection's heads go, as `kv_append` says: queries to `q` [N, Hq, D], the others to their slots."""
+    """Destinations of a QKV projection's heads (see `kv_append`): `q` [N, Hq, D], and cache slots of the others."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -33,7 +33,7 @@ class HeadSlots:
         cls, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor,
         k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor,
     ) -> HeadSlots:  # fmt: skip
-        """For all `heads` of N rows, x [N, ...]; of its dtype."""
+        """Creates the destinations of all `heads` of N rows, x [N, ...], in its dtype."""
         kv_heads, D = k_cache.shape[2:]
         assert k_cache.stride()[1:] == v_cache.stride()[1:] and k_cache.stride(3) == 1
         assert k_cache.dtype == v_cache.dtype == x.dtype
@@ -47,12 +47,12 @@ class HeadSlots:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From a page of keys, and of values, to the next."""
+        """Page strides of the key cache and the value cache."""
         return self.k_cache.stride(0), self.v_cache.stride(0)
 
     @property
     def shape(self) -> dict[str, int]:
-        """The arguments as kernels want them."""
+        """Compile-time arguments of the kernels."""
         (_, q_heads, D), (_, page_size, kv_heads, _) = self.q.shape, self.k_cache.shape
         slot, head = self.k_cache.stride()[1:3]
         return dict(Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, PAGE=page_size, SLOT=slot, HEAD=head)
@@ -66,8 +66,8 @@ def store_heads(
 ):  # fmt: skip
     """Stores values d and d + D / 2 of heads of tokens n: queries and keys rotated, keys and values in their slots.
 
-    All but the cache and its shape are of one shape, or broadcast to it; the values fp32, not rounded yet. A page has
-    SLOT numbers from a token to the next, and HEAD from a head to the next.
+    All arguments but the cache and its shape broadcast to one shape; values are fp32, not rounded yet. Within a page,
+    SLOT is the stride between tokens and HEAD the stride between heads.
     """
     half: tl.constexpr = D // 2
     dtype: tl.constexpr = q.dtype.element_ty
@@ -98,7 +98,7 @@ def _kv_append_kernel(
     HEAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
-    if D > ROOMY:  # otherwise attention has to find the whole GPU empty, or its programs crowd on some SMs
+    if D > ROOMY:  # smaller heads: attention must find the whole GPU empty, or its programs crowd on some SMs
         start_successor(PDL)
     n = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
     live = n < N
@@ -137,11 +137,11 @@ def kv_append(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Rotate queries and keys, write this rank's keys and values into their slots of the cache, return the queries.
+    """Rotates queries and keys, writes this rank's keys and values to their cache slots, and returns the queries.
 
     Args:
         qkv: [N, Hq + 2 Hkv, D]: the query heads, then the key heads, then the value heads; last dim contiguous.
-        cos: [N, D / 2], contiguous; of the angles by which the halves of a head are rotated against each other.
+        cos: [N, D / 2], contiguous; cosines of the angles by which the halves of a head are rotated.
         sin: like `cos`.
         k_cache: [pages, page_size, Hkv, D] in qkv's dtype, last dim contiguous.
         v_cache: like `k_cache`; with the same strides within a page.

@@ -1,4 +1,4 @@
-"""Combine: partial attention outputs of several key shards become the attention over all their keys."""
+"""Merge of partial attention outputs of several key shards into attention over all their keys."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import triton.language as tl
 from kernels import dispatch
 from kernels.reference.lse_combine import lse_combine as reference
 
-MANY = 2048  # rows, of which each is a program's below; a GPU starts about one program a nanosecond
-ROWS = 16  # of a program above
+MANY = 2048  # rows; below, each is one program; a GPU starts about one program per nanosecond
+ROWS = 16  # per program from MANY on
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,14 +38,14 @@ def _lse_combine_kernel(
         source_lse = tl.load(lse, mask=live, other=float("-inf"))
         weight = tl.exp(source_lse - peak)
         total += weight
-        # An empty source is not read: what it left in its partial may be NaN. A NaN LSE passes, and surfaces.
+        # An empty source is not read: its partial may be NaN. A NaN LSE propagates to the output.
         width = tl.where(source_lse == float("-inf"), 0, D)
         part = tl.load(partials + d, mask=d < width[:, None], other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
         lse += l_w
         partials += p_w
     empty = total == 0.0
-    tl.debug_barrier()  # all warps have read the rows, of which the result may be a source
+    tl.debug_barrier()  # all warps have read their rows: the output may alias a source
     acc /= tl.where(empty, 1.0, total)[:, None]
     tl.store(out + (n * o_n + h * o_h)[:, None] + d, acc, mask=live[:, None] & (d < D))
     tl.store(out_lse + n * ol_n + h * ol_h, tl.where(empty, float("-inf"), peak + tl.log(total)), mask=live)
@@ -77,7 +77,7 @@ def lse_combine(
     out_lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Rescale and sum partial attention outputs, in fp32 and in the order of the sources.
+    """Rescales and sums partial attention outputs, in fp32 and in the order of the sources.
 
     A source whose LSE is -inf is not read at all; where every source is empty the result is 0 with LSE -inf.
     A NaN LSE makes its output NaN.
@@ -85,8 +85,8 @@ def lse_combine(
     Args:
         partials: [W, N, H, D], each normalised over its own keys; last dim contiguous.
         lse: [W, N, H] fp32, natural log.
-        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous. It may be a source, and
-            `out_lse` that source's.
+        out: [N, H, D], written if given (its dtype is the result's); last dim contiguous. It may alias a source if
+            `out_lse` aliases that source's LSE.
         out_lse: [N, H] fp32, written if given.
         return_lse: also return the LSE over all keys.
 

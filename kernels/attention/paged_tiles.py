@@ -1,4 +1,4 @@
-"""What flash_decode and flash_prefill share: the inner loop over paged keys, its tiles, and the learned sink."""
+"""Shared parts of flash_decode and flash_prefill: the inner loop over paged keys, tile shapes, and sinks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-ROOMY = tl.constexpr(64)  # head dim up to which an SM has room for more programs of attention than are meant for it
+ROOMY = tl.constexpr(64)  # largest head dim at which an SM has room for more attention programs than intended
 
 
 def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[str, int]:
-    """Launch options of a kernel around `attend_tiles`: no register spills on sm_90 for head dims up to 256.
+    """Returns launch options for a kernel around `attend_tiles`, without register spills on sm_90 up to head dim 256.
 
     Args:
-        rows: query rows (tokens x heads of a group) there are for one tile, at most.
-        most_rows: the largest tile that the kernel wants.
+        rows: upper bound of query rows (tokens x heads of a group) for one tile.
+        most_rows: rows of the largest tile that suits the kernel.
         D: head dim.
-        dtype: of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
+        dtype: dtype of queries and cache; fp32 has no tensor cores at full precision, hence small tiles and more warps.
     """
     block_d = max(16, triton.next_power_of_2(D))  # the least that tl.dot takes
     most_rows = 32 if dtype == torch.float32 else most_rows
@@ -29,18 +29,18 @@ def tile_shape(rows: int, most_rows: int, D: int, dtype: torch.dtype) -> dict[st
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=8 if wide else 4,
-        # As much in flight as lets two programs of four warps fit an SM, and no third: of those that start while others
-        # run out, some SMs would take three and others one. 128 rows have an SM to themselves.
+        # Stages are sized so that two programs of four warps fit an SM, and no third: when programs start while others
+        # finish, some SMs would take three and others one. 128 rows have an SM to themselves.
         num_stages=2 if dtype == torch.float32 else 4 if block_m in (16, 128) else 3,
     )
 
 
 @triton.jit
 def mean_query(query, counts):
-    """[16, BLOCK_D]: rows that add up to the sum of those rows of `query` [BLOCK_M, BLOCK_D] that count, in its dtype.
+    """Computes rows [16, BLOCK_D] that add up to the sum of the rows of `query` [BLOCK_M, BLOCK_D] where `counts`.
 
-    Scores are linear in queries: the sum of rows' scores is one row more, however many rows there are. Half of the rows
-    hold what the others' rounding leaves, so that a product keeps twice the digits. Rows that do not count are finite.
+    Scores are linear in queries: the sum of all rows' scores costs one more row. Half of the rows hold the rounding
+    error of the others, so that a product keeps twice the digits. Rows that do not count must be finite.
     """
     row = tl.arange(0, 16)[:, None]
     ones = tl.where(counts[None, :] & (row >= 0), 1.0, 0.0).to(query.dtype)
@@ -51,7 +51,7 @@ def mean_query(query, counts):
 
 @triton.jit
 def tiles_read_whole(row_lo, row_hi, live, stop, first, last, BLOCK_N: tl.constexpr):
-    """Where those of the tiles first..last-1 begin and end that every row of `live` reads whole: they need no mask."""
+    """Returns the range of the tiles first..last-1 that every row of `live` reads whole: they need no mask."""
     shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
     shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
     full = tl.minimum(tl.maximum(tl.cdiv(shared_lo, BLOCK_N), first), last)
@@ -66,20 +66,20 @@ def attend_tiles(
     mean=None, counts=None, share=0.0, kept=None, kept_pages=None, kept_page=0,
     COLLECT: tl.constexpr = None, SEVERAL: tl.constexpr = False,
 ):  # fmt: skip
-    """Fold the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
+    """Folds the key tiles first..last-1 into a running softmax in base 2; tile j holds keys j*BLOCK_N onwards.
 
-    Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller promises that every
-    row that matters reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages
-    without keys. `scale_log2` is the scale times log2(e), above 0. With `kept`, a number for each key goes to page
-    `kept_pages[j]` of a plane of scores, for keys of page j: the best of the rows that count (COLLECT is any), or their
-    sum, by way of the `mean` query where there is one; times `share`.
+    Only keys of [start, stop) are touched, and no other entry of `pages` is followed. The caller guarantees that every
+    live row reads every key of tiles full..full_stop-1. With HOLES, negative entries of `pages` are pages without keys.
+    `scale_log2` is the scale times log2(e), above 0. With `kept`, a score of each key of page j is stored in page
+    `kept_pages[j]` of a score plane: the maximum over the rows that count (COLLECT is any), or their sum, computed from
+    the `mean` query if given; times `share`.
     """
     lane = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
-    # A page that holds whole tiles is looked up once a tile, any other page once a key.
+    # A page that holds whole tiles is looked up once per tile, any other page once per key.
     step = 0 if PAGE % BLOCK_N == 0 else lane
     within = lane[:, None] * slot_stride + d[None, :]
-    # Carried one iteration ahead: an index loaded where it is used would stop the pipelining of K and V.
+    # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of K and V.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     if kept is not None:
@@ -93,7 +93,7 @@ def attend_tiles(
         if HOLES:
             live = live & (page >= 0)
         mask = live[:, None] & (d < D)[None, :]
-        # A whole tile in a page lies at fixed offsets from one address: few instructions, which short runs are made of.
+        # A tile within one page lies at fixed offsets from one address: fewer instructions, which dominate short runs.
         if PAGE % BLOCK_N == 0:
             base = page * page_stride + tile * BLOCK_N % PAGE * slot_stride
             at = base + head * head_stride + within
@@ -108,11 +108,11 @@ def attend_tiles(
             next_kept = tl.load(kept_pages + ahead // PAGE, mask=(tile + 1 < last) & (ahead < stop), other=0)
             if COLLECT == "any":
                 found = tl.max(tl.where(counts[:, None], scores, float("-inf")), 0) * share
-                if SEVERAL:  # tiles of rows, of which none may count in this one
+                if SEVERAL:  # several tiles of rows: possibly none of this one counts
                     found = tl.where(found == float("-inf"), 0.0, found)
             elif mean is None:
                 found = tl.sum(tl.where(counts[:, None], scores, 0.0), 0) * share
-        # In one loop: a loop for each kind of tile starts its loads anew, and products wait for one another there.
+        # One loop: separate loops for masked and unmasked tiles would restart the pipeline of loads and products.
         if HOLES or ((tile < full) | (tile >= full_stop)):
             reads = (key[None, :] >= row_lo[:, None]) & (key[None, :] < row_hi[:, None])
             if HOLES:
@@ -128,16 +128,16 @@ def attend_tiles(
         v = tl.load(v_cache + at, mask=mask, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
         peak = new_peak
-        if kept is not None:  # behind the product, which runs meanwhile
+        if kept is not None:  # after the product, which runs meanwhile
             tl.store(to, found.to(to.dtype.element_ty), mask=live)
     return acc, total, peak
 
 
 @triton.jit
 def with_sink(log2, sink):
-    """One more key, of value zero: its score `sink` in natural units, `log2` the LSE without it in base 2.
+    """Adds a key of value zero with score `sink` (natural units) to a softmax whose LSE is `log2` (base 2).
 
-    Returns the LSE with it in base 2, and the factor that the output shrinks by.
+    Returns the new LSE in base 2, and the factor for the output.
     """
     sink = sink.to(tl.float32) * 1.4426950408889634
     peak = tl.maximum(log2, sink)

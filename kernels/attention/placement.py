@@ -1,4 +1,4 @@
-"""Where a step's tokens lie on this rank, in one launch each: cache slots, and the local keys that queries read.
+"""Placement of a step's tokens on this rank: cache slots, and the local keys that queries read, one launch each.
 
 The arithmetic of round-robin blocks is `helix.layout`'s, which is also the reference of these kernels: a step of a few
 tokens would otherwise spend a dozen launches on it.
@@ -15,7 +15,7 @@ BLOCK = 128
 
 @triton.jit
 def local_length(length, start, KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """How many of a sequence's first `length` tokens this rank stores."""
+    """Computes how many of a sequence's first `length` tokens this rank stores."""
     cycle: tl.constexpr = BLOCK_TOKENS * KVP
     first = (RANK - start + KVP) % KVP * BLOCK_TOKENS
     rest = tl.minimum(tl.maximum(length % cycle - first, 0), BLOCK_TOKENS)
@@ -71,12 +71,12 @@ def local_bounds(
     append_block: int,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local keys `[lo, hi)`, int32 [N], of causal queries at `positions`; an empty range where not `live`.
+    """Computes the local keys `[lo, hi)`, int32 [N], of causal queries at `positions`; empty ranges where not `live`.
 
     Args:
         positions, starts: int64 [N], contiguous; `starts` is the kvp rank of each sequence's first block.
         live: bool [N], contiguous.
-        window: sliding window in tokens, the query's own included; None for all.
+        window: sliding window in tokens, including the query's own; None for all.
     """
     lo, hi = (torch.empty(len(positions), dtype=torch.int32, device=positions.device) for _ in range(2))
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()
@@ -99,12 +99,12 @@ def cache_slots(
     append_block: int,
     page_size: int,
 ) -> torch.Tensor:
-    """Flat cache slots `page * page_size + offset`, int64 [N]; -1 for tokens of other ranks and where not `live`.
+    """Computes cache slots `page * page_size + offset`, int64 [N]; -1 for other ranks' tokens and where not `live`.
 
     Args:
         positions, starts, live: as in `local_bounds`.
         block_tables: int32 [n, P], rows contiguous.
-        rows: int64 [N], the row of each token's sequence; None: token i's is row i.
+        rows: int64 [N], the table row of each token; None: row i for token i.
     """
     slots = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
     assert positions.is_contiguous() and starts.is_contiguous() and live.is_contiguous()

@@ -1,4 +1,4 @@
-"""The keys of a batch, split evenly among programs, and the merge of what the programs found.
+"""Split of a batch's keys among programs in equal runs, and the merge of the programs' partial results.
 
 The key tiles of all (sequence, KV head, query tile) items stand in a row, cut into equal runs, one for each program. A
 run that holds a whole item writes its result. Otherwise its part goes to a slot of a workspace, and a second kernel
@@ -17,10 +17,10 @@ import triton.language as tl
 from kernels.attention.paged_tiles import with_sink
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 
-SLICE = 32  # of the head dim, a program of the merge, at least
+SLICE = 32  # least slice of the head dim per program of the merge
 MERGING = 512  # programs of a merge that are enough: beyond, each takes a larger slice
 MERGED = 8192  # bytes of parts that a warp of the merge holds at once
-LARGE = 4096  # numbers of a part, from which on its bytes count
+LARGE = 4096  # elements of a part from which on its bytes matter
 
 
 @triton.jit
@@ -28,10 +28,10 @@ def schedule(
     lo, hi, lo_b, lo_t, hi_b, hi_t, B, T: tl.constexpr, ITEMS: tl.constexpr, programs,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Every sequence's first key, one past its last, and how its key tiles lie in the row of all items' tiles.
+    """Computes each sequence's key range, and the layout of its key tiles in the row of all items' tiles.
 
-    ITEMS is the items of one sequence. Returns starts, stops, tiles, ends [BLOCK_B] and the tiles of a program's run;
-    the items of sequence i have tiles[i] each, and those of its last one end at ends[i].
+    ITEMS is the number of items per sequence. Returns starts, stops, tiles, ends [BLOCK_B] and the length of a run in
+    tiles; each item of sequence i has tiles[i] tiles, and its last item ends at ends[i].
     """
     seq = tl.arange(0, BLOCK_B)
     token = tl.arange(0, triton.next_power_of_2(T))
@@ -49,10 +49,10 @@ def schedule(
 
 @triton.jit
 def first_slot(item_begin, run):
-    """Where the first part of an item lies.
+    """Returns the workspace slot of an item's first part.
 
-    Each program has one slot for the item that its run begins with and one for an item that begins inside the run: of
-    an item's programs, only the first can be of the second kind.
+    Each program has one slot for the item that its run begins with and one for an item that begins inside the run. Only
+    the first program of an item can be of the second kind.
     """
     program = item_begin // run
     return 2 * program + (item_begin > program * run).to(tl.int32)
@@ -60,10 +60,10 @@ def first_slot(item_begin, run):
 
 @triton.jit
 def item_at(at, starts, stops, tiles, ends, ITEMS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The item that tile `at` of the row is part of, of a schedule whose sequences have ITEMS each.
+    """Finds the item that tile `at` of the row belongs to, in a schedule with ITEMS items per sequence.
 
-    Returns its sequence, its number within that, where its tiles begin and end in the row, and the keys that the
-    sequence reads: first, one past the last.
+    Returns its sequence, its index in the sequence, the begin and end of its tiles in the row, and the sequence's key
+    range (first, one past the last).
     """
     i = tl.sum((ends <= at).to(tl.int32), 0)
     mine = tl.arange(0, BLOCK_B) == i
@@ -80,9 +80,9 @@ def store_item(
     acc, total, peak, begin, end, item_begin, item_end, run, sinks, out, lse, part, part_lse, inside, live,
     D: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the run [begin, end) has of an item: its result at `out`, `lse` if that is all of it, else a part.
+    """Writes a run's part of an item: the result to `out`, `lse` if [begin, end) covers the item, else a part.
 
-    With SINKS a result takes in one more key a row, of value zero, whose score is at `sinks`.
+    With SINKS, a result includes one more key per row, of value zero, whose score is at `sinks`.
     """
     empty = total == 0.0
     acc /= tl.where(empty, 1.0, total)[:, None]
@@ -107,7 +107,7 @@ def item_of(
     i, t, q_head, tiles, ends, T: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Where the tiles of the item that holds a query begin, how many they are, and the query's row in the item."""
+    """Finds the item that holds a query: returns its first tile, its number of tiles, and the query's row in it."""
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     row = t * GROUP + q_head % GROUP
     item = q_head // GROUP * tiles_m + row // BLOCK_M
@@ -121,7 +121,7 @@ def merge_slice(
     part, part_lse, sink, item_begin, run, first, parts, row, d,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Columns d [SLICE] of a row of an item, from its parts, and the row's LSE in base 2; with SINKS one more key's."""
+    """Merges columns d [SLICE] of an item's row from its parts (with SINKS, plus a sink); also its LSE in base 2."""
     acc = tl.zeros([SLICE], tl.float32)
     total = 0.0
     peak = -1.0e38
@@ -155,7 +155,7 @@ def _merge_parts_kernel(
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SLICE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
+    # The bounds are older than the predecessor, so the schedule is computed while the predecessor runs.
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     q_head = tl.program_id(0) % (HEADS * GROUP)
@@ -164,7 +164,7 @@ def _merge_parts_kernel(
     item_begin, length, row = item_of(i, t, q_head, tiles, ends, T, HEADS, GROUP, BLOCK_B, BLOCK_M)
     first = item_begin // run
     parts = (item_begin + length - 1) // run - first + 1
-    if parts >= 0:  # Always: it holds the wait behind the schedule, as above.
+    if parts >= 0:  # Always true: it keeps the wait after the schedule.
         wait_for_predecessor(PDL)
     start_successor(PDL)
     if parts > 1:  # otherwise one program has written the result
@@ -183,9 +183,9 @@ def _merge_parts_kernel(
 def workspace(
     device: torch.device, dtype: torch.dtype, programs: int, rows: int, D: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts, and their LSEs in base 2; allocated once, shared by all launches on one stream.
+    """Allocates the parts and their LSEs in base 2; cached, shared by all launches on one stream.
 
-    Large parts are of the output's dtype, for their bytes; small ones are fp32, which the merge adds up faster.
+    Large parts have the output's dtype, to save bytes; small ones are fp32, which the merge adds up faster.
     """
     slots = 2 * programs
     return (
@@ -199,7 +199,7 @@ class PartialAttention:
     """Attention over one rank's keys.
 
     Attributes:
-        out: [..., Hq, D], of queries [N] or [B, T].
+        out: [..., Hq, D] for queries [N] or [B, T].
         lse: [..., Hq] fp32, natural log.
     """
 
@@ -207,18 +207,18 @@ class PartialAttention:
     lse: torch.Tensor
 
     def merge(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [N, Hq, D] and LSE [N, Hq], complete."""
+        """Merges the parts; returns the output [N, Hq, D] and LSE [N, Hq] over the rank's keys."""
         return self.out.flatten(0, -3), self.lse.flatten(0, -2)
 
 
 @dataclass(frozen=True)
 class UnmergedAttention(PartialAttention):
-    """What the programs of attention left: results of items that one of them had, parts of all others.
+    """Attention before the merge: results of items that one program computed, parts of all others.
 
     Attributes:
-        out, lse, lo, hi, sinks: as `flash_decode` has them; queries [B, T].
-        part, part_lse: the workspace, until attention's next launch.
-        programs: the runs that the schedule was cut into.
+        out, lse, lo, hi, sinks: see `flash_decode`; queries [B, T].
+        part, part_lse: the workspace, valid until attention's next launch.
+        programs: number of runs of the schedule.
         heads: KV heads of the schedule.
         block_m, block_n: rows and keys of a tile.
     """
@@ -254,11 +254,11 @@ class UnmergedAttention(PartialAttention):
 
 @cache
 def merge_shape(rows: int, D: int, itemsize: int, items: int, programs: int) -> tuple[int, int, int]:
-    """Parts that a program of the merge takes at once, its slice of the head dim, and its warps."""
+    """Chooses a merge program's parts per iteration, slice of the head dim, and warps."""
     numbers = MERGED // itemsize
-    # Rows of latents gain from longer slices, and a second round.
+    # Rows of latents gain from longer slices and a second round.
     longer = 2 if D > 256 else 1
-    # What equal lengths need; a long sequence among short ones has more parts, and takes several rounds.
+    # Parts at equal lengths; a long sequence among short ones has more parts, and takes several rounds.
     expected = min(512, triton.next_power_of_2(triton.cdiv(programs, items) + 1)) // longer
     width = SLICE
     while width < D and rows * triton.cdiv(D, width) > MERGING and expected * width < longer * numbers:

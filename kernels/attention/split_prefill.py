@@ -1,8 +1,8 @@
-"""The keys of a tile of prompt rows, split among programs where too few tiles would leave a GPU idle.
+"""Split of the keys of a tile of prompt rows among programs, if too few tiles would leave a GPU idle.
 
-Prefill attention has a program for each tile of rows. Of a short chunk these are few, however long its keys are: then
-several programs share the keys of a tile, and `kernels.attention.lse_combine` merges what they found. How many is
-chosen on the host from sizes alone, so that no launch waits for the device.
+Prefill attention has a program for each tile of rows. A short chunk has few, however many keys it reads: then several
+programs share the keys of a tile, and `kernels.attention.lse_combine` merges their results. The host chooses their
+number from sizes alone, so that no launch waits for the device.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import triton.language as tl
 from kernels.attention.lse_combine import lse_combine
 from kernels.overlap import sm_count
 
-# What a program takes besides its tiles of keys, in tiles: each is a microsecond or two on an H200.
+# Overheads of a program, in units of key tiles: each is a microsecond or two on an H200.
 START = 3  # to begin and to end
 PART = 2  # to store and to merge a part of a result
 MERGE = 3  # to launch the merge
-ROUNDS = 8  # of programs, beyond which tiles of rows fill a GPU as they are, and parts would take much memory
+ROUNDS = 8  # most rounds of programs: beyond, tiles of rows fill a GPU unsplit, and parts would take much memory
 
 
 @triton.jit
 def tiles_of_split(first, last, split, splits):
-    """The key tiles of one of the `splits` programs that share those from `first` to `last` - 1."""
+    """Returns the range of key tiles of one of the `splits` programs that share tiles first..last-1."""
     run = (last - first + splits - 1) // splits
     begin = tl.minimum(first + split * run, last)
     return begin, tl.minimum(begin + run, last)
@@ -34,11 +34,11 @@ def tiles_of_split(first, last, split, splits):
 
 @lru_cache
 def split_count(items: int, tiles: int, slots: int) -> int:
-    """Among how many programs to split the keys of each tile of rows, so that all are done soonest.
+    """Chooses the number of programs that share the keys of each tile of rows, for the least time.
 
     Args:
         items: tiles of rows, at least one.
-        tiles: of keys that each of them reads, about.
+        tiles: key tiles that each of them reads, an estimate.
         slots: programs that the GPU runs at a time.
     """
 
@@ -58,18 +58,18 @@ def attend_split(
     max_k: int,
     attend: Callable[[torch.Tensor, torch.Tensor, int], None],
 ) -> None:
-    """Attention by `attend` of as many splits as are fastest, merged into `out` [N, Hq, D] and `lse` [N, Hq].
+    """Runs `attend` with the fastest number of splits, and merges them into `out` [N, Hq, D] and `lse` [N, Hq].
 
     Args:
         tile: launch options of the kernel.
-        heads: of keys; those of `out` that share one are rows of the same tiles.
-        segments: whose tiles are apart.
-        max_k: keys that a row reads, at most or about.
+        heads: KV heads; query heads that share one are rows of the same tiles.
+        segments: number of segments; tiles do not cross them.
+        max_k: keys per row, an upper bound or estimate.
         attend: writes each split's partial result into [splits, N, Hq, D] and [splits, N, Hq].
     """
-    slots = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps an SM hold its registers
+    slots = max(1, 8 // tile["num_warps"]) * sm_count(out.device)  # eight warps fill an SM's registers
     N, Hq, _ = out.shape
-    # Of several segments, one tile each may be half empty.
+    # Each segment may end in a partly filled tile.
     items = heads * (triton.cdiv(N * Hq // heads, tile["BLOCK_M"]) + segments - 1)
     splits = split_count(max(items, 1), triton.cdiv(max_k, tile["BLOCK_N"]), slots)
     if splits == 1:

@@ -1,1 +1,1 @@
-"""Projections and what lies between them."""
+"""Projections, and the elementwise operations between them."""

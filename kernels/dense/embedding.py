@@ -21,7 +21,7 @@ def _embedding_kernel(tokens, weight, out, first, V, H: tl.constexpr, BLOCK: tl.
 
 
 def embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """Rows [N, H] of weight [V, H] for tokens [N] int64; token `first` has row 0, and those without a row get zeros."""
+    """Looks up rows [N, H] of weight [V, H] for tokens [N] int64; row 0 is token `first`; zeros for tokens outside."""
     if not dispatch.on_gpu(tokens) or len(tokens) == 0:
         return reference(tokens, weight, first)
     assert weight.is_contiguous() and tokens.is_contiguous()

@@ -1,8 +1,8 @@
-"""Projections of a few rows: as fast as the weights can be read, with bias and gate in the same pass.
+"""Projections of a few rows at the read rate of the weights, with bias and gate in the same pass.
 
 A library's matrix product reaches a third of the read rate on the small matrices that a rank holds. Here every program
-streams some rows of the weight through registers, past all rows of x: with so few of these the multiplications are
-free. On Hopper that serves one row; more are `kernels.dense.linear_sm90`'s.
+streams some rows of the weight through registers and multiplies them with all rows of x, which costs nothing extra for
+so few rows. On Hopper that serves one row; more use `kernels.dense.linear_sm90`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, SumTarget, send_sum, sum_boxes, sum_words, turn
 from kernels.reference.linear import linear as reference
 
-MAX_ROWS = 4  # of x; beyond, what `linear_sm90` does not take is a library's
-RUN = 8  # neighbouring weights that a thread loads at once, 16 bytes of bf16, and whose products it adds up itself
+MAX_ROWS = 4  # of x; more rows go to `linear_sm90` or a library
+RUN = 8  # neighbouring weights that a thread loads at once (16 bytes of bf16) and reduces itself
 
 
 @triton.jit
@@ -28,9 +28,9 @@ def stream(
     x, weight, row, up, x_n, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Products of all rows of x with rows `row` [BLOCK_R] of the weight and, if PAIRED, with rows `up`.
+    """Multiplies all rows of x with rows `row` [BLOCK_R] of the weight and, if PAIRED, with rows `up`.
 
-    Returns both, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] in fp32, to be summed over the last.
+    Returns both products, [BLOCK_N, BLOCK_R, BLOCK_K / RUN] in fp32, to be summed over the last dim.
     """
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -62,7 +62,7 @@ def _linear_kernel(
     RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
-    if RANKS > 0:  # Looked up while weights come.
+    if RANKS > 0:  # Looked up while weights are loaded.
         dtype: tl.constexpr = weight.dtype.element_ty
         VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2  # of a word
         w = tl.program_id(0) * (BLOCK_R // VALUES) + tl.arange(0, BLOCK_R // VALUES)
@@ -98,14 +98,14 @@ def linear(
     gated: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """y = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
+    """Computes y = x W^T + b, or silu(y_1) * y_2 of the two halves of its columns; sums in fp32.
 
     Args:
         x: [N, K], last dim contiguous.
         weight: [R, K] in x's dtype, contiguous; gated: [2 R, K], the gate's rows before the others.
         bias: one value for each row of the weight, or None.
-        gated: the result is the gate's.
-        exact: the result, without bias or gate, is fp32 where x's dtype is shorter.
+        gated: apply the gate, silu(y_1) * y_2.
+        exact: return fp32 if x's dtype is shorter; not with bias or gate.
 
     Returns:
         [N, R] in x's dtype, unless exact.
@@ -136,7 +136,7 @@ def linear(
 
 
 def sends(x: torch.Tensor, weight: torch.Tensor, two_shot: bool) -> bool:
-    """Whether `linear_send` takes these tensors."""
+    """Returns whether `linear_send` supports these tensors."""
     if not dispatch.on_gpu(x) or 0 in weight.shape or len(weight) * weight.itemsize % 4:
         return False
     if x.is_cuda and linear_sm90.fits(x, weight):
@@ -146,14 +146,13 @@ def sends(x: torch.Tensor, weight: torch.Tensor, two_shot: bool) -> bool:
 
 
 def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sums: SumTarget) -> None:
-    """A projection whose sum over ranks is next, sent to where that is made: phase 1 of
-    `kernels.peers.all_reduce_norm`.
+    """Projects x and sends the result to the ranks that sum it: phase 1 of `kernels.peers.all_reduce_norm`.
 
     Args:
         x: [N, K], last dim contiguous.
         weight: [H, K] in x's dtype, contiguous.
         bias: [H] or None.
-        sums: of the ranks, of as many slices a row as `H` values take.
+        sums: the reducing ranks' boxes, with as many slices per row as `H` values fill.
     """
     if x.is_cuda and linear_sm90.fits(x, weight):
         linear_sm90.launch(x, weight, bias, sums, False)
@@ -169,11 +168,11 @@ def linear_send(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _tile(N: int, R: int, K: int, gated: bool) -> dict[str, int]:
-    """Launch options, as measured on an H200: few weights a thread, or more of a matrix that has many rows."""
+    """Chooses launch options, by H200 timings: few weights per thread, or more for a matrix with many rows."""
     short = R <= 2048
-    if N == 1 and not gated and K <= 512:  # more warps would find nothing to read
+    if N == 1 and not gated and K <= 512:  # more warps would have nothing to read
         rows, warps, stages = 8, 2, 1
-    elif N > 2:  # the products of more rows of x want the registers: weights wait in shared memory
+    elif N > 2:  # products of more rows of x need the registers: weights are staged in shared memory
         rows, warps, stages = (4, 1, 3) if gated else (4, 4, 3) if short else (8, 1, 3)
     elif gated:
         rows, warps, stages = 2, 4 if short else 2, 1

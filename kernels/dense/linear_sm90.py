@@ -1,16 +1,16 @@
-"""`kernels.dense.linear` for 2 to 32 rows of x on Hopper: weights by the tensor memory accelerator, products by wgmma.
+"""Variant of `kernels.dense.linear` for 2 to 32 rows of x on Hopper: weights loaded by TMA, products by wgmma.
 
 No kernel writes weights, so a program loads as many as fit its shared memory before its predecessor is done. It owns 32
 weight rows, few enough for all programs to share a matrix, but wgmma needs 64: each row is cut into 2 slices of K that
 count as rows, and so is each row of x. Products of unequal slices are dropped; they are free while weights are the
 bottleneck.
 
-Where a matrix has few tiles, programs split K: into more slices or, where these would not begin at 16 bytes, into runs
-of steps. Their sums meet in a tree (`kernels.dense.tree_sum_sm90`): at each node the second to arrive adds what the
-first has left in a workspace. Nobody waits, and sums do not depend on who comes when.
+If a matrix has few tiles, programs split K: into more slices or, if these would not be 16-byte aligned, into runs of
+steps. Their sums meet in a tree (`kernels.dense.tree_sum_sm90`): at each node the second program to arrive adds the
+first one's sum from a workspace. No program waits, and sums do not depend on the order of arrival.
 
-Sums that ranks add up next go straight into the boxes of `kernels.peers.all_reduce_norm`, heads to where
-`kernels.dense.qkv_append` wants them.
+Summands of an all-reduce go straight into the boxes of `kernels.peers.all_reduce_norm`, heads to the destinations of
+`kernels.dense.qkv_append`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from kernels.peers.mailbox import TURN, SumTarget, sum_shape
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 ROWS, SLICES = gl.constexpr(32), gl.constexpr(2)  # of a program's tile; 64 rows to the tensor cores
-MIN_ROWS, MAX_ROWS = 2, 32  # of x; one row is as fast without tensor cores, and more are a library's
-SHARED_KB = 108  # of a program: two fit an SM
-STREAMED_KB = 100  # a matrix with more to an SM keeps two programs on most of them
+MIN_ROWS, MAX_ROWS = 2, 32  # of x; one row is as fast without tensor cores, and more rows go to a library
+SHARED_KB = 108  # per program: two fit an SM
+STREAMED_KB = 100  # a matrix with more KB per SM keeps two programs on most SMs
 
 
 @gluon.jit
 def _load_weights(weights, row, apart, part, column, w, ups, ready, PAIRED: gl.constexpr, BYTES: gl.constexpr):
-    """Asks for a step's weights, and announces all BYTES of the step."""
+    """Starts the load of a step's weights, and announces all BYTES of the step to its barrier."""
     mbarrier.expect(ready, BYTES)
     tma.async_copy_global_to_shared(weights, [row, part * w.shape[1], column], ready, w)
     if PAIRED:
@@ -67,7 +67,7 @@ def _multiply(w, x, acc):
 
 @gluon.jit
 def _wait(acc, ups, STEPS: gl.constexpr, PAIRED: gl.constexpr):
-    """Until the products of at most STEPS steps are under way."""
+    """Waits until the products of at most STEPS steps are in flight."""
     if PAIRED:
         return warpgroup_mma_wait(num_outstanding=2 * STEPS, deps=[acc, ups])
     else:
@@ -76,7 +76,7 @@ def _wait(acc, ups, STEPS: gl.constexpr, PAIRED: gl.constexpr):
 
 @gluon.jit
 def _sum_slices(acc, LAYOUT: gl.constexpr):
-    """[rows, rows of x]: sums of the products of equal slices."""
+    """Sums the products of equal slices -> [rows, rows of x]."""
     row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
     column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     acc = gl.where((row % SLICES)[:, None] == (column % SLICES)[None, :], acc, 0.0)
@@ -94,9 +94,9 @@ def _linear_sm90_kernel(
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SLOT: gl.constexpr,
     HEAD: gl.constexpr,
 ):  # fmt: skip
-    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight; a pair has to end in one program
+    SENDS: gl.constexpr = RANKS > 0  # words of two rows of the weight, which end in the same program
     HEADS: gl.constexpr = D > 0
-    EARLY: gl.constexpr = not HEADS or D > ROOMY  # as in `kernels.attention.kv_append`
+    EARLY: gl.constexpr = not HEADS or D > ROOMY  # see `kernels.attention.kv_append`
     PAIRED: gl.constexpr = GATED or HEADS  # a program has rows `apart` from each other
     M: gl.constexpr = ROWS * SLICES
     COLUMNS: gl.constexpr = N_MAX * SLICES
@@ -119,11 +119,11 @@ def _linear_sm90_kernel(
     tl.debug_barrier()
 
     part = gl.program_id(0) % SPLIT
-    row = gl.program_id(0) // SPLIT * ROWS  # of results
-    top, apart = row, R  # its row of the weight
+    row = gl.program_id(0) // SPLIT * ROWS  # first row of results
+    top, apart = row, R  # first row of the weight
     if HEADS:
         top, apart = row + row // (D // 2) * (D // 2), D // 2
-    own = part  # its slices, and the column of these that it begins at
+    own = part  # this program's slices, and its first column in them
     k = 0
     if not SLICED:
         own = 0
@@ -144,7 +144,7 @@ def _linear_sm90_kernel(
             up_bias = gl.load(bias + ups_at, mask=row + r < R, other=0.0).to(gl.float32)[:, None]
     gdc_wait()
     n = gl.arange(0, N_MAX, layout=gl.SliceLayout(0, RESULT))
-    if SENDS:  # looked up while weights come
+    if SENDS:  # looked up while weights are loaded
         tag = gl.load(count) // TURN + 1
         column = (row + r)[:, None] // 2 + (n * 0)[None, :]  # of words
         piece = column // SIZE + n[None, :] * ((R // 2 + SIZE - 1) // SIZE)
@@ -161,7 +161,7 @@ def _linear_sm90_kernel(
     if steps <= STAGES and EARLY:
         gdc_launch_dependents()
 
-    # The first step is apart: sums that only some ways lead to products of would keep ptxas from overlapping any.
+    # The first step is peeled: accumulators that only some paths initialise by products keep ptxas from overlaps.
     acc = gl.zeros([M, COLUMNS], gl.float32, layout=PRODUCT)
     ups = acc
     mbarrier.wait(ready.index(0), 0)
@@ -181,11 +181,11 @@ def _linear_sm90_kernel(
         acc, ups = _wait(acc, ups, 1, PAIRED)
         ahead = step - 1 + STAGES
         if ahead < steps:
-            tl.debug_barrier()  # all warps are done with what the step before read
+            tl.debug_barrier()  # all warps are done with the step before
             w, up, x, here = w_shared.index(last), up_shared.index(last), x_shared.index(last), ready.index(last)
             _load_weights(weights, top, apart, own, k + ahead * BLOCK_K, w, up, here, PAIRED, BYTES)
             _load_x(xs, 0, own, k + ahead * BLOCK_K, x, here)
-            if ahead == steps - 1 and EARLY:  # the last load is on its way
+            if ahead == steps - 1 and EARLY:  # the last load has been issued
                 gdc_launch_dependents()
         last = slot
     acc, ups = _wait(acc, ups, 0, PAIRED)
@@ -197,11 +197,11 @@ def _linear_sm90_kernel(
         up = _sum_slices(ups, RESULT)
 
     cell = words + i[:, None] + (n * TILE_ROWS)[None, :]
-    node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # the first of a level of this tile's tree
+    node = gl.program_id(0) // SPLIT * (SPLIT - 1)  # first node of a level of this tile's tree
     for level in gl.static_range(4):
         if ((SPLIT - 1) >> level) > 0:
             at = cell + (node + (part >> (level + 1))) * (TILE_ROWS * N_MAX)
-            # The last of an odd number meets nobody.
+            # The last of an odd number has no partner.
             if ((SPLIT - 1) >> level) % 2 == 1 or (part >> level) < ((SPLIT - 1) >> level):
                 y, up, live = meet(at, y, up, live, PAIRED or SENDS)
             node += (((SPLIT - 1) >> level) + 1) // 2
@@ -226,13 +226,13 @@ def _linear_sm90_kernel(
 
 @cache
 def split_of(R: int, K: int, paired: bool, sms: int) -> int:
-    """How many programs share K, as measured on an H200 over matrices of 3 to 120 MB.
+    """Chooses the number of programs that share K, by H200 timings over matrices of 3 to 120 MB.
 
-    One program on each SM, as far as K can be cut in halves; two on most of them, if they have more to read than both
-    hold, and then any number of programs rather than a third of the SMs without one.
+    One program per SM, as far as K can be halved; two on most SMs if each SM reads more than two programs' stages hold;
+    then any split rather than a third of the SMs idle.
     """
     tiles = triton.cdiv(R, ROWS.value)
-    splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # slices begin at 16 bytes
+    splits = [split for split in (1, 2, 4, 8) if K % (8 * SLICES.value * split) == 0]  # 16-byte aligned slices
     once = max((split for split in splits if tiles * split <= sms), default=1)
     if R * K * (4 if paired else 2) > STREAMED_KB * 1024 * sms:
         twice = [split for split in splits if 1.5 * sms <= tiles * split <= 2 * sms]
@@ -244,7 +244,7 @@ def split_of(R: int, K: int, paired: bool, sms: int) -> int:
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `launch` takes these tensors of `kernels.dense.linear.linear`, and is the faster one."""
+    """Returns whether `launch` supports these tensors of `kernels.dense.linear.linear` and is faster."""
     N, K = x.shape
     return (
         MIN_ROWS <= N <= MAX_ROWS
@@ -269,10 +269,10 @@ def launch(
     split: int | None = None,
     shared_kb: int = SHARED_KB,
 ) -> None:
-    """`kernels.dense.linear` of tensors that fit, into out [N, R], contiguous, for ranks to add up, or for attention.
+    """Runs `kernels.dense.linear` into `out`: a contiguous [N, R], the boxes of an all-reduce, or attention's heads.
 
     Args:
-        split: programs that share K, up to 8 and to its steps; None: as is fastest.
+        split: programs that share K, at most 8 and at most its steps; None chooses the fastest.
         shared_kb: KiB of shared memory that a program's stages may fill.
     """
     N, K = x.shape
@@ -286,7 +286,7 @@ def launch(
     columns = K // slices
     block_k = 64 if paired or n_max > 16 or not sliced else 128
     steps = triton.cdiv(columns, block_k)
-    most = steps if sliced else triton.cdiv(steps, split)  # of a program
+    most = steps if sliced else triton.cdiv(steps, split)  # steps of a program
     assert sliced or split <= steps, f"{split} programs cannot share {steps} steps of K = {K}"
     stage = ((2 if paired else 1) * ROWS.value + n_max) * SLICES.value * block_k * 2
     weights, xs = (
@@ -295,7 +295,7 @@ def launch(
         )
         for t, rows in ((weight, ROWS.value), (x, n_max))
     )  # fmt: skip
-    # A step's slot is loaded again while the next is multiplied: it takes two.
+    # At least two stages: a step's slot is refilled while the next step is multiplied.
     stages = min(most, max(2, (shared_kb - 1) * 1024 // stage))
     tiles = triton.cdiv(R, ROWS.value)
     words = workspace(x.device, triton.next_power_of_2(max(1, tiles * (split - 1) * ROWS.value * n_max)))

@@ -1,8 +1,8 @@
-"""From a layer's input to its queries and cached keys in one launch: QKV projection, rotation, append.
+"""QKV projection, rotation and append in one launch: a layer's input becomes queries and cached keys and values.
 
-A program has rows d and d + D / 2 of some head, which the rotation turns against each other, so that what it writes are
-queries, and keys and values in their slots. One row of x streams its weights as in `kernels.dense.linear`, more do on
-Hopper as in `kernels.dense.linear_sm90`. Heads that are normalised first need all of their rows:
+A program computes rows d and d + D / 2 of a head, the pairs of the rotation, so that it can write final queries, keys
+and values. One row of x streams weights as in `kernels.dense.linear`; on Hopper more rows do as in
+`kernels.dense.linear_sm90`. Heads that are normalised first need all of their rows: these run
 `kernels.attention.kv_append` after the projection.
 """
 
@@ -19,7 +19,7 @@ from kernels.dense import linear_sm90
 from kernels.dense.linear import MAX_ROWS, RUN, linear, stream
 from kernels.overlap import overlapped, sm_count, start_successor, wait_for_predecessor
 
-WARPS = 48  # that an SM has registers for
+WARPS = 48  # that fit an SM's registers
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _qkv_append_kernel(
     head, d = pair // half, pair % half
     row = head * D + d
     n = tl.arange(0, BLOCK_N)
-    # Looked up while weights come.
+    # Looked up while weights are loaded.
     slot = tl.load(slots + n, mask=n < N, other=-1)
     at = (n * half)[:, None] + d[None, :]
     c = tl.load(cos + at, mask=(n < N)[:, None], other=0.0).to(tl.float32)
@@ -68,13 +68,13 @@ def qkv_append(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Project rows to heads, rotate queries and keys, write this rank's keys and values, return the queries.
+    """Projects rows to heads, rotates queries and keys, writes this rank's keys and values, returns the queries.
 
     Args:
         x: [N, H], last dim contiguous.
         weight: [(Hq + 2 Hkv) D, H] in x's dtype, contiguous: rows of the query, the key, the value heads.
         bias: one value for each row of the weight, or None.
-        cos, sin, k_cache, v_cache, slots, norms: of `kernels.attention.kv_append.kv_append`.
+        cos, sin, k_cache, v_cache, slots, norms: see `kernels.attention.kv_append.kv_append`.
 
     Returns:
         Queries [N, Hq, D] in x's dtype.
@@ -97,7 +97,7 @@ def qkv_append(
 
 
 def _tile(N: int, pairs: int, K: int, sms: int) -> dict[str, int]:
-    """Launch options, as measured on an H200: many warps, as long as all are there at once and have much to read."""
+    """Chooses launch options, by H200 timings: many warps if all are resident at once and have much to read."""
     wide = N == 1 and K > 3072 and 8 * pairs <= WARPS * sms
     rows, warps = (1, 8 if wide else 4) if N == 1 else (2, 4)
     return dict(BLOCK_R=rows, BLOCK_K=warps * 32 * RUN, STAGES=1, num_warps=warps)
@@ -111,5 +111,5 @@ def fuses(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
 
 
 def on_hopper(x: torch.Tensor, weight: torch.Tensor, D: int) -> bool:
-    """Whether tiles of `linear_sm90` lie in one half of a head each."""
+    """Returns whether `linear_sm90` supports the tensors and each of its tiles lies in one half of a head."""
     return x.is_cuda and D % (2 * linear_sm90.ROWS.value) == 0 and linear_sm90.fits(x, weight)

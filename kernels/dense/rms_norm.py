@@ -1,4 +1,4 @@
-"""RMSNorm, together with the residual addition that comes before it."""
+"""RMSNorm, fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _rms_norm_kernel(
     value = tl.load(x + n * x_n + h, mask=h < H, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + n * residual_n + h, mask=h < H, other=0.0).to(tl.float32)
-        # The sum is kept in the model's dtype, and what is normalised is what is kept.
+        # The sum is rounded to the model's dtype before it is normalised.
         kept = value.to(total.dtype.element_ty)
         tl.store(total + n * H + h, kept, mask=h < H)
         value = kept.to(tl.float32)
@@ -38,7 +38,7 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = weight * s / rms(s), s = x + residual; statistics in fp32.
+    """Computes y = weight * s / rms(s), s = x + residual; statistics in fp32.
 
     Args:
         x: [N, H], last dim contiguous.
@@ -47,7 +47,7 @@ def rms_norm(
         residual: [N, H], last dim contiguous; None adds nothing.
 
     Returns:
-        y [N, H] and s [N, H] in x's dtype; s is `x` itself where nothing is added.
+        y [N, H] and s [N, H] in x's dtype; s is `x` itself without a residual.
     """
     if not dispatch.on_gpu(x):
         return reference(x, weight, eps, residual)

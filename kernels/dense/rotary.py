@@ -22,7 +22,7 @@ def _angles_kernel(positions, inv_freq, cos, sin, factor, HALF: tl.constexpr, BL
 def angles(
     positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [N, D / 2] of positions [N] int64 times inv_freq [D / 2] fp32, times `factor`; fp32, then rounded."""
+    """Computes cos and sin [N, D / 2] of positions [N] int64 times inv_freq [D / 2] fp32, times `factor`, in fp32."""
     if not dispatch.on_gpu(positions) or len(positions) == 0:
         return reference(positions, inv_freq, factor, dtype)
     half = len(inv_freq)

@@ -20,7 +20,7 @@ def _silu_mul_kernel(gate_up, out, row, F, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the columns times the second half, in fp32, rounded once.
+    """Multiplies silu of the first half of the columns with the second half, in fp32, rounded once.
 
     Args:
         gate_up: [N, 2 F], last dim contiguous.

@@ -1,7 +1,7 @@
-"""Sums of programs that split K among themselves, on Hopper.
+"""Tree reduction among programs that split K, on Hopper.
 
-Of two programs that meet at a node of a tree, the second adds what the first has left in a workspace. One exchange
-tells which of them is the second. Nobody waits, and sums do not depend on who comes when.
+Of two programs that meet at a node of a tree, the second adds the sum that the first left in a workspace. One atomic
+exchange tells which of them is second. No program waits, and sums do not depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-EMPTY = gl.constexpr(-1)  # of a word of the workspace; as floats NaNs that no sum yields
+EMPTY = gl.constexpr(-1)  # an empty word of the workspace; as floats, NaNs that no sum yields
 
 
 @gluon.jit
 def pairs(y, LAYOUT: gl.constexpr):
-    """[rows, n] -> even rows and odd rows, [rows / 2, n] each."""
+    """Splits [rows, n] into even rows and odd rows, [rows / 2, n] each."""
     y = gl.permute(gl.reshape(y, [y.shape[0] // 2, 2, y.shape[1]]), (0, 2, 1))
     even, odd = gl.split(y)
     return gl.convert_layout(even, LAYOUT), gl.convert_layout(odd, LAYOUT)
@@ -28,7 +28,7 @@ def send_pairs(
     even, odd, live, piece, w, boxes, peers, tag, rank, dtype: gl.constexpr,
     RANKS: gl.constexpr, PIECES: gl.constexpr, SIZE: gl.constexpr, TWO_SHOT: gl.constexpr,
 ):  # fmt: skip
-    """Words of two neighbouring sums, word `w` of `piece`, into boxes of `kernels.peers.all_reduce_norm`."""
+    """Sends two neighbouring sums as word `w` of `piece` to the boxes of `kernels.peers.all_reduce_norm`."""
     low = even.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
     high = odd.to(dtype).to(gl.int16, bitcast=True).to(gl.int64) & 0xFFFF
     word = (tag << 32) | (high << 16) | low
@@ -43,7 +43,7 @@ def send_pairs(
 
 @gluon.jit
 def _word(y, up, TWO: gl.constexpr):
-    """Sums as one number to exchange: int32, or int64 of two."""
+    """Packs one sum into an int32, or two into an int64, for the exchange."""
     word = y.to(gl.int32, bitcast=True)
     if TWO:
         word = (up.to(gl.int32, bitcast=True).to(gl.int64) << 32) | (word.to(gl.int64) & 0xFFFFFFFF)
@@ -57,7 +57,7 @@ def _float(word):
 
 @gluon.jit
 def meet(at, y, up, live, TWO: gl.constexpr):
-    """Leaves sums, alone or two in a word, at a node of the tree, or adds what is there; and which are still ours."""
+    """Leaves sums at a node of the tree or adds those already there; returns them, live where they were added."""
     found = gl.atomic_xchg(at, _word(y, up, TWO), mask=live, sem="relaxed")
     live = live & (found != EMPTY)
     gl.store(at, gl.full_like(found, EMPTY), mask=live)
@@ -69,5 +69,5 @@ def meet(at, y, up, live, TWO: gl.constexpr):
 
 @cache
 def workspace(device: torch.device, words: int) -> torch.Tensor:
-    """Words that are empty between launches; allocated once, shared by all launches on one stream."""
+    """Allocates the workspace, whose words are empty between launches; cached, shared by launches on one stream."""
     return torch.full((words,), EMPTY.value, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""What lies between MLA's projections and its attention: absorb, rotate, normalise, append, in one launch.
+"""Fused step between MLA's projections and its attention: absorb, rotate, normalise, append, in one launch.
 
-Programs of two kinds: some take a head and columns of its W_UK, read before the predecessor is done, and move queries
-into latent space; the others take a token, whose latent and rotated key go to the cache, or some of its heads, whose
-queries they rotate.
+Two kinds of programs: some take a head and columns of its W_UK, read before the predecessor is done, and project
+queries into latent space; the others take a token and write its latent and rotated key to the cache, or rotate the
+queries of some of its heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _mla_append_kernel(
 ):  # fmt: skip
     # Attention may start at once: an SM has room for one of its programs.
     if tl.program_id(0) < absorbs:
-        head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # nobody writes it
+        head, b, w = head_weight(weight, w_h, w_a, 1, tl.program_id(0), NOPE, R, BLOCK_A, BLOCK_B)  # constant
         wait_for_predecessor(PDL)
         start_successor(PDL)
         head_product(q, out, w, q_n, q_h, out_n, out_h, head, b, N, NOPE, R, BLOCK_N, BLOCK_A)
@@ -80,21 +80,21 @@ def mla_append(
     cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Write this rank's latents and rotated keys into their slots of the cache; queries absorbed and rotated.
+    """Writes this rank's latents and rotated keys to their cache slots; returns queries, absorbed and rotated.
 
     Args:
         q: [N, Hq, nope + P], queries before absorption and rotation; last dim contiguous.
         kv: [N, R + P], a token's latent and its key's rope part before rotation; last dim contiguous.
-        cos: [N, P / 2], contiguous; of the angles by which the halves of a rope part are rotated against each other.
+        cos: [N, P / 2], contiguous; cosines of the angles by which the halves of a rope part are rotated.
         sin: like `cos`.
         gain: [R], contiguous; weight of the latent's RMSNorm.
-        eps: of that norm.
+        eps: added to that norm's mean square.
         w_uk: [Hq, nope, R], each head's up-projection of keys; last dim contiguous.
         cache: [pages, page_size, R + P] in kv's dtype, contiguous within a page; pages may be strided.
         slots: [N] int64, contiguous: `page * page_size + offset`, distinct, or -1 for a token that another rank owns.
 
     Returns:
-        Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T of the first `nope` values, and the others rotated.
+        Absorbed queries [N, Hq, R + P] in q's dtype: W_UK^T times the first `nope` values, then the rotated others.
 
     Source:
         DeepSeek-V2 (arXiv:2405.04434), section 2.1; RoPE in the half-split form of kv_append.

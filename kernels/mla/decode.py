@@ -73,7 +73,7 @@ def _mla_decode_kernel(
             part, part_lse, inside, t < T, D=R, ROWS=ROWS, SINKS=False,
         )  # fmt: skip
         at = tl.minimum(end, item_end)
-    # Not before: the successor's programs would take the room of ours that have not started yet.
+    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     start_successor(PDL)
 
 
@@ -86,7 +86,7 @@ def mla_decode(
     sms: int | None = None,
     early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of absorbed queries over paged latents: a partial output in latent space and its LSE.
+    """Attends absorbed queries to paged latents; returns the partial output in latent space and its LSE.
 
     A slot of the cache holds R latent values and P rotated ones: all R + P are the key of every head, the first R its
     value.
@@ -96,8 +96,8 @@ def mla_decode(
         keys: latents in q's dtype.
         out: [B, T, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [B, T, Hq] fp32, written if given.
-        sms: how many streaming multiprocessors to fill; all if None.
-        early: the bounds are older than the kernel that runs before this one, and may be read while that runs.
+        sms: number of streaming multiprocessors to fill; all if None.
+        early: the bounds are older than the preceding kernel, and may be read while it runs.
 
     Returns:
         Output [B, T, Hq, R] normalised over these keys, and natural-log LSE [B, T, Hq] fp32; 0 and -inf where a
@@ -120,7 +120,7 @@ def decode_parts(
     sms: int | None = None,
     early: bool = False,
 ) -> PartialAttention:
-    """`mla_decode` with its arguments, up to the merge."""
+    """Runs `mla_decode`, with the same arguments, up to the merge."""
     if not dispatch.on_gpu(q):
         return PartialAttention(*reference(q, keys, out=out, lse=lse))
     B, T, Hq, width = q.shape

@@ -1,7 +1,7 @@
-"""What the two kernels of `kernels.mla.decode` for Hopper share: the tensors that fit, schedule and parts.
+"""Shared parts of the two Hopper kernels of `kernels.mla.decode`: supported tensors, schedule and slots.
 
-Latents come by the tensor memory accelerator, in tiles of 64 keys and pieces: the left half of the latents with the
-rotated values, the right half. Runs, parts and merge are those of `kernels.attention.flash_decode`.
+Latents are loaded by the tensor memory accelerator, in tiles of 64 keys and two pieces: the left half of the latents
+with the rotated values, and the right half. Runs, parts and merge are those of `kernels.attention.flash_decode`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 from kernels.attention.split_kv import first_slot
 from kernels.sm90 import SHARED
 
-TILE = gl.constexpr(64)  # keys of a tile
+TILE = gl.constexpr(64)  # keys per tile
 
 
 @gluon.jit
@@ -25,10 +25,10 @@ def _sum(a, b):
 
 @gluon.jit
 def schedule_of(bounds, TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr):
-    """`kernels.attention.split_kv.schedule` with one item a sequence, and this program's run of it.
+    """Computes `kernels.attention.split_kv.schedule` with one item per sequence, and this program's run of it.
 
-    Also the keys that all queries of a sequence read, which take no mask: [full_from, full_to). If EARLY, bounds and
-    block table are older than the predecessor: the caller waits once it knows where to begin.
+    Also the keys that all queries of a sequence read, which need no mask: [full_from, full_to). If EARLY, bounds and
+    block table are older than the predecessor, and the caller waits for it after this call.
     """
     lo, hi, lo_b, lo_t, hi_b, hi_t, B = bounds
     if not EARLY:
@@ -63,7 +63,7 @@ def of(values, seq, i):
 
 @gluon.jit
 def item_at(at, schedule):
-    """The sequence that tile `at` of the row is part of, its keys, its tiles in the row, and this run's key tiles."""
+    """Finds the sequence of tile `at` of the row: index, key range, its tiles in the row, and this run's key tiles."""
     seq, starts, stops, _, _, tiles, ends, _, end, _ = schedule
     i = gl.sum((ends <= at).to(gl.int32), 0)
     start, stop = of(starts, seq, i), of(stops, seq, i)
@@ -78,12 +78,12 @@ def item_at(at, schedule):
 
 @gluon.jit
 def slot_of(begin, item_begin, run, TILES_M: gl.constexpr):
-    """Where this run's part of an item lies, int64."""
+    """Returns the workspace slot of this run's part of an item, int64."""
     return gl.where(item_begin >= begin, first_slot(item_begin, run), gl.program_id(0) // TILES_M * 2).to(gl.int64)
 
 
 def fits(q: torch.Tensor, cache: torch.Tensor, latent: int) -> bool:
-    """Whether these kernels take these tensors of `kernels.mla.decode.mla_decode`."""
+    """Returns whether these kernels support these tensors of `kernels.mla.decode.mla_decode`."""
     width = q.shape[3]
     return (
         (latent, width) == (512, 576)
@@ -96,10 +96,10 @@ def fits(q: torch.Tensor, cache: torch.Tensor, latent: int) -> bool:
 
 
 def pieces(cache: torch.Tensor, latent: int) -> tuple[int, TensorDescriptor, TensorDescriptor]:
-    """A page's stride in slots, and how half of a tile's latents and its rotated values are loaded."""
+    """Returns a page's stride in slots, and descriptors that load half of a tile's latents and its rotated values."""
     width = cache.shape[2]
     page_rows = cache.stride(0) // width
-    # The slots as rows of one matrix, those between pages that are apart among them.
+    # The slots as rows of one matrix, including the gaps between pages.
     slots = cache.as_strided(((cache.shape[0] - 1) * page_rows + cache.shape[1], width), (width, 1))
     latents, ropes = (
         TensorDescriptor(slots, list(slots.shape), [width, 1], [TILE.value, columns], SHARED.value)

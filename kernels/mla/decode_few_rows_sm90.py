@@ -1,7 +1,7 @@
-"""`kernels.mla.decode` for few rows of queries on Hopper: the tensor cores' 64 rows are keys, their columns queries.
+"""Variant of `kernels.mla.decode` for few query rows on Hopper: keys are the rows of wgmma, queries its columns.
 
-Up to 32 rows of queries (tokens x heads) the bytes take longest. Two tiles of keys fit: four warps compute with one
-while the other arrives, and ask for the next but one as soon as they are done.
+Up to 32 rows of queries (tokens x heads), reading the keys takes longest. Two tiles of keys fit: four warps compute
+with one while the other is loaded, and start the next load as soon as they are done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
 MOST_ROWS = 32
-# Sums as they are stored: eight neighbours of a row a thread, two threads a sector of 32 bytes.
+# Layouts of stored sums: eight neighbours of a row per thread, two threads per sector of 32 bytes.
 _LANES, _WARPS = [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]], [[16, 0], [32, 0]]
 _EACH = [[1, 0], [2, 0], [4, 0], [64, 0], [128, 0]]
 STORED_16 = gl.constexpr(gl.DistributedLinearLayout(_EACH, _LANES, _WARPS, [], [256, 16]))
@@ -37,7 +37,7 @@ STORED_32 = gl.constexpr(gl.DistributedLinearLayout([*_EACH, [0, 16]], _LANES, _
 
 @gluon.jit
 def _seek(at, schedule, block_table, table_b):
-    """The item that tile `at` of the row is part of: pages, end in the row, key tile minus row's tile, has it keys."""
+    """Finds the item of tile `at` of the row: pages, end in the row, key tile minus row tile, whether it has keys."""
     i, start, stop, _, item_end, first, _ = item_at(at, schedule)
     return block_table + i.to(gl.int64) * table_b, item_end, first - at, stop > start
 
@@ -53,16 +53,16 @@ def _ask(
     at, item, page, schedule, block_table, table_b, page_rows, latents, ropes, keys, ready,
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Asks for tile `at` of the row, which lies in `page`, and returns the item and the page of the one behind it."""
+    """Starts the load of tile `at` of the row, which lies in `page`; returns the item and page of the next tile."""
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     begin, end = schedule[7], schedule[8]
     _, item_end, ahead, _ = item
-    # A tile without keys lies before the first slot: it arrives as zeros.
+    # A tile without keys is loaded from before the first slot, which yields zeros.
     row = gl.where(page >= 0, page * page_rows + (at + ahead) * TILE % PAGE, -TILE)
     if (at + 1 >= item_end) & (at + 1 < end):
         item = _seek(at + 1, schedule, block_table, table_b)
-    # After the page's last use: were it alive beside the next, it would be copied, and that waits for the load.
+    # After the page's last use: if both were alive, the compiler would copy one, which waits for the load.
     page = _page_of(at + 1, end, item, PAGE)
     slot = (at - begin) % 2
     inside = at < end
@@ -76,7 +76,7 @@ def _ask(
 
 @gluon.jit
 def _load_queries(q_left, q_right, q_rope, q, q_t, q_h, T: gl.constexpr, GROUP: gl.constexpr):
-    """Copies a sequence's rows of queries, zeros behind them; all loads are on their way before the first is stored."""
+    """Copies a sequence's query rows, padded with zeros; all loads are issued before the first store."""
     H: gl.constexpr = q_left.shape[1]
     r = gl.arange(0, q_left.shape[0], layout=gl.SliceLayout(1, COPIED))
     c = gl.arange(0, H, layout=gl.SliceLayout(0, COPIED))
@@ -98,7 +98,7 @@ def _store_half(
     acc, column: gl.constexpr, begin, end, item_begin, item_end, run, out, out_t, out_h, part,
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """Writes latents from `column` on of what the run has of an item: to `out` if that is all of it, else to a part."""
+    """Writes latents from `column` on of the run's part of an item: to `out` if the run covers it, else to a part."""
     L: gl.constexpr = STORED_32 if acc.shape[1] == 32 else STORED_16
     values = gl.convert_layout(acc.to(out.dtype.element_ty), L)
     d = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, L))
@@ -142,7 +142,7 @@ def _mla_decode_few_sm90_kernel(
     asked_item = _seek(begin, schedule, block_table, table_b)
     page = _page_of(begin, end, asked_item, PAGE)
     if EARLY:
-        if page >= -1:  # Always: the compiler would have moved the wait to before the loads.
+        if page >= -1:  # Always true: without it the compiler moves the wait to before the loads.
             gdc_wait()
     for n in gl.static_range(2):
         asked_item, page = _ask(
@@ -164,7 +164,7 @@ def _mla_decode_few_sm90_kernel(
         left = gl.zeros([H, ROWS], gl.float32, layout=PRODUCT)
         right = gl.zeros([H, ROWS], gl.float32, layout=PRODUCT)
         scores = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)
-        totals = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)  # of every 64th key: added up at the end
+        totals = gl.zeros([TILE, ROWS], gl.float32, layout=PRODUCT)  # per key modulo 64: added up at the end
         # A finite floor: -inf minus -inf would be NaN.
         peak = gl.full([ROWS], -1.0e38, gl.float32, layout=gl.SliceLayout(0, PRODUCT))
         ahead = first - at
@@ -217,7 +217,7 @@ def _mla_decode_few_sm90_kernel(
         else:
             gl.store(part_lse + slot_of(begin, item_begin, run, 1) * ROWS + r, log2)
         at = gl.minimum(end, item_end)
-    # At the end: started early, as flash_decode's, the merge gained nothing here (benchmarks/LOG.md).
+    # At the end: starting the merge early, as flash_decode does, gained nothing here (benchmarks/LOG.md).
     gdc_launch_dependents()
 
 
@@ -229,17 +229,17 @@ def launch(
     programs: int,
     early: bool,
 ) -> UnmergedAttention:
-    """`kernels.mla.decode.mla_decode` of tensors that fit, and up to MOST_ROWS rows."""
+    """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit and at most MOST_ROWS rows."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     page_rows, latents, ropes = pieces(keys.k, latent)
-    rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that bring 16-byte accesses to all threads
+    rows = max(16, triton.next_power_of_2(T * Hq))  # the fewest that give all threads 16-byte accesses
     part, part_lse = workspace(q.device, q.dtype, programs, rows, latent)
     _mla_decode_few_sm90_kernel[(programs,)](
         latents, ropes, q, table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
-        # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
+        # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, programs, 1, rows, TILE.value)

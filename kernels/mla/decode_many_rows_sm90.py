@@ -1,14 +1,14 @@
-"""`kernels.mla.decode` for many rows of queries on Hopper, with its asynchronous instructions spelt out.
+"""Variant of `kernels.mla.decode` for many query rows on Hopper, with explicit asynchronous instructions.
 
-From 33 rows on (query tokens x heads) the products take longer than the bytes, and the tensor cores have to be kept
-busy by hand. A program is three groups of warps that hand work to each other through barriers in shared memory:
+From 33 rows on (query tokens x heads), the products take longer than the loads, and the tensor cores must be kept
+busy explicitly. A program is three groups of warps that hand work to each other through barriers in shared memory:
 
 * one warp loads tiles of 64 keys, piece by piece;
-* four warps score a tile, weigh the scores, and accumulate the left half of the output;
-* four warps accumulate the right half, from the weights that the others leave in shared memory.
+* four warps score a tile, compute softmax weights, and accumulate the left half of the output;
+* four warps accumulate the right half, with the weights that the others store in shared memory.
 
-Two tiles fit: each piece is free for the next but one as soon as the products that read it as values are done. Row
-tiles of one run lie side by side, and share keys in the L2.
+Two tiles fit: a piece is refilled as soon as the products that read it as values are done. Row tiles of one run are
+neighbouring programs, and share keys in the L2.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kernels.mla.decode_common_sm90 import TILE, item_at, of, pieces, schedule_o
 from kernels.paged_keys import PagedKeys
 from kernels.sm90 import COPIED, SHARED, silence
 
-# Of TILE rows of queries and TILE keys, and of the rows and half of the latents.
+# Layouts of scores (TILE query rows x TILE keys) and values (rows x half of the latents).
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-# The latter as they are stored, in whole sectors of 32 bytes. (Eight neighbours a thread instead of four would go
-# through shared memory, of which there is no more.)
+# VALUES as stored, in whole sectors of 32 bytes. (Eight neighbours per thread instead of four would go through shared
+# memory, which is full.)
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
@@ -53,7 +53,7 @@ def _load(
     R: gl.constexpr, P: gl.constexpr, PAGE: gl.constexpr,
     TILES_M: gl.constexpr, T: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fills the two slots, piece by piece."""
+    """Fills the two slots piece by piece, in a warp of its own."""
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
     left_free, right_free = free
@@ -66,11 +66,11 @@ def _load(
         pages = block_table + i.to(gl.int64) * table_b
         page = gl.load(pages + first * TILE // PAGE, mask=first < last, other=0)
         if EARLY:
-            if page >= 0:  # Always: the compiler would have moved the wait to before the load.
+            if page >= 0:  # Always true: without it the compiler moves the wait to before the load.
                 gdc_wait()
         for tile in range(first, last):
             row = page * page_rows + tile * TILE % PAGE
-            # One iteration ahead: the number of the next page is there when its tile's turn comes.
+            # One iteration ahead, so that the next page's number has arrived when its tile is loaded.
             page = gl.load(pages + (tile + 1) * TILE // PAGE, mask=tile + 1 < last, other=0)
             slot = loaded % 2
             phase = loaded // 2 % 2
@@ -103,7 +103,7 @@ def _load_queries(q_left, q_right, q_rope, rows, live, R: gl.constexpr):
 
 @gluon.jit
 def _score(queries, keys, ready, loaded, scores):
-    """Issues the products of the queries with the tile that was loaded as number `loaded`."""
+    """Issues the products of the queries with the tile that was loaded as number `loaded`, counted from 0."""
     q_left, q_right, q_rope = queries
     k_left, k_right, k_rope = keys
     left_ready, right_ready = ready
@@ -118,7 +118,7 @@ def _score(queries, keys, ready, loaded, scores):
 
 @gluon.jit
 def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row_hi):
-    """Weights of a tile's scores, the factor on what came before, and the running sum and peak."""
+    """Computes a tile's softmax weights, the rescale factor of earlier tiles, and the running sum and peak."""
     scores = scores * scale_log2
     if (key < full_from) | (key + TILE > full_to):
         n = key + gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
@@ -132,7 +132,7 @@ def _weigh(scores, total, peak, scale_log2, key, full_from, full_to, row_lo, row
 
 @gluon.jit
 def _hand_over(weights, factors, handed, weights_shared, factors_shared, weighed, taken):
-    """Leaves the tile's weights, and the factor on each row of what came before, for the group of the right half."""
+    """Stores the tile's weights, and each row's rescale factor, for the group of the right half."""
     mbarrier.wait(taken, handed % 2 ^ 1)
     weights_shared.store(weights.to(weights_shared.dtype))
     factors_shared.store(factors)
@@ -146,7 +146,7 @@ def _store_rows(
     acc, column: gl.constexpr, tile_m, begin, end, item_begin, item_end, run, out, out_t, out_h, part,
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, TILES_M: gl.constexpr,
 ):  # fmt: skip
-    """Writes columns from `column` on of what the run has of an item: to `out` if that is all of it, else to a part."""
+    """Writes columns from `column` on of the run's part of an item: to `out` if the run covers it, else to a part."""
     values = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
     m = tile_m * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, STORED))
     d = column + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, STORED))
@@ -164,7 +164,7 @@ def _score_and_left(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The group that scores and weighs, accumulates the left half and writes the LSE."""
+    """Scores, computes weights, accumulates the left half and writes the LSE, in a group of four warps."""
     q_b, q_t, q_h, out_b, out_t, out_h, lse_b, lse_t, lse_h = strides
     q_left, q_right, q_rope = queries
     k_left, _, _ = keys
@@ -199,7 +199,7 @@ def _score_and_left(
         if first < last:
             scores = _score(queries, keys, ready, loaded, scores)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-        # The last tile is apart: what is in flight over the end of an iteration would be waited for there.
+        # The last tile is peeled: products in flight across an iteration's end would be waited for there.
         for tile in range(first, last - 1):
             key = tile * TILE
             slot = loaded % 2
@@ -263,7 +263,7 @@ def _right(
     T: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
     TILES_M: gl.constexpr, BLOCK_B: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The group that accumulates the right half."""
+    """Accumulates the right half, in a group of four warps."""
     _, _, _, out_b, out_t, out_h, _, _, _ = strides
     weights_shared, factors_shared, weighed, taken = handing
     schedule = schedule_of(bounds, TILES_M, T, BLOCK_B, EARLY)
@@ -373,7 +373,7 @@ def _mla_decode_sm90_kernel(
         [4, 1],
         [240, 24],
     )  # fmt: skip
-    # Not before: the successor's programs would take the room of ours that have not started yet.
+    # Not earlier: the successor's programs would take the room of this launch's that have not started yet.
     gdc_launch_dependents()
 
 
@@ -385,7 +385,7 @@ def launch(
     programs: int,
     early: bool,
 ) -> UnmergedAttention:
-    """`kernels.mla.decode.mla_decode` of tensors that fit."""
+    """Runs `kernels.mla.decode.mla_decode` up to the merge, for tensors that fit."""
     B, T, Hq, width = q.shape
     table, lo, hi, latent = keys.table, keys.lo, keys.hi, keys.v.shape[-1]
     page_rows, latents, ropes = pieces(keys.k, latent)
@@ -397,7 +397,7 @@ def launch(
         latents, ropes, q, table, lo, hi, out, lse, part, part_lse,
         *q.stride()[:3], table.stride(0), *lo.stride(), *hi.stride(), *out.stride()[:3], *lse.stride(),
         keys.scale * math.log2(math.e), page_rows, B, T=T, GROUP=Hq, R=latent, P=width - latent, PAGE=keys.page_size,
-        # At least a warp of sequences: the compiler sees that what it sums over a warp is the same in all its threads.
+        # At least a warp of sequences: the compiler then knows that a sum over a warp is equal in all its threads.
         BLOCK_B=max(32, triton.next_power_of_2(B)), ROWS=rows, EARLY=early, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return UnmergedAttention(out, lse, lo, hi, None, part, part_lse, runs, 1, tiles_m * TILE.value, TILE.value)

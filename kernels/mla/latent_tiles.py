@@ -1,4 +1,4 @@
-"""What mla_decode and mla_prefill share: the inner loop over paged latents, and the shape of its tiles."""
+"""Shared parts of mla_decode and mla_prefill: the inner loop over paged latents, and its tile shapes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import triton.language as tl
 
 
 def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]:
-    """Launch options of a kernel around `attend_latents`, one program an SM.
+    """Returns launch options for a kernel around `attend_latents`, one program per SM.
 
     Args:
-        rows: query rows (tokens x heads) there are for one tile, at most.
-        R: latent values of a slot.
-        P: rotated values of a slot.
-        dtype: of queries and cache.
+        rows: upper bound of query rows (tokens x heads) for one tile.
+        R: latent values per slot.
+        P: rotated values per slot.
+        dtype: dtype of queries and cache.
     """
-    if dtype == torch.float32:  # no tensor cores at full precision: to be compared with, not to be fast
+    if dtype == torch.float32:  # no tensor cores at full precision: for comparisons, not for speed
         block_m, block_n, warps, stages = 16, 16, 8, 2
     elif rows > 32:
-        # What fits beside 64 rows of queries (72 KiB): tiles of 36 KiB, three of them.
+        # Three tiles of 36 KiB fit beside 64 rows of queries (72 KiB).
         block_m, block_n, warps, stages = 64, 32, 8, 3
     else:
-        # Two tiles of 72 KiB: one is computed with while the other arrives. At 16 rows 4 warps are 3 to 4% faster than
-        # 8, though a few addresses spill; 32 rows of accumulators need 8.
+        # Two tiles of 72 KiB: one is computed with while the other is loaded. At 16 rows 4 warps are 3 to 4% faster
+        # than 8, though a few addresses spill; 32 rows of accumulators need 8.
         block_m = max(16, triton.next_power_of_2(rows))
         block_n, warps, stages = 64, 4 if block_m == 16 else 8, 3
     return dict(
@@ -38,7 +38,7 @@ def latent_tile(rows: int, R: int, P: int, dtype: torch.dtype) -> dict[str, int]
 
 @triton.jit
 def _weigh(scores, total, peak, dtype: tl.constexpr):
-    """Weights of a tile's scores, the factor on what came before, and the running sum and peak."""
+    """Computes a tile's softmax weights, the rescale factor of earlier tiles, and the running sum and peak."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     rescale = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores - new_peak[:, None])
@@ -51,18 +51,18 @@ def attend_latents(
     MASKED: tl.constexpr, PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """`kernels.attention.paged_tiles.attend_tiles` for one head whose keys are R + P values and whose values are the
-    first R of them.
+    """Folds tiles of latents into a running softmax, as `kernels.attention.paged_tiles.attend_tiles` does, for one head
+    whose keys have R + P values and whose values are the first R of them.
 
-    Each tile is loaded once. A slot follows another within a page at R + P values, known to the compiler: with a stride
-    from outside, every address of a tile would take a register.
+    Each tile is loaded once. The stride between a page's slots is R + P, a compile-time constant: with a run-time
+    stride, every address of a tile would take a register.
     """
     lane = tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_R)
     p = tl.arange(0, BLOCK_P)
-    # A page that holds whole tiles is looked up once a tile, any other page once a key.
+    # A page that holds whole tiles is looked up once per tile, any other page once per key.
     step = 0 if PAGE % BLOCK_N == 0 else lane
-    # Carried one iteration ahead: an index loaded where it is used would stop the pipelining of the tiles.
+    # Loaded one iteration ahead: an index loaded where it is used would prevent pipelining of the tiles.
     ahead = tl.maximum(first * BLOCK_N + step, start)
     next_page = tl.load(pages + ahead // PAGE, mask=(first < last) & (ahead < stop), other=0)
     for tile in range(first, last):

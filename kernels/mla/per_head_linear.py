@@ -1,4 +1,4 @@
-"""Every head's own small matrix: MLA's up-projection of the values, of a few rows."""
+"""Product of a few rows with a small matrix per head: MLA's up-projection of the values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.per_head_linear import per_head_linear as reference
 
-MAX_ROWS = 16  # the least that tensor cores take; more are the library's
+MAX_ROWS = 16  # the least that tensor cores take; more rows go to a library
 
 
 @triton.jit
 def head_weight(
     weight, w_h, w_a, w_b, program, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr
 ):  # fmt: skip
-    """A program's head, its columns [BLOCK_B] of the head's matrix [A, B], and what stands there."""
+    """Returns a program's head, its columns [BLOCK_B] of the head's matrix [A, B], and their weights."""
     tiles: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
     head = (program // tiles).to(tl.int64)
     b = program % tiles * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -31,7 +31,7 @@ def head_product(
     x, out, w, x_n, x_h, out_n, out_h, head, b, N,
     A: tl.constexpr, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
-    """A head's x [N, A] times columns b of its matrix, into columns b of its rows in `out`."""
+    """Multiplies a head's x [N, A] with columns b of its matrix, into columns b of its rows in `out`."""
     n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
     rows = x + head * x_h + (n * x_n)[:, None] + a[None, :]
@@ -46,16 +46,16 @@ def _each_head_kernel(
     A: tl.constexpr, B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    head, b, w = head_weight(weight, w_h, w_a, w_b, tl.program_id(0), A, B, BLOCK_A, BLOCK_B)  # nobody writes it
+    head, b, w = head_weight(weight, w_h, w_a, w_b, tl.program_id(0), A, B, BLOCK_A, BLOCK_B)  # constant
     wait_for_predecessor(PDL)
     start_successor(PDL)
     head_product(x, out, w, x_n, x_h, out_n, out_h, head, b, N, A, B, BLOCK_N, BLOCK_A)
 
 
 def head_blocks(A: int, most: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile of a kernel around `head_product`: all of A, and at most `most` columns.
+    """Chooses the tile of a kernel around `head_product`: all of A, and at most `most` columns.
 
-    fp32, which has no tensor cores at full precision, gets by with few columns.
+    fp32, which has no tensor cores at full precision, gets few columns.
     """
     block_a = max(16, triton.next_power_of_2(A))
     widest = max(16, (8192 if dtype == torch.float32 else 16384) // block_a)
@@ -63,7 +63,7 @@ def head_blocks(A: int, most: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """y[n, h] = x[n, h] W[h] of every head h; sums in fp32.
+    """Computes y[n, h] = x[n, h] W[h] for every head h; sums in fp32.
 
     Args:
         x: [N, Hq, A], last dim contiguous.

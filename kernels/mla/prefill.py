@@ -40,7 +40,7 @@ def _mla_prefill_kernel(
         stop = tl.max(tl.where(reads, row_hi, 0), 0)
         start = tl.min(tl.where(reads, row_lo, stop), 0)
 
-        # Tiles of [full, full_stop) are read whole by every row and need no mask; the rest lies left and right of them.
+        # Every row reads tiles [full, full_stop) whole, which need no mask; the rest lies left and right of them.
         first, last = tiles_of_split(start // BLOCK_N, tl.cdiv(stop, BLOCK_N), split, splits)
         shared_lo = tl.max(tl.where(live, row_lo, 0), 0)
         shared_hi = tl.min(tl.where(live, row_hi, stop), 0)
@@ -91,7 +91,7 @@ def mla_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of several sequences' prompt chunks over their paged latents: a partial output and its LSE.
+    """Attends prompt chunks of several sequences to their paged latents; returns the partial output and its LSE.
 
     Slots of the cache as in `kernels.mla.decode.mla_decode`, bounds as in `kernels.attention.flash_prefill`.
 
@@ -100,7 +100,7 @@ def mla_prefill(
         keys: latents in q's dtype; row i of the table belongs to segment i.
         cu_q: [n + 1] int32, where each segment of q begins, and the end of the last.
         max_q: length of the longest segment.
-        max_k: keys that a query reads, at most or about; only speed depends on it.
+        max_k: keys per query, an upper bound or estimate; only speed depends on it.
         out: [N, Hq, R] in q's dtype, written if given; last dim contiguous.
         lse: [N, Hq] fp32, written if given.
 

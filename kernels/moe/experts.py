@@ -1,19 +1,19 @@
-"""A rank's experts of those that tokens go to: gather, two grouped products, weighted sum, with no copy of x.
+"""A rank's routed experts: gather, two grouped products and the weighted sum, without a copy of x.
 
-A pair is a token and one of its experts. Four ways, by static shapes, none of whose grids depends on ids:
+A pair is a token and one of its experts. Static shapes choose one of four algorithms; no grid depends on ids:
 
-- A few tokens: experts hardly meet, and time is latency. Programs take a pair and some rows of its expert's gate and
-  up, and stream these through registers; equal experts stand side by side, and the L2 answers all but the first. Then
-  programs take some rows of down and walk through their token's experts, so that nothing is left to be summed.
-- Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids by itself, which costs less
-  than a launch that would sort them, and feeds the rows past 16 pairs at a time through the tensor cores; an
-  expert without pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's, in
-  order: sums are deterministic, and each row of a weight is read once (again where an expert has more pairs).
-- Many: the same programs, in blocks of pairs that were sorted by expert beforehand.
-- Instead of the first two, a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, where programs share the
-  weights of the local experts that have tokens, and load them ahead.
+- A few tokens: they rarely share experts, and latency dominates. Programs take a pair and some rows of its expert's
+  gate and up, and stream these through registers; programs of equal experts are neighbours, and all but the first read
+  from the L2. Then programs take some rows of down and loop over their token's experts, so that no sum remains.
+- Some: programs take an expert and some of its rows. Each finds the expert's pairs in ids itself, which costs less
+  than a launch that sorts them, and multiplies the rows with 16 pairs at a time on the tensor cores; an expert without
+  pairs costs empty programs. Every pair's output is written, and a third launch adds up each token's outputs in order:
+  sums are deterministic, and each row of a weight is read once (again if an expert has more pairs).
+- Many: the same programs, over blocks of pairs sorted by expert beforehand.
+- Instead of the first two, for a few tokens of wide experts on Hopper: `kernels.moe.experts_sm90`, whose programs share
+  the weights of the local experts that have tokens, and load them ahead.
 
-The kernel that has a token's sum stores it, or sends it where ranks add up: phase 1 of `kernels.peers.all_reduce_norm`.
+The last kernel stores a token's sum, or sends it to the reducing ranks: phase 1 of `kernels.peers.all_reduce_norm`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from kernels.reference.experts import moe as reference
 
 Way = Literal["few", "some", "many"]
 _ALPHA: tl.constexpr = tl.constexpr(ALPHA)
-ENOUGH = 1.8  # programs an SM, with which a launch fills the GPU
+ENOUGH = 1.8  # programs per SM with which a launch fills the GPU
 
 
 @triton.jit
 def _gated_row(tile, F: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Rows of gate and up in turns, so that one tile holds both of a column; the last column again beyond the end."""
+    """Interleaves rows of gate and up, so that one tile holds both of a column; repeats the last column at the end."""
     r = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     return tl.minimum(r // 2, F - 1) + r % 2 * F
 
 
 @triton.jit
 def _activation(y, clamp_at, CLAMPED: tl.constexpr):
-    """The gate of y [.., 2], gate and up."""
+    """Applies the gate to y [.., 2], gate and up."""
     gate, up = tl.split(y)
     if CLAMPED:  # by comparison: a minimum would swallow NaN
         gate = tl.where(gate > clamp_at, clamp_at, gate)
@@ -68,7 +68,7 @@ def _gate_up_few_kernel(
     tile = tl.program_id(1)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    if EARLY:  # down's programs take the places of those that are done, and read ids
+    if EARLY:  # down's programs take the places of finished ones, and read ids
         start_successor(PDL)
     expert = tl.load(ids + pair) - first
     if (expert >= 0) & (expert < EXPERTS):
@@ -94,7 +94,7 @@ def _gate_up_few_kernel(
 
 @triton.jit
 def _words_of(n, first, dtype: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Pieces of the words of BLOCK values of row n from `first` on, places in these, and whether the row has them."""
+    """Locates the words of BLOCK values of row n from `first` on: pieces, indices in them, whether the row has them."""
     VALUES: tl.constexpr = 1 if tl.float32 == dtype else 2
     column = first // VALUES + tl.arange(0, BLOCK // VALUES)
     return n * ((H // VALUES + SIZE - 1) // SIZE) + column // SIZE, column % SIZE, column < H // VALUES
@@ -115,13 +115,13 @@ def _down_few_kernel(
         tag = turn(turns)
         piece, w, in_row = _words_of(n, tl.program_id(1) * BLOCK_R, down.dtype.element_ty, H, BLOCK_R, SIZE)
         boxes = sum_boxes(peers, piece, RANKS, TWO_SHOT)
-    # Ids, weights and the experts are older than the predecessor: only h has to be waited for.
+    # Ids and weights are older than the predecessor: only h has to be waited for.
     slot = tl.arange(0, BLOCK_S)
     expert = tl.load(ids + n * TOP_K + slot, mask=slot < TOP_K, other=-1) - first
     local = (expert >= 0) & (expert < EXPERTS) & (slot < TOP_K)
     place = tl.where(local, tl.cumsum(local.to(tl.int32), 0), 0) - 1
     count = tl.sum(local.to(tl.int32), 0)
-    if count >= 0:  # Always: the compiler would have moved the wait to before the ids.
+    if count >= 0:  # Always true: without it the compiler moves the wait to before the ids.
         wait_for_predecessor(PDL)
     if EARLY:
         start_successor(PDL)
@@ -159,12 +159,11 @@ def _expert_pairs(
     EXPERTS: tl.constexpr, ALWAYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
-    """A program's local expert, and its pairs: a block of sorted ones, or all of an expert.
+    """Finds a program's local expert and its pairs: a block of sorted ones, or all of an expert.
 
-    The pairs of each of the first ALWAYS experts, which are many, `shares` programs have between them if not sorted.
+    Unsorted, `shares` programs divide the many pairs of each of the first ALWAYS experts.
 
-    Returns the expert, where its pairs begin and end, and, of pairs that are not sorted, how many of the expert's there
-    are up to each.
+    Returns the expert, the begin and end of its pairs and, unsorted, the running count of the expert's pairs.
     """
     if SORTED:
         e = tl.arange(0, BLOCK_E)
@@ -190,11 +189,11 @@ def _expert_pairs(
 
 @triton.jit
 def _pairs_at(lane, stop, counts, order, SORTED: tl.constexpr):
-    """The pairs at places `lane` [BLOCK_N] of the order, or of the expert's own; 0 from `stop` on."""
+    """Returns the pairs at indices `lane` [BLOCK_N] of the order, or of the expert's own pairs; 0 from `stop` on."""
     if SORTED:
         pair = tl.load(order + lane, mask=lane < stop, other=0)
     else:
-        # The i-th pair of the expert stands behind all those up to which it has at most i.
+        # The i-th pair of the expert comes after all pairs whose running count is at most i.
         pair = tl.sum((counts[:, None] <= lane[None, :]).to(tl.int32), 0)
     return tl.where(lane < stop, pair, 0).to(tl.int64)
 
@@ -204,7 +203,7 @@ def _product(
     rows_at, x_at, valid, K: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a weight times rows of x, given where each begins: [BLOCK_R, BLOCK_N] in fp32."""
+    """Multiplies rows of a weight with rows of x, given pointers to both -> [BLOCK_R, BLOCK_N] in fp32."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
     for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -226,7 +225,7 @@ def _gate_up_kernel(
     tile = tl.program_id(0)
     row = _gated_row(tile, F, BLOCK_R)
     wait_for_predecessor(PDL)
-    if EARLY:  # as of few; down's programs look for their pairs
+    if EARLY:  # as above; down's programs look for their pairs
         start_successor(PDL)
     expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
@@ -259,7 +258,7 @@ def _down_kernel(
     tiles = tl.minimum(TILES, (H + BLOCK_R - 1) // BLOCK_R - tile)
     chunks: tl.constexpr = (max(F, 1) + BLOCK_K - 1) // BLOCK_K  # without columns, there may be a bias
     k = tl.arange(0, BLOCK_K)
-    # Which pairs these are is older than the predecessor.
+    # The pairs depend only on data older than the predecessor.
     expert, begin, stop, counts = _expert_pairs(
         tl.program_id(1), ids, bounds, block_ends, P, first, shares, EXPERTS, ALWAYS, BLOCK_P, BLOCK_N, BLOCK_E, SORTED
     )
@@ -303,7 +302,7 @@ def _sum_kernel(
     acc = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(TOP_K):
         expert = tl.load(ids + n * TOP_K + s) - first
-        width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # what no expert wrote may be NaN
+        width = tl.where((expert >= 0) & (expert < EXPERTS), H, 0)  # unwritten outputs may be NaN
         acc += tl.load(outputs + (n * TOP_K + s) * H + c, mask=c < width, other=0.0).to(tl.float32)
     if PLUS:
         acc += tl.load(addend + n * H + c, mask=c < H).to(tl.float32)
@@ -318,7 +317,7 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Sum over a token's chosen local experts of weight * (down(act(gate_up x))), not yet made: a part of ranks' sum.
+    """Pending sum over a token's chosen local experts of weight * (down(act(gate_up x))): a summand of all ranks' sum.
 
     `act` is silu(gate) * up; with `clamp_at` (gpt-oss) gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above
     and up on both sides. Sums are fp32; the weighted activations, and of more than a few tokens each expert's output,
@@ -326,7 +325,7 @@ class RoutedExperts:
 
     Attributes:
         x: [N, H], last dim contiguous.
-        ids: [N, k] int32, contiguous; those outside [first, first + E_local) count nothing.
+        ids: [N, k] int32, contiguous; ids outside [first, first + E_local) are skipped.
         weights: [N, k] fp32, contiguous.
         gate_up: [E_local, 2 F, H] in x's dtype, contiguous; the gate's F rows before the others.
         down: [E_local, H, F] in x's dtype, contiguous.
@@ -335,8 +334,8 @@ class RoutedExperts:
         down_bias: [E_local, H] in x's dtype, contiguous, or None; added once an expert, before its weight.
         clamp_at: bound of the clamps, or None.
         addend: [N, H] in x's dtype, contiguous, or None; added before the sum is rounded.
-        total_experts: over all ranks; None: as many as here. It only chooses tiles.
-        shared_count: this many first local experts receive every token.
+        total_experts: experts of all ranks; None: only those here. It only affects the choice of tiles.
+        shared_count: the first `shared_count` local experts receive every token.
     """
 
     x: torch.Tensor
@@ -358,7 +357,7 @@ class RoutedExperts:
         return nothing or (self.down.shape[2] == 0 and self.down_bias is None)
 
     def compute(self) -> torch.Tensor:
-        """[N, H] in x's dtype; `addend`, or zeros, for a token without local experts."""
+        """Computes the sums [N, H] in x's dtype; `addend`, or zeros, for a token without local experts."""
         x, addend = self.x, self.addend
         if not dispatch.on_gpu(x):
             given = self.gate_up, self.down, self.first, self.gate_up_bias, self.down_bias, self.clamp_at, addend
@@ -425,13 +424,13 @@ class RoutedExperts:
             )  # fmt: skip
             return
 
-        touched = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # experts, where pairs lie evenly
+        touched = E * (1 - (1 - 1 / (self.total_experts or E)) ** P)  # expected experts with tokens, if uniform
         tile, down_tile = tiles_of(way, P, E, F, H, x.dtype, touched / sm_count(x.device))
         is_sorted = way == "many"
         plan = _sort(ids, first, E, tile["BLOCK_N"]) if is_sorted else (None, None, None)
         shares = triton.cdiv(N, tile["BLOCK_N"])
         if is_sorted:
-            blocks = P // tile["BLOCK_N"] + E  # at most: all full ones, and the last of each expert
+            blocks = P // tile["BLOCK_N"] + E  # upper bound: all full ones, and the last of each expert
         else:
             blocks = E + self.shared_count * (shares - 1)
         searched = 1 if is_sorted else triton.next_power_of_2(P)
@@ -452,18 +451,18 @@ class RoutedExperts:
 
 
 def way_of(N: int, top_k: int, E: int) -> Way:
-    """Which of these three serves N tokens over E local experts, as measured on an H200.
+    """Chooses the algorithm for N tokens over E local experts, by H200 timings.
 
-    Few, as long as programs that find another rank's expert, or one that a neighbour has read, do not outweigh.
+    "few" wins unless most programs meet another rank's expert, or one that a neighbour has already read.
     """
     pairs = N * top_k
     if N <= 2 or (N <= 8 and 2 * pairs <= E):
         return "few"
-    return "some" if pairs <= 512 or N <= 64 else "many"  # each program of `some` looks through all pairs
+    return "some" if pairs <= 512 or N <= 64 else "many"  # each program of `some` scans all pairs
 
 
 def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs in the order of their local experts, where each expert's begin [E + 1], where its blocks end [E]; int32."""
+    """Sorts pairs by local expert; returns them, each expert's begin [E + 1], and the ends of its blocks [E]; int32."""
     local = ids.flatten() - first
     keys, order = torch.where((local >= 0) & (local < E), local, E).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(E + 1, dtype=torch.int32, device=ids.device), out_int32=True)
@@ -472,10 +471,10 @@ def _sort(ids: torch.Tensor, first: int, E: int, block: int) -> tuple[torch.Tens
 
 
 def few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch options of the two products of a few tokens, as measured on an H200."""
+    """Chooses launch options of the two products of a few tokens, by H200 timings."""
     least = N <= 2
     warps, rows, down_warps = (2, 4, 2) if least else (1, 8, 1)
-    both = dict(RUN=RUN, EARLY=least)  # the successors of more programs would crowd
+    both = dict(RUN=RUN, EARLY=least)  # successors of more programs would crowd on some SMs
     gate_up = dict(BLOCK_R=4, BLOCK_K=warps * 32 * RUN, STAGES=3 if least else 1, num_warps=warps)
     block_k = min(down_warps * 32 * RUN, max(2 * RUN, triton.next_power_of_2(F)))
     return gate_up | both, dict(BLOCK_R=rows, BLOCK_K=block_k, STAGES=3, num_warps=down_warps) | both
@@ -484,10 +483,10 @@ def few_tiles(N: int, F: int) -> tuple[dict[str, int], dict[str, int]]:
 def tiles_of(
     way: Way, P: int, E: int, F: int, H: int, dtype: torch.dtype, touched: float
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Launch options of the others' two products of P pairs with `touched` of E experts, counted an SM.
+    """Chooses launch options of both products of P pairs for "some" and "many"; `touched`: experts in use per SM.
 
-    They are bound by reading weights, and in the end by multiplications. Of some tokens a program of down takes up to
-    200 KB of rows, so that fewer look for their pairs, as long as ENOUGH remain. With that many down starts early;
+    They are bound by reading weights, and for many pairs by multiplications. For "some", a program of down takes up to
+    200 KB of rows, so that fewer programs look for pairs, as long as ENOUGH remain. With that many, down starts early;
     fewer would crowd on the SMs that are free first.
     """
     if dtype == torch.float32:

@@ -1,18 +1,17 @@
-"""`kernels.moe.experts` for few tokens and wide experts on Hopper: weights by the tensor memory accelerator, products
-by wgmma.
+"""Variant of `kernels.moe.experts` for few tokens and wide experts on Hopper: weights loaded by TMA, products by wgmma.
 
-Time is that of reading the weights of the experts that the tokens chose, once, however few of them are on this rank. So
-the work is theirs, cut into equal shares for a fixed grid, two programs an SM: each program finds from ids which local
-experts have tokens; 64 rows of a weight (in the first launch 32 of gate and the same of up, by eights in turns) are a
-tile, 128 columns of it a step; and the steps of all tiles, in one row, are dealt out in equal runs. A program without
-tokens on its rank loads nothing. All shared memory is filled with weights loaded ahead; the second launch, which knows
-ids as soon as it starts, does so before the first is done. Tokens are the columns of the products; those without
-the expert at hand are zeros, so that a down tile's sum over its experts needs no other place than the accumulator.
+Reading the weights of the chosen local experts once dominates. So their weights are cut into equal shares for a fixed
+grid, two programs per SM: each program finds in ids which local experts have tokens; 64 rows of a weight (in the first
+launch 32 of gate and the same of up, interleaved by eights) are a tile, 128 columns of it a step; and the steps of all
+tiles, in one row, are divided into equal runs. If no token chose a local expert, programs load nothing. All shared
+memory is filled with weights loaded ahead; the second launch, which may read ids at once, does so before the first is
+done. Tokens are the columns of the products; a token without the current expert is a column of zeros, so that a down
+tile sums over experts in the accumulator.
 
-Programs whose runs share a tile add up in a tree. Of two that meet at a node the second adds what the first has left in
-a workspace, by one exchange that tells who is second: nobody waits for another program, there is nothing to spin on,
-and sums do not depend on who comes when. A program begins inside one tile at most, so that a node is the program where
-its right half begins. The last one at the root of an element has its sum, and writes or sends it.
+Programs whose runs share a tile add up in a tree. Of two that meet at a node, the second adds the first one's sum from
+a workspace; one atomic exchange tells which is second. No program waits, and sums do not depend on the order of
+arrival. A program begins inside at most one tile, so a node is named by the program where its right half begins. The
+last program at the root of an element has its sum, and writes or sends it.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from kernels.peers.mailbox import TURN, SumTarget, sum_shape
 from kernels.reference.experts import ALPHA
 from kernels.sm90 import COPIED, SHARED
 
-MAX_TOKENS = 8  # as many columns as a product has at least
-# Columns of an expert. As measured on an H200 beside the other ways, 96 are 3 to 7% slower, 256 4%; 360 are 3% faster,
+MAX_TOKENS = 8  # the least number of columns of a product
+# Columns of an expert. On an H200, against the other algorithms: 96 are 3 to 7% slower, 256 4%; 360 are 3% faster,
 # 384 from 6% slower at one token to 20% faster at four, 512 level, 768 and more 2 to 23% faster.
 MIN_WIDTH = 320
 ROWS, HALF, COLUMNS, BLOCK_K = gl.constexpr(64), gl.constexpr(32), gl.constexpr(MAX_TOKENS), gl.constexpr(128)
-STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of what they are multiplied with: 102 KB
+STAGES, X_STAGES = gl.constexpr(6), gl.constexpr(3)  # of weights, and of x or h: 102 KB
 LEVELS = gl.constexpr(4)  # of the tree
 GATE_UP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5))
 DOWN = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
@@ -53,10 +52,10 @@ _ALPHA = gl.constexpr(ALPHA)
 
 @gluon.jit
 def share_of(tiles, steps, program, programs):
-    """This program's run of the steps of all tiles, how many programs have one, and all steps.
+    """Returns this program's run of the steps of all tiles, the number of active programs, and of steps.
 
-    Few tiles are cut evenly, each by its own programs, as many as the tree has places for; of more, a run is longer
-    than half a tile.
+    Few tiles are split evenly, each among its own programs, as many as the tree has leaves; with more tiles, a run is
+    longer than half a tile.
     """
     total = tiles * steps
     active = gl.minimum(programs, total)
@@ -69,14 +68,14 @@ def share_of(tiles, steps, program, programs):
 
 @gluon.jit
 def sharers(tile, steps, active, total):
-    """The first program with steps of a tile, and how many have some."""
+    """Returns the first program with steps of a tile, and their number."""
     begin = ((tile * steps + 1) * active - 1) // total
     return begin, ((tile + 1) * steps * active - 1) // total - begin + 1
 
 
 @gluon.jit
 def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.constexpr):
-    """Adds what other programs have of a tile; the last one of all elements keeps them live."""
+    """Adds other programs' sums of a tile; elements stay live in the program that has their total."""
     begin, count = sharers(tile, steps, active, total)
     me = gl.program_id(0) - begin
     for level in gl.static_range(LEVELS):
@@ -91,7 +90,7 @@ def _meet(y, up, live, words, offset, tile, steps, active, total, GATE: gl.const
 
 @gluon.jit
 def _step(at, places, count, GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr):
-    """A step's tile (of one expert in gate and up, of all in down), local expert and first column."""
+    """Locates a step: its tile (of one expert in gate and up, of all in down), local expert and first column."""
     STEPS: gl.constexpr = ((H if GATE else F) + BLOCK_K - 1) // BLOCK_K
     if GATE:
         TILES: gl.constexpr = (F + HALF - 1) // HALF
@@ -108,7 +107,7 @@ def _ask(
     step, begin, w, places, count, w_shared, ready,
     GATE: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights of a step."""
+    """Starts the load of a step's weights."""
     tile, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F)
     here, slot = ready.index(step % STAGES), w_shared.index(step % STAGES)
     mbarrier.expect(here, ROWS * BLOCK_K * 2)
@@ -124,7 +123,7 @@ def _bring(
     step, begin, x, x_n, of, first, places, count, x_shared,
     GATE: gl.constexpr, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, H: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Copies what a step multiplies the weights with: rows of x, or of h; zeros of tokens without the expert."""
+    """Copies the rows of x, or of h, that a step multiplies; zeros for tokens without the expert."""
     _, e, column = _step(begin + step, places, count, GATE, EXPERTS, H, F)
     n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, COPIED))
     k = column + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, COPIED))
@@ -202,7 +201,7 @@ def _moe_sm90_kernel(
             acc = hopper.warpgroup_mma(w_shared.index(step % STAGES), x_slot, acc, is_async=True)
             if step - 1 + STAGES < steps:
                 _ask(step - 1 + STAGES, begin, w, places, count, w_shared, ready, GATE, EXPERTS, H, F)
-                if step + STAGES == steps:  # the last load is on its way
+                if step + STAGES == steps:  # the last load has been issued
                     gdc_launch_dependents()
             ahead = step - 1 + X_STAGES
             if ahead < steps:
@@ -298,7 +297,7 @@ def _moe_sm90_kernel(
 
 
 def fits(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether `launch` takes these tensors of `kernels.moe.experts.RoutedExperts`, and is the fastest way."""
+    """Returns whether `launch` supports these tensors of `kernels.moe.experts.RoutedExperts` and is fastest."""
     (N, H), F = x.shape, down.shape[2]
     return (
         0 < N <= MAX_TOKENS
@@ -316,9 +315,9 @@ def launch(
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, clamp_at: float | None,
     addend: torch.Tensor | None, h: torch.Tensor, out: torch.Tensor | SumTarget,
 ) -> None:  # fmt: skip
-    """`kernels.moe.experts.RoutedExperts` of tensors that fit, into out [N, H] or where ranks add up.
+    """Runs `kernels.moe.experts.RoutedExperts` for tensors that fit, into out [N, H] or the boxes of an all-reduce.
 
-    Between the products lies h [N k, F], a row for a pair; it and `out` are contiguous.
+    `h` [N k, F], one row per pair, holds the gated activations; it and `out` are contiguous.
     """
     (N, H), (E, _, F), k = x.shape, down.shape, ids.shape[1]
     gates = TensorDescriptor(

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each counts."""
+"""Choice of each token's experts and their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Scoring = Literal["softmax", "top_softmax", "sigmoid"]
 
 @triton.jit
 def _ordered(score):
-    """int32 keys in the order of the scores, both zeros alike, NaN above all; none is the smallest int32."""
+    """Maps scores to int32 keys of the same order: both zeros are equal, NaN is highest, the least int32 is unused."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -29,11 +29,11 @@ def _route_kernel(
     GROUP_SCORE: tl.constexpr, SCORING: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
     ALWAYS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token. Scores are compared as integers, of which a warp finds the largest in one instruction."""
+    """Routes one token per program; scores are compared as integers, whose maximum a warp finds in one instruction."""
     n = tl.program_id(0)
     size: tl.constexpr = EXPERTS // GROUPS
     never: tl.constexpr = -0x80000000  # below every key: padding, dropped groups, experts already chosen
-    nowhere: tl.constexpr = 0x7FFFFFFF  # past every id
+    nowhere: tl.constexpr = 0x7FFFFFFF  # above every id
     group = tl.arange(0, BLOCK_G)
     member = tl.arange(0, BLOCK_E)
     real = (group < GROUPS)[:, None] & (member < size)[None, :]
@@ -102,23 +102,23 @@ def route(
     scale: float = 1.0,
     shared_count: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` best experts of each token, best first, ties by the lowest id; all in fp32.
+    """Chooses the `top_k` best experts of each token, best first, ties to the lowest id; all in fp32.
 
-    Experts that every token goes to come behind them, with weight 1 and the lowest ids: the others' are moved up.
+    Shared experts, which every token uses, follow with weight 1; they take the lowest ids, and the others' ids move up.
 
     Args:
         logits: [N, E], any float dtype, last dim contiguous.
-        top_k: experts a token, at most those of `top_groups` groups.
+        top_k: experts per token, at most those of `top_groups` groups.
         scoring: `softmax` over all experts; `top_softmax`: over the chosen ones alone (gpt-oss); `sigmoid` of each
             logit (DeepSeek-V3).
-        bias: [E] fp32, added to the scores for choosing alone.
+        bias: [E] fp32, added to the scores for the choice only.
         groups: contiguous groups of E / groups experts.
-        top_groups: the best so many groups' experts may be chosen.
-        group_score: a group counts as much as its best expert (1: DeepSeek-V2) or its best two together (2:
+        top_groups: number of best groups from which experts are chosen.
+        group_score: a group's score: that of its best expert (1: DeepSeek-V2) or the sum of its best two (2:
             DeepSeek-V3), bias included.
         normalise: the weights of a token sum to one.
-        scale: factor on the weights in the end.
-        shared_count: experts besides the E that every token goes to.
+        scale: factor on the final weights.
+        shared_count: experts besides the E that every token uses.
 
     Returns:
         Expert ids [N, top_k + always] int32 and weights [N, top_k + always] fp32.

@@ -1,4 +1,4 @@
-"""All-gather of a few words in one kernel: what sampling passes between ranks."""
+"""All-gather of a few words in one kernel, for sampling."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def all_gather(
     spins: int,
     phases: int = 7,
 ) -> torch.Tensor:
-    """x of every rank, in rank order.
+    """Gathers x of every rank, in rank order.
 
     Args:
         x: contiguous, a multiple of 4 bytes; the same shape on all ranks.
         peers: [W] int64, addresses of the ranks' boxes: int64 [2, W, pieces, SLICE_WORDS], zeroed before first use.
-        count: int64 [1], zeroed, of turns.
-        status, rank, pieces, spins, phases: as in `kernels.peers.all_reduce_norm`.
+        count: int64 [1], zeroed: counter of turns.
+        status, rank, pieces, spins, phases: see `kernels.peers.all_reduce_norm`.
 
     Returns:
         [W, *x.shape].

@@ -1,8 +1,8 @@
-"""All-reduce, residual addition and RMSNorm in one kernel: what stands between two projections of a step.
+"""All-reduce, residual addition and RMSNorm in one kernel, as between two projections of a step.
 
 A row is cut into slices of 256 words, one program each. One shot: a program sends its slice to every rank and adds up
-what comes. Two shots, for more bytes: it sends it to one owner, who adds up and sends the sum to everyone. The sum of
-squares of a whole row passes between the programs of the row in the same way, through local boxes.
+the slices it receives. Two shots, for more bytes: it sends its slice to one owner, which adds up and sends the sum to
+all ranks. The programs of a row exchange their sums of squares in the same way, through local boxes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _all_reduce_norm_kernel(
     RANKS: tl.constexpr, BLOCK_RANKS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, DTYPE: tl.constexpr,
     RESIDUAL: tl.constexpr, TWO_SHOT: tl.constexpr, PHASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and nothing else of what it writes is read here
+    EARLY: tl.constexpr = PHASES & 1 == 0  # the predecessor sends, and no other output of it is read here
     if not EARLY:
         wait_for_predecessor(PDL)
-    # Behind a norm there is a projection, which reads nothing before its own wait but weights. With two shots its
-    # programs would lie in the way of those that still multiply (benchmarks/LOG.md).
+    # A norm is followed by a projection, which reads only weights before its own wait. With two shots its programs
+    # would delay those that still multiply (benchmarks/LOG.md).
     LATE: tl.constexpr = EARLY and TWO_SHOT
     if not LATE:
         start_successor(PDL)
@@ -43,7 +43,7 @@ def _all_reduce_norm_kernel(
     looks = patience(status, spins)
     source = tl.arange(0, BLOCK_RANKS)
     owner = piece % RANKS
-    # Nothing of this waits for a peer.
+    # Loads that do not depend on a peer.
     gain = tl.load(weight + column, mask=inside, other=0)
     kept = tl.load(residual + at, mask=inside, other=0) if RESIDUAL else gain
 
@@ -77,10 +77,10 @@ def _all_reduce_norm_kernel(
         if RESIDUAL:
             first += low(kept, DTYPE)
             second += high(kept, DTYPE)
-        # The sum is kept in the model's dtype, and what is normalised is what is kept.
+        # The sum is rounded to the model's dtype before it is normalised.
         words = pack(first, second, DTYPE)
         if EARLY:
-            # Results may lie where the predecessor's operands did. Always true: it holds the wait behind the sums.
+            # Results may reuse the memory of the predecessor's operands. Always true: it keeps the wait after the sums.
             if tl.sum(words & 1, 0) >= 0:
                 wait_for_predecessor(PDL)
             if LATE:
@@ -120,21 +120,21 @@ def all_reduce_norm(
     slice_words: int = SLICE_WORDS,
     phases: int = 7,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y = weight * s / rms(s), s = residual + the sum of x over ranks: in fp32, in rank order, the same on all ranks.
+    """Computes y = weight * s / rms(s), s = residual + sum of x over ranks, in fp32 and rank order, equal on all ranks.
 
     Args:
-        x: [N, H], a multiple of 4 bytes a row; contiguous. Without phase 1 its shape alone counts.
+        x: [N, H], a multiple of 4 bytes per row; contiguous. Without phase 1 only its shape and dtype matter.
         residual: [N, H] in x's dtype, contiguous, the same on all ranks; None adds nothing.
         weight: [H].
         peers: [1 or 2, W] int64, addresses of the ranks' boxes, zeroed before first use: int64 [2, W, pieces,
             slice_words], and for two shots those of the sums, [2, pieces, slice_words].
         squares: int64 [pieces], zeroed, local.
-        count: int64 [1], zeroed, of turns. Boxes, squares and count serve calls with one shot only, or with two only.
-        status: [1] int32, set where a rank does not come within `spins` looks.
+        count: int64 [1], zeroed: counter of turns. Boxes, squares and count serve only one-shot or only two-shot calls.
+        status: [1] int32, set if a rank's words do not arrive within `spins` polls.
         rank: this rank in the world.
         pieces: room in the boxes, at least N times the slices of a row.
-        two_shot: by way of an owner.
-        slice_words: of a program; the same in all calls that share boxes.
+        two_shot: reduce at an owner, which sends the sum to all ranks.
+        slice_words: words per program; the same in all calls that share boxes.
         phases: 1 sends (or a projection did: `kernels.dense.linear.linear_send`), 2 adds up at the owner (two shots), 4
             finishes; each rank has to run all of them.
 

@@ -1,4 +1,4 @@
-"""The Helix re-partition in one kernel: partials go to the rank that owns their head, and are combined on arrival."""
+"""The Helix re-partition in one kernel: partials are sent to their head's owner and combined on arrival."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import triton.language as tl
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.peers.mailbox import DTYPES, box, boxes_of, end_turn, high, low, pack, patience, receive, send, turn
 
-IN_GROUP = 1 << 16  # what `status` says of a source is its place in the group, told apart from ranks of the world
-PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, on a 64-byte boundary
+IN_GROUP = 1 << 16  # offset in `status` of a rank in the group, to tell it from a rank of the world
+PIECE_WORDS = 264  # one head's output and LSE: head dim 256 in fp32 and a word, padded to 64 bytes
 
 
 @triton.jit
 def combine(parts, logs, real, DTYPE: tl.constexpr):
-    """Words of exact attention [n], of those of partial outputs [SOURCES, n] and their LSEs where a source is real."""
+    """Combines words of partial outputs [SOURCES, n] by their LSEs into exact attention [n], over real sources."""
     logs = tl.where(real, logs.to(tl.float32, bitcast=True), float("-inf"))
     peak = tl.max(logs, 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     weights = tl.exp(logs - peak)
     total = tl.sum(weights, 0)
     total = tl.where(total == 0.0, 1.0, total)
-    # An empty source counts for nothing, whatever it left in its words. A NaN LSE passes, and surfaces.
+    # The words of an empty source are ignored, also if NaN. A NaN LSE propagates to the output.
     some = (logs != float("-inf"))[:, None]
     first = tl.sum(tl.where(some, low(parts, DTYPE) * weights[:, None], 0.0), 0) / total
     second = tl.sum(tl.where(some, high(parts, DTYPE) * weights[:, None], 0.0), 0) / total
@@ -42,7 +42,7 @@ def _exchange_kernel(
     piece = tl.program_id(0)  # a token and a lane: the lane-th head of each destination
     n = (piece // lanes).to(tl.int64)
     lane = piece % lanes
-    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # oneself comes last
+    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # this rank comes last
     w = tl.arange(0, BLOCK)
     if PUSH:
         head = tl.load(starts + to) + lane
@@ -93,20 +93,20 @@ def exchange(
     push: bool = True,
     wait: bool = True,
 ) -> torch.Tensor:
-    """Sends each head's partial output to its owner and combines what arrives for the own heads, in fp32.
+    """Sends each head's partial output to its owner and combines the partials of this rank's heads, in fp32.
 
     Args:
-        out: [N, heads, D], a multiple of 4 bytes a head; last dim contiguous.
+        out: [N, heads, D], a multiple of 4 bytes per head; last dim contiguous.
         lse: [N, heads] fp32, natural log; -inf where a rank has no keys.
-        result: [N, own heads, D], written; contiguous.
+        result: [N, this rank's heads, D], written; contiguous.
         starts: [K + 1] int32, the first head of each rank of the group.
         peers: [K] int64, addresses of the group's boxes: int64 [2, K, pieces, PIECE_WORDS], zeroed before first use.
-        counts: two zeroed int64 [1], of turns: sent and received.
-        status: [1] int32; where a rank does not come within `spins` looks, one more than its place + IN_GROUP.
+        counts: two zeroed int64 [1], counters of turns: sent and received.
+        status: [1] int32, set to 1 + IN_GROUP + a rank of the group whose words do not arrive within `spins` polls.
         rank: this rank in the group.
         lanes: the most heads that a rank owns.
         pieces: room in the boxes, at least N * lanes.
-        push: send; wait: combine. With one of them alone the other has to be called for the same arguments.
+        push: send; wait: combine. A call with only one of them must be followed by one with the other.
 
     Source:
         Helix Parallelism (arXiv:2507.07120), section 2.1.2.

@@ -1,4 +1,4 @@
-"""The merge of a rank's own parts and the exchange in one kernel: what attention's programs left goes to the owners."""
+"""Merge of a rank's attention parts and exchange in one kernel."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _merge_exchange_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = (D + SLICE - 1) // SLICE
-    VALUES: tl.constexpr = 1 if tl.float32 == DTYPE else 2  # of a word
+    VALUES: tl.constexpr = 1 if tl.float32 == DTYPE else 2  # per word
     WORDS: tl.constexpr = D // VALUES
     tiles_m: tl.constexpr = (T * GROUP + BLOCK_M - 1) // BLOCK_M
     piece = tl.program_id(0) // SLICES  # a query and a lane: the lane-th head of each destination
     n = piece // lanes
     lane = piece % lanes
-    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # oneself comes last
-    # The bounds are older than the predecessor: the schedule need not wait for it, and takes place while that runs.
+    to = (rank + 1 + tl.program_id(1)) % RANKS if PUSH else rank  # this rank comes last
+    # The bounds are older than the predecessor, so the schedule is computed while the predecessor runs.
     _, _, tiles, ends, run = schedule(lo, hi, lo_b, lo_t, hi_b, hi_t, B, T, HEADS * tiles_m, programs, BLOCK_B, BLOCK_N)
     head = tl.load(starts + to) + lane
     live = head < tl.load(starts + to + 1)
@@ -43,13 +43,13 @@ def _merge_exchange_kernel(
     parts = tl.where(live, (item_begin + length - 1) // run - first + 1, 0)
     boxes = boxes_of(peers, to)
     own = boxes_of(peers, rank)
-    if parts >= 0:  # Always: it holds the wait behind the schedule, as in the merge.
+    if parts >= 0:  # Always true: it keeps the wait after the schedule.
         wait_for_predecessor(PDL)
-    # A projection of more rows asks for its weights ahead. One of a single row waits first, and its programs, more than
-    # the GPU takes at once, would lie in the way of those that still receive (benchmarks/LOG.md).
+    # A projection of several rows loads its weights ahead. One of a single row waits first, and its programs, more than
+    # the GPU holds at once, would delay those that still receive (benchmarks/LOG.md).
     if AHEAD:
         start_successor(PDL)
-    # Looked up before the parts, which take as long to come.
+    # Loaded before the parts, to overlap the latencies.
     tag = turn(sent)
     expected = turn(received)
     looks = patience(status, spins)
@@ -76,7 +76,7 @@ def _merge_exchange_kernel(
         there = box(boxes, tag, rank, piece, RANKS, PIECES, SIZE)
         send(there + w, words, tag, w < WORDS)
         send(there + WORDS, log.to(tl.int32, bitcast=True), tag, s == 0)
-        tl.debug_barrier()  # all threads have looked at the turn
+        tl.debug_barrier()  # all threads have read the turn
         end_turn(sent, tl.program_id(0) * RANKS + tl.program_id(1), tl.num_programs(0) * RANKS)
     if WAIT:
         if to == rank:
@@ -109,12 +109,12 @@ def merge_exchange(
     push: bool = True,
     wait: bool = True,
 ) -> torch.Tensor:
-    """`kernels.peers.exchange.exchange` of what `parts.merge()` would give, but for the order of sums.
+    """Merges `parts` and exchanges the result, as `kernels.peers.exchange.exchange` does, but for the order of sums.
 
     Args:
-        parts: of queries [B, T], in the exchange's order.
-        result: [B * T, own heads, D], written; contiguous.
-        starts, peers, counts, status, rank, lanes, pieces, spins, push, wait: as there; boxes and counts too.
+        parts: attention of queries [B, T], in the exchange's order.
+        result: [B * T, this rank's heads, D], written; contiguous.
+        starts, peers, counts, status, rank, lanes, pieces, spins, push, wait: see `exchange`, which may share them.
     """
     B, T, Hq, D = parts.out.shape
     ranks, N = len(peers), B * T

@@ -1,1 +1,1 @@
-"""The ops of `kernels` in plain torch: the CPU implementation, and what the kernels are compared with."""
+"""The ops of `kernels` in plain torch: the CPU implementation and the oracle of the kernels' tests."""

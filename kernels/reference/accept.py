@@ -18,16 +18,16 @@ ALL_KEYS = (1 << 32) - 1  # a last key that keeps every token
 
 @dataclass(frozen=True)
 class Distribution:
-    """A rank's columns of T filtered next-token distributions of B sequences, and what ranks share of them.
+    """A rank's columns of T filtered next-token distributions of B sequences, with maxima and cutoffs over all ranks.
 
-    A token's weight is exp((logit - best) / temperature) in fp64, rounded to units; one that a filter drops has none.
+    A token's weight is exp((logit - best) / temperature) in fp64, rounded to units; 0 if a filter drops the token.
 
     Attributes:
         logits: [B, T, V_local] fp32, last dim contiguous; V_local may be 0.
-        best: largest logit over all ranks [B, T] fp64, contiguous; NaN of a broken row.
-        last_key: what top-k and top-p keep: logits whose key is at most this one [B, T] int64, contiguous. Keys are
-            those of `descending_keys`; ALL_KEYS keeps all.
-        temperature: [B] fp32, contiguous; 0 takes the best token alone.
+        best: largest logit over all ranks [B, T] fp64, contiguous; NaN marks a broken row.
+        last_key: cutoff of top-k and top-p [B, T] int64, contiguous: logits are kept whose key (`descending_keys`) is
+            at most this one; ALL_KEYS keeps all.
+        temperature: [B] fp32, contiguous; 0 is greedy.
         min_p: [B] fp32, contiguous.
     """
 
@@ -38,7 +38,7 @@ class Distribution:
     min_p: Tensor
 
     def log_weights(self) -> Tensor:
-        """[B, T, V_local] fp64: 0 for the best token, -inf for those dropped, and throughout a broken row."""
+        """Computes log-weights [B, T, V_local] fp64: 0 for the best token, -inf for dropped ones and broken rows."""
         temperature = torch.where(self.temperature > 0, self.temperature, 1.0).double()[:, None, None]
         scaled = (self.logits.double() - self.best[..., None]) / temperature
         keep = scaled >= self.min_p.double().log()[:, None, None]
@@ -46,18 +46,18 @@ class Distribution:
         return torch.where(keep, scaled, -torch.inf)
 
     def mass(self) -> Tensor:
-        """Weights in fixed point [B, T, V_local] int64."""
+        """Computes the weights in fixed point [B, T, V_local] int64."""
         return (self.log_weights().exp() * MASS_UNITS + 0.5).long()
 
 
 def descending_keys(logits: Tensor) -> Tensor:
-    """int64 keys in [0, 2^32) of fp32 logits: the larger the logit, the smaller its key; equal where they are equal."""
-    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 and 0.0 one
+    """Maps fp32 logits to int64 keys in [0, 2^32): larger logits get smaller keys, equal logits equal keys."""
+    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
     return torch.where(bits < 0, bits + (1 << 32), (1 << 31) - 1 - bits)
 
 
 def kept_mass(p: Distribution, tokens: Tensor, first: int) -> Tensor:
-    """This rank's part of [B, T, 2] int64; shapes as in `kernels.tokens.accept.kept_mass`."""
+    """Computes this rank's summand of [B, T, 2] int64; shapes as in `kernels.tokens.accept.kept_mass`."""
     mass = p.mass()
     tokens = pad(tokens, (0, p.logits.shape[1] - tokens.shape[1]), value=-1)
     ids = torch.arange(first, first + mass.shape[2], device=mass.device)
@@ -75,7 +75,7 @@ def accept(
     position: Tensor,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Accepted lengths and candidates [1, B, 2]; shapes as in `kernels.tokens.accept.accept`."""
+    """Computes accepted lengths and candidates [1, B, 2]; shapes as in `kernels.tokens.accept.accept`."""
     B, G = draft.shape
     drawn = p.temperature > 0
     at = position[:, None] + torch.arange(G, device=draft.device)
@@ -86,7 +86,7 @@ def accept(
     accepted = pad(~is_accepted, (0, 1), value=True).long().argmax(1)  # [B]
 
     row = torch.arange(B, device=draft.device)
-    rejected = pad(draft, (0, 1), value=-1)[row, accepted]  # -1: none was proposed there
+    rejected = pad(draft, (0, 1), value=-1)[row, accepted]  # -1: no draft at this position
     is_proposed = (rejected >= 0)[:, None]
     columns = p.logits.shape[2]
     ids = torch.arange(first, first + columns, device=draft.device)
@@ -99,7 +99,7 @@ def accept(
     stream = torch.where(is_proposed, RECOVER, TARGET)
     noise = gumbel(seed[:, None], (position + accepted)[:, None], stream, ids)
     scores = pad(torch.where(rest > 0, rest.log() + noise, -torch.inf), (0, 1), value=-torch.inf)
-    score, column = scores.max(1)  # the first of equals
+    score, column = scores.max(1)  # ties: the first
     own = greedy[row, accepted]
     score = torch.where(drawn, score, torch.where(own >= 0, 0.0, -torch.inf))
     token = torch.where(drawn, column + first, own)

@@ -6,13 +6,13 @@ import torch
 
 
 def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
-    """Pairs [B, 2]; shapes as in `kernels.tokens.best_token.best_of_rank`."""
-    value, column = scores.max(dim=1)  # the first of equals
+    """Finds each row's best token, as pairs [B, 2]; shapes as in `kernels.tokens.best_token.best_of_rank`."""
+    value, column = scores.max(dim=1)  # ties: the first
     return torch.stack([value.double(), (column + first).double()], dim=1)
 
 
 def best_of_ranks(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score and id; shapes as in `kernels.tokens.best_token.best_of_ranks`."""
+    """Finds the best of all ranks: score and id; shapes as in `kernels.tokens.best_token.best_of_ranks`."""
     values, tokens = pairs.unbind(-1)  # [W, B] each
     best = values.amax(dim=0)
     token = torch.where(values == best, tokens, torch.inf).amin(dim=0)

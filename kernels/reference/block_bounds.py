@@ -1,14 +1,14 @@
-"""fold_blocks in plain torch, and what the scores are made of."""
+"""fold_blocks in plain torch, and the kinds of page scores."""
 
 from __future__ import annotations
 
 import torch
 
-SCORES = ("bounds", "mean")  # what a page's two vectors are, and how a query meets them
+SCORES = ("bounds", "mean")  # statistics in a page's two vectors
 
 
 def full_pages(length: int, start: int, *, kvp: int, kvp_rank: int, append_block: int, page_size: int) -> int:
-    """How many pages a sequence's first `length` tokens fill on a rank."""
+    """Computes how many pages a sequence's first `length` tokens fill on a rank."""
     cycle = append_block * kvp
     rest = length % cycle - (kvp_rank - start) % kvp * append_block
     return (length // cycle * append_block + min(max(rest, 0), append_block)) // page_size
@@ -27,7 +27,7 @@ def fold_blocks(
     kvp_rank: int,
     append_block: int,
 ) -> None:
-    """Bounds of the pages that were filled; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
+    """Writes the bounds of newly filled pages; shapes as in `kernels.sparse.block_bounds.fold_blocks`."""
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": keys.shape[2]}
     for table, start, old, new in zip(tables, starts.tolist(), before.tolist(), after.tolist(), strict=True):
         pages = table[full_pages(old, start, **grid) : full_pages(new, start, **grid)].long()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-PAST = -2  # stands behind the last token that a sequence takes in a step
+PAST = -2  # padding behind the last token that a sequence takes in a step
 
 
 def commit(
@@ -16,7 +16,7 @@ def commit(
     active: torch.Tensor,
     history: torch.Tensor,
 ) -> torch.Tensor:
-    """Shapes as in `kernels.tokens.commit`."""
+    """Commits accepted tokens to lengths and history; shapes as in `kernels.tokens.commit`."""
     held = torch.zeros_like(lengths)
     if drafts is not None:
         held = ((drafts == drawn[:, :-1]) & (drafts >= 0)).long().cumprod(1).sum(1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def embedding(tokens: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """Rows of a slice of the vocabulary; shapes as in `kernels.dense.embedding.embedding`."""
+    """Looks up rows of a slice of the vocabulary; shapes as in `kernels.dense.embedding.embedding`."""
     if len(weight) == 0:
         return weight.new_zeros(len(tokens), weight.shape[1])
     row = tokens - first

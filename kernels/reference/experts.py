@@ -1,4 +1,4 @@
-"""moe in plain torch, an expert at a time."""
+"""moe in plain torch, one expert at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, first: int,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, clamp_at: float | None, addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum over the chosen local experts; arguments and shapes as in
+    """Sums the outputs of the chosen local experts by weight; arguments and shapes as in
     `kernels.moe.experts.RoutedExperts`.
     """
     out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -31,7 +31,7 @@ def moe(
 
 
 def clamped_swiglu(gate_up: Tensor, clamp_at: float) -> Tensor:
-    """gpt-oss's gate of [N, 2 F], the gate's columns first: [N, F] in the same dtype."""
+    """Applies gpt-oss's gate to [N, 2 F] (the gate's columns first) -> [N, F] in the same dtype."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamp_at), up.clamp(-clamp_at, clamp_at)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1)).to(gate_up.dtype)

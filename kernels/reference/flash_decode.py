@@ -18,7 +18,7 @@ def flash_decode(
     lse: torch.Tensor | None = None,
     scores: KeyScores | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few queries per sequence over paged keys; shapes as in `kernels.attention.flash_decode`."""
+    """Attends a few queries per sequence to paged keys; shapes as in `kernels.attention.flash_decode`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     for b in range(q.shape[0]):
@@ -31,9 +31,9 @@ def flash_decode(
 
 
 def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> None:
-    """Leaves one sequence's scores: over the heads of each KV head, and over the queries that count."""
+    """Stores one sequence's key scores over the heads of each KV head and the queries that count."""
     lo, hi = keys.lo[b], keys.hi[b]
-    reads = lo < hi  # any of the queries: before a rank's first key there are some that read none, and behind the last
+    reads = lo < hi  # queries before a rank's first key read none, and so do unused drafts behind the last
     if not reads.any():
         return
     at = torch.arange(int(lo[reads].min()), int(hi[reads].max()), device=q.device)
@@ -45,9 +45,9 @@ def _collect(q: torch.Tensor, keys: PagedKeys, b: int, scores: KeyScores) -> Non
     if scores.rows == "any":
         each = torch.einsum("thgd,nhd->nhtg", rows, of_keys)
         each = each.masked_fill(~reads[:, None], -torch.inf).flatten(2)  # [n, Hkv, T * group]
-        tile = 1 << (-(-each.shape[2] // len(scores.planes)) - 1).bit_length()  # rows that the kernel takes at once
+        tile = 1 << (-(-each.shape[2] // len(scores.planes)) - 1).bit_length()  # rows of a tile of the kernel
         by_key = torch.stack([part.amax(2) for part in each.split(tile, 2)])
-        by_key = by_key.masked_fill(by_key == -torch.inf, 0)  # of a tile none may count
+        by_key = by_key.masked_fill(by_key == -torch.inf, 0)  # tiles in which no row counts
     else:
         first, last = reads.nonzero()[[0, -1], 0]
         query = torch.arange(len(q), device=q.device)

@@ -22,7 +22,7 @@ def flash_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of prompt chunks over paged keys; shapes as in `kernels.attention.flash_prefill.flash_prefill`."""
+    """Attends prompt chunks to paged keys; shapes as in `kernels.attention.flash_prefill.flash_prefill`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse is None else lse
     for pages, (first, last) in zip(keys.table, pairwise(cu_q.tolist()), strict=True):

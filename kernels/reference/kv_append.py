@@ -16,7 +16,7 @@ def kv_append(
     slots: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """Rotate, append, return the queries; shapes as in `kernels.attention.kv_append.kv_append`."""
+    """Rotates, appends, returns the queries; shapes as in `kernels.attention.kv_append.kv_append`."""
     page_size, kv_heads = k_cache.shape[1:3]
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:

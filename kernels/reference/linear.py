@@ -11,6 +11,6 @@ from kernels.reference.silu_mul import silu_mul
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """x W^T + b, or its gate, computed in `dtype`; shapes as in `kernels.dense.linear.linear`."""
+    """Computes x W^T + b, or its gate, in `dtype`; shapes as in `kernels.dense.linear.linear`."""
     y = F.linear(x.to(dtype), weight.to(dtype), bias)
     return silu_mul(y) if gated else y

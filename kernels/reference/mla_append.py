@@ -19,7 +19,7 @@ def mla_append(
     cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise, rotate, append, return absorbed queries; shapes as in `kernels.mla.append.mla_append`."""
+    """Normalises, rotates, appends, returns absorbed queries; shapes as in `kernels.mla.append.mla_append`."""
     page_size = cache.shape[1]
     latent = rms_norm(kv[:, : len(gain)], gain, eps)[0]
     key = rotate(kv[:, None, len(gain) :], cos, sin)[:, 0]

@@ -16,7 +16,7 @@ def mla_decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode attention in latent space; shapes as in `kernels.mla.decode.mla_decode`."""
+    """Attends decode queries in latent space; shapes as in `kernels.mla.decode.mla_decode`."""
     full, lse = flash_decode(q, whole(keys), lse=lse)
     latent = keys.v.shape[-1]
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse

@@ -19,7 +19,7 @@ def mla_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prefill attention in latent space; shapes as in `kernels.mla.prefill.mla_prefill`."""
+    """Attends prompt chunks in latent space; shapes as in `kernels.mla.prefill.mla_prefill`."""
     full, lse = flash_prefill(q, whole(keys), cu_q, max_q, max_k, lse=lse)
     latent = keys.v.shape[-1]
     return full[..., :latent].contiguous() if out is None else out.copy_(full[..., :latent]), lse

@@ -16,10 +16,10 @@ def ngram(history: torch.Tensor, lengths: torch.Tensor, drafts: int, longest: in
         earlier = history.roll(i, 1)
         same = same & (earlier == suffix) & (place >= i) & (last >= i)
         matched += same
-    # The longest match, of equal ones the latest; the suffix itself is none.
+    # The longest match, ties to the latest; the suffix itself does not count.
     score = torch.where(place < last, matched * L + place, -1)
     best = score.max(1, keepdim=True).values  # [B, 1]
-    at = torch.where(best >= L, best % L, last - 1)  # no match: as if the last token were to come again
+    at = torch.where(best >= L, best % L, last - 1)  # no match: repeats the last token
     period = (last - at).clamp(min=1)
     ahead = at + 1 + torch.arange(drafts, device=history.device) % period
     return history.gather(1, ahead.clamp(min=0).clamp(max=last)).long()

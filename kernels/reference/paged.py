@@ -1,4 +1,4 @@
-"""Blocked attention over paged keys: what the references of flash_decode and flash_prefill share."""
+"""Blocked attention over paged keys, shared by the references of flash_decode and flash_prefill."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def attend(
     lo: torch.Tensor,
     hi: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one sequence's queries over its own keys, an online softmax over blocks of keys in fp32.
+    """Attends one sequence's queries to its keys, with an online softmax over blocks of keys in fp32.
 
     Args:
         q: [T, Hq, D], any float dtype.
-        keys: of all sequences, any float dtype.
-        pages: [max_pages] int, this sequence's row of the table, or [Hkv, max_pages], each KV head's; negative: none.
+        keys: keys of all sequences, any float dtype.
+        pages: [max_pages] int, this sequence's row of the table, or [Hkv, max_pages], per KV head; negative: no page.
         lo: [T] int, first key of each query.
         hi: [T] int, one past the last key of each query.
 
@@ -39,7 +39,7 @@ def attend(
     lo, hi = (bound.repeat_interleave(group)[:, None] for bound in (lo, hi))  # [T * group, 1]
     out = rows.new_zeros(rows.shape)
     total = rows.new_zeros(Hkv, T * group, 1)
-    # A finite floor: -inf minus -inf would be NaN for a row that has met no key yet.
+    # A finite floor: -inf minus -inf would be NaN for a row that has read no key yet.
     peak = rows.new_full(total.shape, torch.finfo(torch.float32).min)
 
     reads = lo < hi
@@ -71,7 +71,7 @@ def attend(
 
 
 def _lookup(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Slots `slot` [n] of pages [n], or of each head's own pages [Hkv, n], as [Hkv, n, D] fp32; 0 in no page."""
+    """Reads slots [n] of pages [n], or of each head's pages [Hkv, n], as [Hkv, n, D] fp32; 0 for negative pages."""
     if page.dim() == 1:
         return cache[page, slot].float().transpose(0, 1)
     heads = torch.arange(len(page), device=page.device)[:, None]
@@ -80,6 +80,6 @@ def _lookup(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torc
 
 
 def whole(latents: PagedKeys) -> PagedKeys:
-    """Latents as one KV head, whose values are taken whole, to be cut afterwards."""
+    """Views latents as one KV head whose values are whole entries; the caller cuts the output."""
     slots = latents.k.unsqueeze(2)
     return replace(latents, k=slots, v=slots)

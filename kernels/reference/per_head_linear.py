@@ -6,6 +6,6 @@ import torch
 
 
 def per_head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Each head's rows times its matrix; shapes as in `kernels.mla.per_head_linear.per_head_linear`."""
+    """Multiplies each head's rows by its matrix; shapes as in `kernels.mla.per_head_linear.per_head_linear`."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out

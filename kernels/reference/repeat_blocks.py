@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-SHARES = 1024  # to which a share is rounded
-STRIDE = 7919  # a prime: a walk by it comes to every block of a range before it comes to one again
+SHARES = 1024  # a share is rounded to multiples of 1 / SHARES
+STRIDE = 7919  # a prime: steps by it visit every block of a range before any block again
 
 
 def repeat_blocks(
@@ -17,7 +17,7 @@ def repeat_blocks(
     topk: int,
     repeat: float,
 ) -> None:
-    """Chosen pages of a set pattern; shapes as in `kernels.sparse.repeat_blocks.repeat_blocks`."""
+    """Overwrites chosen pages by a fixed pattern; shapes as in `kernels.sparse.repeat_blocks.repeat_blocks`."""
     renewed = round((1 - repeat) * topk * SHARES)
     lane = torch.arange(topk, device=table.device)
     head = torch.arange(table.shape[1], device=table.device)[:, None]

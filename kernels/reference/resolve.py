@@ -23,7 +23,7 @@ def resolve(
     guess: bool = False,
     **grid: int,
 ) -> None:
-    """Places of the blocks that queries read; arguments as in `kernels.tier.resolve.resolve`."""
+    """Replaces pages by the places of their blocks; arguments as in `kernels.tier.resolve.resolve`."""
     N, heads, _ = table.shape
     columns, held = (-(-hi // grid["page_size"])).tolist(), pages.tolist()
     full = [full_pages(*x, **grid) for x in zip(positions[::queries].tolist(), starts[::queries].tolist(), strict=True)]

@@ -8,6 +8,6 @@ import torch
 def angles(
     positions: torch.Tensor, inv_freq: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin; shapes as in `kernels.dense.rotary.angles`."""
+    """Computes cos and sin; shapes as in `kernels.dense.rotary.angles`."""
     angle = positions.float()[:, None] * inv_freq
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)

@@ -11,7 +11,7 @@ def route(
     logits: Tensor, top_k: int, scoring: str, bias: Tensor | None, groups: int, top_groups: int, group_score: int,
     normalise: bool, scale: float, shared_count: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The chosen experts and their weights; arguments and shapes as in `kernels.moe.router.route`."""
+    """Chooses experts and their weights; arguments and shapes as in `kernels.moe.router.route`."""
     scores = logits.float()  # [N, E]
     if scoring == "softmax":
         scores = scores.softmax(-1)
@@ -22,7 +22,7 @@ def route(
         grouped = choice.unflatten(-1, (groups, -1))  # [N, groups, E / groups]
         best = _top(grouped.topk(group_score).values.sum(-1), top_groups)
         dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, best, False)
-        # DeepSeek-V2 fills in zero; next to a softmax, that changes at most which expert has a weight of zero.
+        # DeepSeek-V2 fills in zero; with a softmax, that changes at most which expert gets a weight of zero.
         choice = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
     ids = _top(choice, top_k)
     weights = scores.gather(1, ids)
@@ -35,5 +35,5 @@ def route(
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
-    """Columns of each row's k largest, best first, ties by the lowest (`topk` leaves them open)."""
+    """Returns the columns of each row's k largest, best first, ties to the lowest (`topk` does not specify them)."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]

@@ -8,13 +8,13 @@ NONE = -(2**31)  # below every score
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:
-    """fp32 as int32 of the same order; NaN is the highest."""
+    """Maps fp32 to int32 of the same order; NaN is the highest."""
     bits = scores.contiguous().view(torch.int32)
     return torch.where(scores.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Tensor:
-    """How promising pages are to one query: the best score of a KV head's query heads, fp32.
+    """Scores pages for one query: the maximum over a KV head's query heads, fp32.
 
     Args:
         q: [Hq, D].
@@ -31,7 +31,7 @@ def block_scores(q: torch.Tensor, bounds: torch.Tensor, score: str) -> torch.Ten
         found = q.clamp(min=0) @ one + q.clamp(max=0) @ two
     else:
         found = q @ one
-    return found.amax(1)  # NaN where one of them is
+    return found.amax(1)  # NaN propagates
 
 
 def select_blocks(
@@ -48,7 +48,7 @@ def select_blocks(
     *,
     candidates: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`."""
+    """Selects the pages that queries read; shapes as in `kernels.sparse.select_blocks.select_blocks`."""
     N, T = len(q), len(q) // len(block_table)
     heads = bounds.shape[1]
     table = torch.full((N, heads, width), -1, dtype=torch.int32, device=q.device)
@@ -56,7 +56,7 @@ def select_blocks(
         row = block_table[n // T]
         begin, end, held = int(first[n]), int(last[n]), int(pages[n])
         found = ordered(block_scores(q[n], bounds[row[begin:end].long()], score))
-        # Stable: of equals the earlier.
+        # Stable: ties go to the earlier page.
         chosen = found.sort(dim=-1, descending=True, stable=True).indices[:, : min(topk, end - begin)].sort(-1).values
         sinks = torch.arange(begin, device=q.device).expand(heads, -1)
         local = torch.arange(end, held, device=q.device).expand(heads, -1)

@@ -9,21 +9,21 @@ import torch
 
 FORCED = 0xFFFF  # above every score
 NO_NUMBER = 0xFFFE  # above every other score
-MOST_REACH = 16  # keys; a page that holds more than one holds as many
+MOST_REACH = 16  # keys; pages of more than one key hold at least as many
 
 
 @dataclass(frozen=True)
 class Together:
-    """How ranks that hold parts of the same sequences choose together.
+    """Context of a choice among the keys of all ranks that hold parts of the same sequences.
 
-    Of equals on several ranks, those of the first are chosen. `counts` of a call is then the room for a rank's share:
-    what it does not fill is -1, no slot, and what does not fit, of its keys the last, is left out and counted.
+    Ties go to the first rank. The `counts` of a call are then the room for a rank's share: unused entries are -1, and
+    the last keys that do not fit are dropped and counted.
 
     Attributes:
-        gather: a tensor of each rank -> all of them [ranks, ...]; a collective.
-        rank: this one's place among them.
+        gather: gathers a tensor of each rank -> [ranks, ...]; a collective.
+        rank: this rank's index in that group.
         counts: [B] int32, contiguous: keys that all ranks choose together.
-        overflow: [1] int64, to which the keys that are left out are added.
+        overflow: [1] int64, incremented by the number of dropped keys.
     """
 
     gather: Callable[[torch.Tensor], torch.Tensor]
@@ -33,7 +33,7 @@ class Together:
 
 
 def ordered(scores: torch.Tensor) -> torch.Tensor:
-    """fp16 as numbers of 16 bits of the same order, in int32; NaN is the highest score."""
+    """Maps fp16 to 16-bit numbers of the same order, in int32; NaN is the highest score."""
     bits = scores.contiguous().view(torch.int16).int()
     return torch.where(scores.isnan(), NO_NUMBER, (bits ^ ((bits >> 31) | 0x8000)) & 0xFFFF)
 
@@ -53,7 +53,7 @@ def select_tokens(
     reach: int = 0,
     together: Together | None = None,
 ) -> None:
-    """Writes tables of the best keys' slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
+    """Writes tables of the best keys' cache slots; shapes as in `kernels.sparse.select_tokens.select_tokens`."""
     page_size, heads = scores.shape[4], table.shape[2]
     for b in range(len(known)):
         n, k, first, last = (int(x[b]) for x in (known, counts, sinks, windows))
@@ -69,7 +69,7 @@ def select_tokens(
         if together is not None:
             _choose_together(x, block_tables[b], page_size, n, k, int(together.counts[b]), table[:, b], tail, together)
             continue
-        # Stable, and backwards: of equals the latest.
+        # Stable, and backwards: ties go to the latest key.
         chosen = n - 1 - x.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(-1).values.flip(-1)
         slots = _slots(block_tables[b], page_size)
         table[:, b, :, :k] = slots[chosen]
@@ -77,7 +77,7 @@ def select_tokens(
 
 
 def _slots(blocks: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Cache slots of all keys that a block table has room for."""
+    """Lists the cache slots of all keys that a block table has room for."""
     return (blocks[:, None] * page_size + torch.arange(page_size, device=blocks.device)).flatten()
 
 
@@ -98,7 +98,7 @@ def _choose_together(
     tail: int,
     together: Together,
 ) -> None:
-    """Writes a rank's part [L, heads, width] of the `of_all` best of all ranks; its own keys score x [L, heads, n]."""
+    """Writes this rank's share [L, heads, width] of the `of_all` best keys; its own score x [L, heads, n]."""
     most = len(blocks) * page_size
     own = torch.nn.functional.pad(x.flip(-1), (0, most - n), value=-1)  # the latest first
     everyone = together.gather(own.contiguous())  # [ranks, L, heads, most]
@@ -116,7 +116,7 @@ def _choose_together(
 
 
 def _total(planes: torch.Tensor) -> torch.Tensor:
-    """The scores [L, Hkv, n] in fp16 of [L, planes, Hkv, n], summed in fp32, plane by plane."""
+    """Sums score planes [L, planes, Hkv, n] to [L, Hkv, n] fp16, in fp32, plane by plane."""
     if planes.shape[1] == 1:
         return planes[:, 0]
     total = torch.zeros_like(planes[:, 0], dtype=torch.float32)

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Bits of `Shaping.seen`; the bits above them count.
+# Flags of `Shaping.seen`; the bits above them are a counter.
 IN_PROMPT, ENDS, ONCE = 1, 2, 4
 
-FORBIDDEN = -1e30  # finite, so that a row that may draw nothing else draws it, and is not broken
+FORBIDDEN = -1e30  # finite, so that a row without other tokens draws such a token instead of being broken
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """How the logits of each slot are changed before a token is drawn, over this rank's columns.
+    """Changes to each slot's logits before sampling, over this rank's columns.
 
     Attributes:
         shaped: slots whose logits are changed [S] bool.
-        repetition: divides positive logits of tokens that the prompt or the answer has, multiplies others [S] fp32.
-        frequency: times the count in the answer, subtracted [S] fp32.
-        presence: subtracted where the answer has the token [S] fp32.
-        ends_from: positions before it may not hold a token that ends the sequence [S] int64.
+        repetition: divides positive and multiplies negative logits of tokens in prompt or answer [S] fp32.
+        frequency: subtracted once per occurrence of the token in the answer [S] fp32.
+        presence: subtracted if the answer contains the token [S] fp32.
+        ends_from: first position that may hold a token that ends the sequence [S] int64.
         bias: added [S, V_local] fp32.
-        seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), and ONCE for each time in the answer.
-        allowed: a bit for each token of the whole vocabulary, lowest first [S, W] int32; others are never drawn.
+        seen: [S, V_local] int32: IN_PROMPT, ENDS (it ends the sequence), plus ONCE for each occurrence in the answer.
+        allowed: a bit for each token of the whole vocabulary, lowest first [S, W] int32; tokens without it are masked.
     """
 
     shaped: Tensor
@@ -41,7 +41,7 @@ class Shaping:
 def shape_logits(
     logits: Tensor, shaping: Shaping, slots: Tensor, last: Tensor, positions: Tensor, first: int
 ) -> Tensor:
-    """Shapes as in `kernels.tokens.shape_logits`."""
+    """Applies bias, penalties and masks to logits; shapes as in `kernels.tokens.shape_logits`."""
     B, V = len(slots), logits.shape[1]
     out = logits.unflatten(0, (B, -1)).clone()  # [B, T, V]
     ids = torch.arange(first, first + V, device=logits.device)
@@ -60,5 +60,5 @@ def shape_logits(
     x = x - frequency * count - presence * (count > 0)
     allowed = shaping.allowed[slots][:, ids // 32] >> (ids % 32) & 1 > 0
     x = torch.where(allowed, x, -torch.inf)
-    out[:, 0] = torch.where(is_shaped & (raw < torch.inf), x.float(), raw)  # a broken row stays one
+    out[:, 0] = torch.where(is_shaped & (raw < torch.inf), x.float(), raw)  # a broken row stays broken
     return out.flatten(0, 1)

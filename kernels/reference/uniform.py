@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Streams: draws for one (seed, position) that must be independent take different ones. A position that is drafted
-# again, after a rejection before it, meets its first draft's numbers once more: nothing that was kept depends on them.
-TARGET = 0  # the target's own token, also behind accepted ones
+# Streams: draws for one (seed, position) that must be independent use different streams. A position that is drafted
+# again after an earlier rejection reuses its first draft's numbers: no kept token depends on them.
+TARGET = 0  # the target's own token, also after accepted drafts
 DRAFT = 1
 ACCEPT = 2
 RECOVER = 3  # the token in place of a rejected one
-SYNTHETIC = 4  # what becomes of a benchmark's draft
+SYNTHETIC = 4  # verdict on a benchmark's draft
 
 # splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -19,14 +19,14 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
-    """Random numbers as a pure function of four counters: independent wherever one of these differs.
+    """Draws random numbers as a pure function of four counters: independent if one of them differs.
 
-    The first three are hashed into the start of a splitmix64 sequence, of which `index` picks one output.
+    The first three are hashed into the start of a splitmix64 sequence; `index` picks one of its outputs.
 
     Args:
         seed, position: int64, broadcast against each other and the others.
-        stream: what the number is for; see above.
-        index: a token id or the like.
+        stream: purpose of the number, one of the constants above.
+        index: for instance a token id.
 
     Returns:
         fp64 in the open interval (0, 1): odd multiples of 2^-53, exact.
@@ -35,7 +35,7 @@ def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor 
     """
     start = mix((seed + 1) * GOLDEN)
     for counter in (position, stream, index):
-        if not isinstance(counter, Tensor):  # an int would grow where a tensor wraps; filled, for captured steps
+        if not isinstance(counter, Tensor):  # an int would not wrap as a tensor does; `full` can be captured
             counter = torch.full((), counter, dtype=torch.int64, device=seed.device)
         start = mix(start + counter * GOLDEN)
     # 52 bits and a half: with one more bit, the largest would round to 1.
@@ -43,17 +43,17 @@ def uniform(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor 
 
 
 def gumbel(seed: Tensor, position: Tensor, stream: Tensor | int, index: Tensor | int) -> Tensor:
-    """Gumbel noise from `uniform`: the argmax of log-weights plus such noise is a draw from the weights."""
+    """Draws Gumbel noise from `uniform`: the argmax of log-weights plus noise is a sample by the weights."""
     return -(-uniform(seed, position, stream, index).log()).log()
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: a bijection of 64-bit words, in int64 that wraps."""
+    """Applies the finaliser of splitmix64: a bijection of 64-bit words, in wrapping int64."""
     x = (x ^ _shift(x, 30)) * _MULTIPLIERS[0]
     x = (x ^ _shift(x, 27)) * _MULTIPLIERS[1]
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical shift right; that of int64 drags the sign along."""
+    """Shifts right logically; int64's own shift extends the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)

@@ -1,1 +1,1 @@
-"""Block-sparse decode: what stands for a page, and which pages a query reads."""
+"""Block-sparse decode: key bounds of pages, and the selection of pages that a query reads."""

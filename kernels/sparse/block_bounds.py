@@ -1,4 +1,4 @@
-"""What stands for a page where queries choose: two numbers a channel, made once, when the page is full for good."""
+"""Per-channel key bounds of full pages, by which queries choose: two numbers, written once per page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.attention.placement import local_length
 from kernels.reference.block_bounds import SCORES
 from kernels.reference.block_bounds import fold_blocks as reference
 
-SLOTS = 32  # of a page, taken at once
+SLOTS = 32  # slots of a page per iteration
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def fold_blocks(
     kvp_rank: int,
     append_block: int,
 ) -> None:
-    """Writes the bounds of the pages that sequences have filled on this rank, in all layers, in one launch.
+    """Writes the bounds of the pages that sequences have newly filled on this rank, in all layers, in one launch.
 
     Args:
         keys: [layers, pages, page_size, Hkv, D], last dim contiguous.
@@ -78,8 +78,8 @@ def fold_blocks(
             largest and the smallest of its keys in each channel (exact), or twice their mean.
         tables: int32 [n, max_pages], rows contiguous.
         starts: int64 [n], contiguous, the kvp rank of each sequence's first block.
-        before, after: int64 [n], contiguous, tokens of each sequence over all ranks of which none will be taken back.
-        most: pages that one sequence can have filled on a rank in between, at most.
+        before, after: int64 [n], contiguous, committed tokens of each sequence over all ranks, before and now.
+        most: upper bound of the pages that one sequence fills on a rank in between.
         score: bounds or mean.
 
     Source:

@@ -1,7 +1,7 @@
-"""Which of its local pages a query reads whatever they say, and among which it chooses, for all queries of a step.
+"""Always-read local pages and candidate pages of each query of a step.
 
-In order a rank's pages are the sink's, candidates, and the local window's, the unfinished one last. Sink and window are
-of the whole sequence: a rank reads the pages that hold tokens of them.
+A rank's pages are, in order, those of the sink, candidates, and those of the local window, the unfinished one last.
+Sink and window are global: a rank reads the pages that hold some of their tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _block_ranges_kernel(
     some = tl.load(live + n, mask=inside, other=0) != 0
     length = tl.where(some, local_length(position + 1, start, KVP, RANK, BLOCK_TOKENS), 0)
     held = (length + PAGE - 1) // PAGE
-    # Tokens of every query's sink: a tensor, as `local_length` takes it.
+    # Tokens of every query's sink, as the tensor that `local_length` expects.
     sinks = local_length(position * 0 + sink * PAGE, start, KVP, RANK, BLOCK_TOKENS)
     window = tl.maximum(position // PAGE - local + 1, 0) * PAGE
     begin = tl.minimum((sinks + PAGE - 1) // PAGE, held)
@@ -61,10 +61,10 @@ def block_ranges(
     topk: int,
     from_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`HelixLayout.block_ranges` for all queries of a step, in one launch; nothing for those not `live`.
+    """Computes `HelixLayout.block_ranges` for all queries of a step, in one launch; empty ranges if not `live`.
 
     Args:
-        positions, starts: int64 [N], contiguous, `queries` of each sequence, the first one at its committed length.
+        positions, starts: int64 [N], contiguous, `queries` per sequence, the first at the sequence's committed length.
         live: bool [N], contiguous.
 
     Returns:

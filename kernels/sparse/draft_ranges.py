@@ -1,6 +1,6 @@
-"""Among how many local keys drafts choose, how many they read of them, and which of these whatever they say.
+"""Sizes of a sparse draft's selection: candidate local keys, keys to read, and the always-read ones among them.
 
-Sink and keys are of the whole sequence: a rank chooses among those that it holds.
+Sink and keys are global: a rank chooses among the keys that it holds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.attention.placement import local_length
 
 BLOCK = 128
-MILLION = 1_000_000  # of a share: a kernel's argument is an integer or rounded to fp32
+MILLION = 1_000_000  # units of a share: a kernel's argument is an integer or rounded to fp32
 
 _MILLION = tl.constexpr(MILLION)
 
@@ -50,10 +50,10 @@ def draft_ranges(
     share: int,
     latest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`helix.memory.kv_cache.Placement.draft_ranges` for all sequences, in one launch.
+    """Computes `helix.placement.Placement.draft_ranges` for all sequences, in one launch.
 
     Args:
-        positions: of the last token that may be chosen, int64 [n], contiguous.
+        positions: position of the last token that may be chosen, int64 [n], contiguous.
         starts: int64 [n], contiguous.
         live: bool [n], contiguous.
 

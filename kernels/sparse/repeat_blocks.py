@@ -1,8 +1,8 @@
-"""For benchmarks: blocks of which each step keeps a set share of the last one's, whatever they promise.
+"""Benchmark selection of blocks: each step keeps a fixed share of the last one's blocks, regardless of scores.
 
-Random weights choose at random, so that a cache of hot blocks would be timed with hits that mean nothing. Here each of
-`topk` places of a table has a range of the sequence's blocks of its own, and walks through it. Steps renew the places
-in turn. What is chosen depends on the token's position alone: there is nothing to remember between steps.
+Random weights choose at random, so that a cache of hot blocks would be timed with meaningless hit rates. Here each of
+the `topk` entries of a table has its own range of the sequence's blocks, and walks through it. Steps renew the entries
+in turn. The choice depends only on the token's position: no state is kept between steps.
 """
 
 from __future__ import annotations
@@ -50,17 +50,16 @@ def repeat_blocks(
 ) -> None:
     """Overwrites chosen pages with others, so that consecutive positions have a share `repeat` of them in common.
 
-    Pages ascend and differ from each other. A renewed one was not among those of the steps before, until its whole
-    range has been.
+    Pages ascend and are distinct. A renewed page does not occur again until its whole range has occurred.
 
     Args:
-        table: [N, Hkv, width] int32, contiguous, as `kernels.sparse.select_blocks` makes it.
+        table: [N, Hkv, width] int32, contiguous, the result of `kernels.sparse.select_blocks`.
         block_table: [B, max_pages] int32, rows contiguous.
-        first, last: [N] int32, contiguous: what is chosen lies in `[first, last)` of a row of `block_table`; where
-            these are fewer than `topk`, nothing is overwritten.
+        first, last: [N] int32, contiguous: candidates are `[first, last)` of a row of `block_table`; if they are fewer
+            than `topk`, nothing is overwritten.
         positions: [N] int64, contiguous.
         topk: at least 1.
-        repeat: from 0 to 1; the share holds on average over steps.
+        repeat: share from 0 to 1, an average over steps.
     """
     if not dispatch.on_gpu(table):
         reference(table, block_table, first, last, positions, topk, repeat)

@@ -1,11 +1,11 @@
-"""Which pages each query reads: scores of all candidates, the best of them, and the table that attention follows.
+"""Selection of the pages that each query reads: scores of candidates, the best of them, and attention's page table.
 
 One launch of a fixed grid. The candidate pages of all (sequence, KV head) items stand in a row, in tiles, cut into
-equal runs, one for each program, as attention's keys are: work follows the live length. A program leaves the score of
-each page, and of each tile the best. Whoever comes last in an item chooses among its pages. Where an item has several
-queries, which choose for themselves, a second launch has a program for each. Where pages are too many for one look,
-tiles are chosen first, by their best pages, at least as many as pages are to be chosen: no page outside of these tiles
-can be among the best.
+equal runs, one for each program, as attention's keys are: work follows the live length. A program stores the score of
+each page, and the best of each tile. The program that finishes an item last chooses among its pages. If an item has
+several queries, which choose separately, a second launch has a program for each. If an item has too many pages to
+compare at once, tiles are chosen first, by their best pages, at least as many as pages are to be chosen: no page
+outside of these tiles can be among the best.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kernels.overlap import overlapped, prefetch, sm_count, start_successor, wai
 from kernels.reference.select_blocks import select_blocks as reference
 
 TILE = 32  # pages of a tile
-LANES = 1024  # pages among which a program chooses at once, at least
+LANES = 1024  # least number of pages among which a program chooses at once
 MOST_CHOSEN = 128  # pages
 MOST_PAGES = TILE << 14  # of a sequence
-PROGRAMS = 2  # on an SM
+PROGRAMS = 2  # per SM
 STAGES = 3  # one more than tiles of bounds in flight
 
 _NONE = tl.constexpr(-(2**31))
@@ -34,25 +34,25 @@ _HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _ordered(x):
-    """fp32 as int32 of the same order; NaN is the highest."""
+    """Maps fp32 to int32 of the same order; NaN is the highest."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _HIGHEST)
 
 
 @triton.jit
 def _largest(keys, count, k, low):
-    """The k largest of the `count` keys above _NONE, of equals the first.
+    """Finds the k largest of the `count` keys above _NONE, ties to the first.
 
-    `low` is a key that at least k of them reach, or _NONE. Returns whether each is one of the k, its place among them,
-    and a key that exactly k reach, or the k-th largest. It is looked for between `low` and the largest, a quarter of
-    the range at a time.
+    `low` is a key that at least k of them reach, or _NONE. Returns whether each is one of the k, its index among them,
+    and a key that exactly k reach, or the k-th largest. The search splits the range between `low` and the largest into
+    quarters.
     """
     biased = keys.to(tl.uint32, bitcast=True) ^ 0x80000000  # as unsigned numbers; _NONE is 0
     high = tl.max(biased, 0)
     least = tl.min(tl.where(biased > 0, biased, high), 0)
     mark = tl.where(count > k, tl.maximum(least, low.to(tl.uint32, bitcast=True) ^ 0x80000000), 0)
     searching = count > k
-    while searching:  # at least k reach `mark`, and fewer go beyond `high`
+    while searching:  # at least k reach `mark`, and fewer than k exceed `high`
         width = high - mark
         step = (width >> 2) + 1
         one = mark + tl.minimum(step, width)
@@ -81,7 +81,7 @@ def _largest(keys, count, k, low):
 
 @triton.jit
 def _read_anyway(pages, to, begin, end, held, k, BLOCK: tl.constexpr):
-    """Writes the pages before and behind the candidates of one query, for one KV head."""
+    """Writes the always-read pages, before and after the candidates, of one query and KV head."""
     count = begin + held - end
     lane = tl.arange(0, BLOCK)
     for at in range(0, count, BLOCK):
@@ -96,7 +96,7 @@ def _choose(
     scores, best, list_, pages, to, report, begin, end, k,
     LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr, REPORT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the pages of one query and KV head that are chosen: the k best of [begin, end)."""
+    """Writes the chosen pages of one query and KV head: the k best of [begin, end)."""
     SEATS: tl.constexpr = LANES // TILE
     lane = tl.arange(0, LANES)
     page = begin + lane
@@ -127,11 +127,11 @@ def _score_tiles(
     page_stride, kind_stride, score_row, best_row,
     T: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCORE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the pages of tiles first..last-1, and of each tile the best, for an item's queries."""
+    """Scores the pages of tiles first..last-1 for an item's queries; stores them and the best of each tile."""
     lane = tl.arange(0, TILE)
     d = tl.arange(0, meets_one.shape[1])
     t = tl.arange(0, meets_one.shape[0]) // GROUP
-    # Carried one iteration ahead, as attention's tables are.
+    # Loaded one iteration ahead, as attention's tables are.
     ahead = first * TILE + lane
     next_page = tl.load(pages + ahead, mask=(first < last) & (ahead >= start) & (ahead < stop), other=0)
     for tile in range(first, last):
@@ -161,7 +161,7 @@ def _score_tiles(
 
 @triton.jit
 def _prefetch_tile(block_bounds, pages, first, start, stop, page_stride, D: tl.constexpr, TILE: tl.constexpr):
-    """Asks for what stands for a tile of pages into the L2: no harm is done if a predecessor still writes some."""
+    """Prefetches the bounds of a tile of pages into the L2; safe while a predecessor still writes some of them."""
     LINE: tl.constexpr = 128 // (block_bounds.dtype.element_ty.primitive_bitwidth // 8)
     j = first * TILE + tl.arange(0, TILE)
     page = tl.load(pages + tl.minimum(tl.maximum(j, start), stop - 1)).to(tl.int64)
@@ -191,11 +191,11 @@ def _select_blocks_kernel(
         if (begin < end) & (start < stop):
             pages = block_table + i.to(tl.int64) * table_b
             from_tile = start // TILE + begin - item_begin
-            # A tile's entries are a line: the loop, which asks for them one tile ahead, would wait for each.
+            # A tile's entries fill a cache line: the loop, which loads them one tile ahead, would wait for each.
             ahead = from_tile + tl.minimum(tl.arange(0, 64), end - begin - 1)
             prefetch(pages + tl.minimum(ahead * TILE, stop - 1))
             _prefetch_tile(block_bounds + head * head_stride, pages, from_tile, start, stop, page_stride, D, TILE)
-    if head >= 0:  # Always: it holds the wait behind the schedule.
+    if head >= 0:  # Always true: it keeps the wait after the schedule.
         wait_for_predecessor(PDL)
     start_successor(PDL)
     d = tl.arange(0, BLOCK_D)
@@ -250,7 +250,7 @@ def _choose_kernel(
     T: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, BLOCK_G: tl.constexpr, TILE: tl.constexpr,
     REPORT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The choice of one query and KV head."""
+    """Chooses the pages of one query and KV head per program."""
     n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = n // T
     row = (b * HEADS + head) * T + n % T
@@ -266,7 +266,7 @@ def _choose_kernel(
 
 @cache
 def _arrivals(device: torch.device, lane: int, items: int) -> torch.Tensor:
-    """Tiles of each item that have been scored: 0 between launches."""
+    """Allocates counters of scored tiles per item, 0 between launches."""
     return torch.zeros(items, dtype=torch.int32, device=device)
 
 
@@ -274,7 +274,7 @@ def _arrivals(device: torch.device, lane: int, items: int) -> torch.Tensor:
 def _workspace(
     device: torch.device, lane: int, rows: int, pages: int, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, the best of each tile, and lists of tiles; shared by all launches of one lane."""
+    """Allocates scores, the best of each tile, and lists of tiles; cached, shared by all launches of one lane."""
     scores, best, lists = (
         torch.empty(rows, n, dtype=torch.int32, device=device) for n in (pages, triton.cdiv(pages, TILE), k)
     )
@@ -297,28 +297,29 @@ def select_blocks(
     sms: int | None = None,
     lane: int = 0,
 ) -> torch.Tensor:
-    """The pages that queries read of each KV head: all before `first`, the best `topk` of `[first, last)`, the rest.
+    """Selects the pages that queries read per KV head: all outside `[first, last)`, and the best `topk` inside.
 
-    A page scores as the best of a KV head's query heads finds it. Of equals the earlier are chosen; NaN is the highest
-    score, so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches of one lane
-    share a workspace: they must not run at the same time.
+    A page's score is the maximum over a KV head's query heads. Ties go to the earlier page; NaN is the highest score,
+    so that it surfaces. Pages ascend. No size depends on device data. Deterministic. Launches of one lane share a
+    workspace, so they must not run concurrently.
 
     Args:
         q: [N, Hq, D] bf16, fp16 or fp32, N / B queries of each sequence; last dim contiguous.
-        bounds: [pages, Hkv, 2, D] in q's dtype, as `kernels.sparse.block_bounds` makes them; last dim contiguous.
+        bounds: [pages, Hkv, 2, D] in q's dtype, from `kernels.sparse.block_bounds`; last dim contiguous.
         block_table: [B, max_pages] int32, rows contiguous.
-        first, last, pages: int32 [N], contiguous: pages before `first` and from `last` on are read anyway, of `pages`.
+        first, last, pages: int32 [N], contiguous: of `pages` pages, those before `first` and from `last` on are always
+            read.
         topk: at most MOST_CHOSEN.
-        width: columns of the result, at least what any query reads.
+        width: columns of the result, at least the pages that any query reads.
         score: bounds or mean.
-        counted: [2] int64, to which the pages in all tables, and the tables, are added.
-        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each page that was chosen, as a
-            number of the same order, and its place in the block table; what is left has the lowest number there is.
-        sms: how many streaming multiprocessors to fill; all if None.
-        lane: of launches that may run at the same time on one device, each has another.
+        counted: [2] int64, incremented by the pages in all tables and by the number of tables.
+        candidates: [N, Hkv, topk, 2] int32, contiguous, written if given: the score of each chosen page, as a number of
+            the same order, and its column in the block table; the score of unused entries is the least int32.
+        sms: number of streaming multiprocessors to fill; all if None.
+        lane: distinct for launches that may run concurrently on one device.
 
     Returns:
-        [N, Hkv, width] int32: entries of the block table; what lies behind a query's own is not to be read.
+        [N, Hkv, width] int32: entries of the block table; columns after a query's own are undefined.
 
     Source:
         Gather-decode (BRL-2026-07), sections 3.2 and 8.1; Quest (arXiv:2406.10774).

@@ -1,16 +1,16 @@
-"""Which tokens drafts attend: for each sequence, layer and KV head the best k keys, by scores that verification left.
+"""Selection of the keys that drafts attend: the best k per sequence, layer and KV head, by scores of verification.
 
 Launches of one kernel read the scores of all rows (layer, sequence, KV head), each row cut into equal parts, one for
-each program. Scores are numbers of 16 bits. A first launch guesses that the k-th largest is near that of the last call:
-it counts each of 256 numbers around it, and all above. A row that it guessed right, as the counts show, is left out by
-the next three. These count keys by their highest four bits, then by the next four among keys whose first four are those
-of the k-th largest, then by their low byte. So the k-th largest is known, and how many keys of each part reach it: the
-last launch writes every part's keys at their places. A row's scores are read from HBM once and then, where all rows
-fit, from the L2. Ranks that choose together do not guess.
+each program. Scores are 16-bit numbers. A first launch guesses that the k-th largest is near that of the last call: it
+counts each of 256 numbers around it, and all above. The next three launches skip rows with a correct guess, as the
+counts show. They count keys by their highest four bits, then by the next four among keys whose first four are those of
+the k-th largest, then by their low byte. Then the k-th largest is known, and how many keys of each part reach it: the
+last launch writes every part's keys at their indices. A row's scores are read from HBM once and then, if all rows fit,
+from the L2. Ranks that choose together do not guess.
 
-Counting by four bits takes no atomics and no votes (`tl.histogram` takes eight of them a key for 256 bins): a number
-of 64 bits has room for sixteen counters of eight keys. What a launch takes is first of all the wait for a tile's pages
-and scores: tiles are large, so that a thread asks for several lines at once.
+Counting by four bits takes no atomics and no votes (`tl.histogram` takes eight votes per key for 256 bins): a 64-bit
+number has room for sixteen counters of eight keys. The wait for a tile's pages and scores dominates a launch: tiles are
+large, so that a thread loads several lines at once.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from kernels.overlap import overlapped, sm_count, start_successor, store_in_plac
 from kernels.reference.select_tokens import FORCED, MOST_REACH, NO_NUMBER, Together
 from kernels.reference.select_tokens import select_tokens as reference
 
-TILE = 4096  # keys that a program takes at once; half as many where it writes
-PROGRAMS = 8  # on an SM, at least
-LEAST_PARTS = 8  # of a row: lengths of sequences differ
-MOST_TILES = 7  # of a part: a counter of 8 bits, which each adds up to 32 to
+TILE = 4096  # keys of a program per iteration; half as many in the launch that writes
+PROGRAMS = 8  # least per SM
+LEAST_PARTS = 8  # per row: lengths of sequences differ
+MOST_TILES = 7  # per part: each adds up to 32 to a counter of 8 bits
 STAGES = 4
 
 _FORCED, _NO_NUMBER = tl.constexpr(FORCED), tl.constexpr(NO_NUMBER)
 _EVEN = tl.constexpr(0x0F0F0F0F0F0F0F0F)  # every other counter
-# Where counts of the second digit and of low bytes begin, of a row and of its parts; those of the first are at 0. Then
-# what the last launch needs of a row's first two. A part's counts of low bytes become counts of keys that reach each.
+# Offsets of the counts of the second digit and of low bytes, in a row's and its parts' counts; the first digit's are at
+# 0. Then the last launch's data of a row's first two digits. A part's counts of low bytes become cumulative counts.
 _SECOND, _LOW, _FOUND, _SIZE = tl.constexpr(16), tl.constexpr(32), tl.constexpr(288), tl.constexpr(320)
-# Of a row alone, what the guess has counted: its codes, keys above them, keys that reach them. 0 between calls.
+# Counts of the guess, of rows only: its codes, keys above them, keys that reach them. 0 between calls.
 _GUESSED, _ABOVE, _ROW = tl.constexpr(320), tl.constexpr(576), tl.constexpr(640)
 
 
 @triton.jit
 def _ordered(x):
-    """fp16 as a number of 16 bits of the same order, in int32; NaN is the highest score."""
+    """Maps fp16 to a 16-bit number of the same order, in int32; NaN is the highest score."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(x == x, bits ^ ((bits >> 31) | 0x8000), _NO_NUMBER)
 
 
 @triton.jit
 def _scores(at, mask, plane_stride, PLANES: tl.constexpr):
-    """Ordered scores of the keys whose first plane lies at pointers `at`."""
+    """Loads ordered scores of the keys whose first plane lies at pointers `at`."""
     if PLANES == 1:
         return _ordered(tl.load(at, mask=mask, other=0.0))
     else:
@@ -65,11 +65,11 @@ def _read_tile(
     scores, pages, begin, n, sinks, windows, fresh, plane_stride, page_stride,
     PLANES: tl.constexpr, PAGE: tl.constexpr, REACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the local keys from `begin` on score: [pages, keys of a page]; 0, less than any score, behind n."""
+    """Loads the scores of the local keys from `begin` on, [pages, keys per page]; 0, below any score, from n on."""
     SPAN: tl.constexpr = PAGE if PAGE < TILE else TILE  # keys of one page
     s = tl.arange(0, SPAN)
     piece = begin + tl.arange(0, TILE // SPAN) * SPAN
-    # Whole pages: loads of 16 bytes. Behind n there is memory, which may hold anything.
+    # Whole pages, for loads of 16 bytes. Memory after key n exists, but may hold anything.
     live = (piece < n) & (fresh == 0)
     page = tl.load(pages + piece // PAGE, mask=live, other=0).to(tl.int64) * page_stride
     offset = (piece % PAGE)[:, None] + s[None, :]
@@ -77,8 +77,8 @@ def _read_tile(
     x = _scores(scores + page[:, None] + offset, mask, plane_stride, PLANES)
     j = piece[:, None] + s[None, :]
     if REACH > 0:
-        # The REACH + 1 keys until j: the beginning of j's group (x), the end of one that is REACH before (y), and all
-        # groups between. A group lies within a thread: no scan.
+        # The REACH + 1 keys up to j: the beginning of j's group (x), the end of the group REACH before (y), and all
+        # groups between. A group lies within a thread: no scan is needed.
         GROUP: tl.constexpr = REACH if REACH < 8 else 8
         i = tl.arange(0, GROUP)
         x = tl.reshape(x, [TILE // GROUP, GROUP])
@@ -109,7 +109,7 @@ def _read_tile(
 
 @triton.jit
 def _slots(blocks, begin, n, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Cache slots of the local keys from `begin` on: [TILE // 8, 8], as a thread holds their scores."""
+    """Looks up cache slots of the local keys from `begin` on: [TILE // 8, 8], laid out as their scores."""
     key = begin + 8 * tl.arange(0, TILE // 8)[:, None]
     if PAGE >= 8:
         page = tl.load(blocks + key // PAGE, mask=key < n, other=0)
@@ -121,14 +121,14 @@ def _slots(blocks, begin, n, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _ranks(ones):
-    """How many of 0s and 1s [TILE // 8, 8] are 1 up to each, and in all. Counted within a thread, then over threads."""
+    """Counts ones [TILE // 8, 8] up to each element, and in all, first within a thread, then over threads."""
     eights = tl.sum(ones, 1)
     return (tl.cumsum(eights, 0) - eights)[:, None] + tl.cumsum(ones, 1), tl.sum(eights, 0)
 
 
 @triton.jit
 def _find(counts, k):
-    """The largest digit that k keys reach, how many of the k have it, and how many keys do."""
+    """Finds the largest digit that k keys reach; also how many of the k, and of all keys, have it."""
     reach = tl.cumsum(counts, 0, reverse=True)
     found = tl.sum((reach >= k).to(tl.int32), 0) - 1
     above = tl.max(tl.where(reach < k, reach, 0), 0)
@@ -137,20 +137,20 @@ def _find(counts, k):
 
 @triton.jit
 def _eights(x, counted, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """How often each of sixteen digits occurs where `counted`, in eight keys, in four bits each: [TILE // 8] int64."""
+    """Counts each of sixteen digits in groups of eight keys, where `counted`, in four bits each: [TILE // 8] int64."""
     counter = (x >> (SHIFT - 2)) & 60  # four times the digit
     return tl.sum(tl.reshape(counted.to(tl.int64) << counter.to(tl.int64), [TILE // 8, 8], can_reorder=True), 1)
 
 
 @triton.jit
 def _fours(eights, TILE: tl.constexpr):
-    """Sums of four [TILE // 32] of counters of eight bits [TILE // 8]."""
+    """Sums counters of eight bits [TILE // 8] by fours -> [TILE // 32]."""
     return tl.sum(tl.reshape(eights, [TILE // 32, 4], can_reorder=True), 1)
 
 
 @triton.jit
 def _counts_of(even, odd):
-    """How often each of sixteen digits occurs, by counters of eight bits."""
+    """Unpacks counters of eight bits into the counts of the sixteen digits."""
     digit = tl.arange(0, 16)
     both = tl.where((digit % 2 == 0)[None, :], even[:, None], odd[:, None])
     return tl.sum(((both >> (digit // 2 * 8).to(tl.int64)[None, :]) & 0xFF).to(tl.int32), 0)
@@ -158,7 +158,7 @@ def _counts_of(even, odd):
 
 @triton.jit
 def _write_tail(blocks, table, n, columns, tail, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the slots of keys n to n + tail - 1; 0 where no page is."""
+    """Writes the slots of keys n to n + tail - 1; 0 beyond the block table."""
     for begin in range(0, tail, BLOCK):
         i = begin + tl.arange(0, BLOCK)
         column = (n + i) // PAGE
@@ -200,7 +200,7 @@ def _select_tokens_kernel(
     d = tl.arange(0, 16)
     v = tl.arange(0, 256)
 
-    # What earlier launches have found.
+    # Results of earlier launches.
     guessed = tl.minimum(tl.maximum(tl.load(row_counts + _FOUND + 2) - 128, 0), 0xFF00)
     if STAGE < 3 and not GUESS and not TOGETHER:
         above = tl.load(row_counts + _ABOVE)
@@ -212,7 +212,7 @@ def _select_tokens_kernel(
                     tl.store(row_counts + _FOUND + 1, k - above)
             return
     if STAGE == 0:
-        if part == 0:  # counts of the last call, which nobody reads any more
+        if part == 0:  # counts of the last call, no longer read
             tl.store(row_counts + _SECOND + d, d * 0)
             tl.store(row_counts + _LOW + v, v * 0)
     if STAGE == 1 or (STAGE == 2 and not GUESS):
@@ -242,21 +242,21 @@ def _select_tokens_kernel(
         threshold = tl.load(row_counts + _FOUND) + low
         if part == 0:
             tl.store(row_counts + _FOUND + 2, threshold)
-        if TOGETHER:  # of equals on several ranks those of the first
+        if TOGETHER:  # ties go to the first rank
             equals = tl.load(row_counts + _LOW + low)
             left = tl.minimum(tl.maximum(left - tl.load(equals_before + row * 256 + low), 0), equals)
-        skipped = equals - left  # of equals the earlier
+        skipped = equals - left  # ties: the earlier keys are skipped
         q = tl.arange(0, BLOCK_PARTS)
         reached = part_counts + (q - part) * _SIZE + _LOW + low
         beyond = tl.load(reached + 1, mask=q < part, other=0)
         equal = tl.load(reached, mask=q < part, other=0) - beyond
         own = tl.load(part_counts + _LOW + low) - tl.load(part_counts + _LOW + low + 1)
-        both = tl.sum((equal.to(tl.int64) << 32) + beyond, 0)  # in one go
+        both = tl.sum((equal.to(tl.int64) << 32) + beyond, 0)  # both in one reduction
         equal, beyond = (both >> 32).to(tl.int32), both.to(tl.int32)
-        # In parts before this one are `equal` keys at the threshold, and `place` that are chosen.
+        # Earlier parts have `equal` keys at the threshold, and `place` chosen keys.
         place = beyond + tl.maximum(equal - skipped, 0)
         bound = threshold - (equal >= skipped).to(tl.int32)  # keys above are chosen
-        is_cut = (equal < skipped) & (equal + own > skipped)  # some of this part's equals are chosen, and some not
+        is_cut = (equal < skipped) & (equal + own > skipped)  # some of this part's ties are chosen, and some not
         if TOGETHER and part == 0:
             of_parts = part_counts + q * _SIZE + _LOW + low + 1
             chosen_here = left + tl.sum(tl.load(of_parts, mask=q * run < n, other=0), 0)
@@ -276,7 +276,7 @@ def _select_tokens_kernel(
             eights = _eights(x, x == x, 12, TILE)
         elif STAGE == 1:
             eights = _eights(x, x >> 12 == first, 8, TILE)
-        elif STAGE == 2:  # few of the keys, as a rule, and no other program adds here
+        elif STAGE == 2:  # usually few keys, and no other program adds here
             code = tl.ravel(x, can_reorder=True) - base
             inside = (code >= 0) & (code < 256)
             tl.atomic_add(part_counts + _LOW + code, code * 0 + 1, mask=inside, sem="relaxed")
@@ -298,7 +298,7 @@ def _select_tokens_kernel(
             odd += _fours((eights >> 4) & _EVEN, TILE)
     start_successor(PDL)
 
-    # What this launch has found.
+    # Results of this launch.
     if STAGE <= 1:
         found = _counts_of(even, odd)
         tl.atomic_add(row_counts + STAGE * _SECOND + d, found, mask=found > 0, sem="relaxed")
@@ -319,7 +319,7 @@ def _select_tokens_kernel(
 
 @cache
 def _workspace(device: torch.device, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of each row, of which some are 0 between calls and one is the last call's k-th score, and of its parts."""
+    """Allocates counts of rows (some are 0 between calls, one is the last call's k-th score) and of parts; cached."""
     row_counts = torch.zeros(rows, _ROW.value, dtype=torch.int32, device=device)
     return row_counts, torch.empty(rows, parts, _SIZE.value, dtype=torch.int32, device=device)
 
@@ -342,26 +342,26 @@ def select_tokens(
     """Writes tables of the cache slots of each sequence's best keys, for all layers and KV heads.
 
     Exactly `counts` of the first `known` local keys are chosen: the first `sinks`, the last `windows`, then those with
-    the highest scores, of equals the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and -0 is
-    below 0. Slots ascend by local position. Behind them stand the slots of the next `tail` keys, which steps to come
-    append: 0 beyond the block table. No size depends on device data. Deterministic. Calls on one device with as many
-    rows share a workspace: they must not run at the same time.
+    the highest scores, ties to the latest. Scores compare as fp16; NaN is the highest, so that it surfaces, and -0 is
+    below 0. Slots ascend by local position. The slots of the next `tail` keys follow, which later steps append: 0
+    beyond the block table. No size depends on device data. Deterministic. Calls on one device with equally many rows
+    share a workspace, so they must not run concurrently.
 
     Args:
         scores: [L, planes, pages, Hkv, page_size] fp16, last dim contiguous. Local key j of sequence b lies in page
-            `score_tables[b, j // page_size]`, slot `j % page_size`, and scores as the sum of its planes, in fp32. What
-            stands for no known key may be anything.
-        score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores, and of the KV cache, which have as
-            many keys. A key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
-        known: [B] int32, contiguous, as all that follow.
+            `score_tables[b, j // page_size]`, slot `j % page_size`; its score is the sum of its planes, in fp32. Scores
+            of unknown keys may be anything.
+        score_tables, block_tables: [B, P] int32, rows contiguous: pages of scores and of the KV cache, of equal size. A
+            key's slot is `block_tables[b, j // page_size] * page_size + j % page_size`.
+        known: [B] int32; contiguous, like all that follow.
         counts: [B] int32, at most `known`.
         sinks, windows: [B] int32, together at most `counts`.
-        fresh: [B] bool: scores count as equal, so that the latest keys are chosen; they are not read.
-        table: [L, B, Hkv, width] int32, contiguous in a layer, written: `counts + tail` entries of each row, which is
-            at most the width; the others stay.
-        tail: keys behind the known ones.
-        reach: a key scores as the best of itself and this many before it; 0 or a power of two up to 16.
-        together: one choice over several ranks; a collective among them.
+        fresh: [B] bool: scores are not read and taken as equal, so that the latest keys are chosen.
+        table: [L, B, Hkv, width] int32, contiguous in a layer, written: `counts + tail` entries of each row, at most
+            the width; the others stay.
+        tail: keys after the known ones.
+        reach: a key's score is the maximum of its own and `reach` preceding ones; 0 or a power of two up to 16.
+        together: context of one choice over several ranks; a collective among them.
 
     Source:
         Vegas (arXiv:2602.07223), section 3.2; radix select.
@@ -392,7 +392,7 @@ def select_tokens(
         all_counts = torch.empty_like(row_counts)
         assert of_all.is_contiguous() and of_all.dtype == torch.int32 and of_all.shape == (B,)
     for stage, guess in [(2, True)] * (together is None) + [(stage, False) for stage in range(STAGES)]:
-        if stage and together is not None:  # what each rank has counted in the launch before
+        if stage and together is not None:  # each rank's counts of the launch before
             begin = (0, _SECOND.value, _LOW.value)[stage - 1]
             digits = slice(begin, begin + (256 if stage == 3 else 16))
             everyone = together.gather(row_counts[:, digits].contiguous())

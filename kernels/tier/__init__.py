@@ -1,1 +1,1 @@
-"""A cache in host memory: which of its blocks have a place on the GPU, and how they come and go."""
+"""A cache in host memory: blocks with a place on the GPU, and copies in both directions."""

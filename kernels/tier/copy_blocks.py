@@ -1,4 +1,4 @@
-"""Blocks from one memory to another, by lists on the device: from the host to their places, and back."""
+"""Transfer of blocks between host and GPU memory, by lists on the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kernels.hot_blocks import BlockList
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.copy_blocks import copy_blocks as reference
 
-PIECE = 8192  # words of a block that a program copies at once, at most: 32 KB on their way
-PROGRAMS = 16  # some 200 KB are on their way over PCIe at 50 GB/s
+PIECE = 8192  # most words of a block that a program copies at once: 32 KB in flight
+PROGRAMS = 16  # PCIe at 50 GB/s needs some 200 KB in flight
 
 
 @triton.jit
 def fence_system(FENCE: tl.constexpr):
-    """What this thread wrote is there for everyone, the host and other GPUs too, before what it writes next."""
+    """Orders this thread's writes for the whole system, host and other GPUs included."""
     if FENCE:
         tl.inline_asm_elementwise("fence.acq_rel.sys; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -43,7 +43,7 @@ def _copy_blocks_kernel(
         word = at % pieces * PIECE + w
         source = tl.load(listed_from + entry).to(tl.int64) * WORDS + word
         target = tl.load(listed_to + entry).to(tl.int64) * WORDS + word
-        # Past the L1, which may hold what the host's memory was when another kernel ran here.
+        # Bypasses the L1, which may hold stale host memory from an earlier kernel.
         words = tl.load(copied_from + source, mask=word < WORDS, other=0, cache_modifier=".cg")
         tl.store(copied_to + target, words, mask=word < WORDS)
     if PDL:
@@ -51,15 +51,15 @@ def _copy_blocks_kernel(
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: BlockList, programs: int = PROGRAMS) -> None:
-    """Copies the blocks of some lists, in all layers.
+    """Copies the listed blocks, in all layers.
 
-    One of the two may lie in host memory that is pinned and mapped (`helix.memory.host_store`): its words go over PCIe
-    as the kernel reads and writes them.
+    One of the two may be pinned and mapped host memory (`helix.memory.host_store`): the kernel's loads and stores go
+    over PCIe.
 
     Args:
         source, target: [layers, blocks, ...] of one dtype, each layer contiguous, blocks of a multiple of 16 bytes.
         blocks: on the GPU; no target occurs twice.
-        programs: of each layer, eight warps each.
+        programs: programs per layer, eight warps each.
     """
     if not dispatch.on_gpu(blocks.source):
         reference(source, target, blocks)

@@ -1,11 +1,11 @@
-"""Where the blocks are that queries read: in a ring, in a hot place, or in one that is given to them now.
+"""Places of the blocks that queries read: in a ring, in a hot place, or in a newly assigned one.
 
-One program for each KV head, which shares no places with the others. It marks the places of what was chosen and lets
-the first entry of each missing page claim it; then it goes once through the head's places in the order in which they
-were chosen: places of this choice move to the end of the order, and the first of the others are given to what is
-missing. So a place is lost by the least recently chosen block, and never by one of this choice.
+One program for each KV head, which shares no places with the others. It marks the places of chosen blocks and lets the
+first entry of each missing page claim it; then it passes once through the head's places, least recently chosen first:
+places of this choice move to the end of the order, and the first of the others are assigned to missing blocks. So the
+least recently chosen block loses its place, and never one of this choice.
 
-A guess leaves the order as it is: what comes for it alone lies in the places that are lost next.
+A guess does not change the order: blocks fetched only for it lie in the places that are reassigned next.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.resolve import resolve as reference
 
-ENTRIES = 1024  # of tables, looked at together
-PLACES = 4096  # of an order, at most
+ENTRIES = 1024  # most table entries per iteration
+PLACES = 4096  # most places of an order per iteration
 
 _NOWHERE = tl.constexpr(NOWHERE)
 
@@ -31,7 +31,7 @@ def _entries(
     e, head, table, his, held, positions, starts, count, width, first_row, ring_pages, T, HEADS: tl.constexpr,
     KVP: tl.constexpr, RANK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Where entries e of one head's tables stand, their pages (-1: none), and their places in a ring (-1: in none)."""
+    """Loads entries e of one head's tables: their offsets, pages (-1: none), and places in a ring (-1: not in one)."""
     n = e // width
     j = e % width
     inside = e < count
@@ -42,7 +42,7 @@ def _entries(
     committed = tl.load(positions + row * T, mask=inside, other=0)
     start = tl.load(starts + n, mask=inside, other=0)
     full = local_length(committed, start, KVP, RANK, BLOCK_TOKENS) // PAGE
-    # Local pages come last in a table, and those that are not full of committed tokens last of all.
+    # Local pages come last in a table, after them those that are not full of committed tokens.
     column = tl.load(held + n, mask=inside, other=0) - columns + j
     ring = ((first_row + row) * ring_pages + column % ring_pages) * HEADS + head
     return at, page, tl.where((page >= 0) & (column >= full), ring, -1)
@@ -107,9 +107,9 @@ def _resolve_kernel(
         hit = (i < places) & (tl.load(chosen + place, mask=i < places, other=0, cache_modifier=".cg") != 0)
         tl.store(chosen + place, i * 0, mask=hit)
         stays = (i < places) & (hit == 0)
-        # Both counted by one scan.
+        # One scan counts both.
         until = tl.cumsum(stays.to(tl.int64) + (hit.to(tl.int64) << 32), 0)
-        nth = others + (until & 0xFFFFFFFF).to(tl.int32) - 1  # of those that stay
+        nth = others + (until & 0xFFFFFFFF).to(tl.int32) - 1  # among those that stay
         nth_hit = found + (until >> 32).to(tl.int32) - 1
         victim = stays & (nth < missing)
         if not GUESS:
@@ -159,7 +159,7 @@ def resolve(
     append_block: int,
     page_size: int,
 ) -> None:
-    """Turns the pages that queries read into places on the GPU, and lists the blocks that have to come.
+    """Replaces the pages that queries read by places on the GPU, and lists the blocks to fetch.
 
     No size depends on device data, and the host decides nothing. Deterministic.
 
@@ -170,14 +170,14 @@ def resolve(
         pages: [N] int32, contiguous: pages of the query's sequence on this rank.
         positions: [N] int64, contiguous, `queries` of each sequence, the first at the sequence's committed length.
         starts: [N] int64, contiguous, the kvp rank of each sequence's first block.
-        hot: of the layer; it has at least as many places for a KV head as pages can be in all tables together.
-        misses: a list for each KV head, written: blocks of the layer on the host, and the places that they are to have.
-        counted: [2] int64, to which entries whose blocks have a place, and blocks that have to come, are added. Pages
-            in rings count for neither.
+        hot: the layer's hot blocks, with at least as many places per KV head as pages fit all tables together.
+        misses: a list for each KV head, written: blocks of the layer on the host, and the places assigned to them.
+        counted: [2] int64, incremented by the entries whose blocks have a place, and by the blocks to fetch. Pages in
+            rings count for neither.
         first_row: row of the first sequence in the batch.
-        ring_pages: of a sequence: its local page i, unless it is full of committed tokens, is page i % ring_pages of
-            its ring.
-        guess: whether these pages are only about those that queries will read: a choice has still to be resolved.
+        ring_pages: ring size of a sequence: its local page i, unless full of committed tokens, is page i % ring_pages
+            of its ring.
+        guess: these pages are a prediction; the actual choice will be resolved later.
     """
     N, heads, width = table.shape
     if not dispatch.on_gpu(table):

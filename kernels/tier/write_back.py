@@ -1,4 +1,4 @@
-"""Pages that are full of committed tokens go from their rings to the host, before a later page takes their place."""
+"""Write-back of pages full of committed tokens from their rings to the host, before a later page replaces them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.write_back import write_back as reference
 from kernels.tier.copy_blocks import fence_system
 
-PIECE = 8192  # words of a block that are copied at once, at most
+PIECE = 8192  # most words of a block that are copied at once
 
 _NOWHERE = tl.constexpr(NOWHERE)
 
@@ -62,19 +62,19 @@ def write_back(
     append_block: int,
     page_size: int,
 ) -> None:
-    """Writes the pages that sequences have filled on this rank to the host, in all layers, in one launch.
+    """Writes the pages that sequences have newly filled on this rank to the host, in all layers, in one launch.
 
-    What a hot place holds of such a page is older, and is not looked up any more.
+    A hot place that holds an older copy of such a page is forgotten.
 
     Args:
         places: [layers, places, 2, page_size, D], each layer contiguous; rings come first.
         host: [layers, pages * Hkv, 2, page_size, D], mapped; each layer contiguous.
-        place_of: [layers, Hkv, pages] int32, contiguous, as in `HotBlocks`.
+        place_of: [layers, Hkv, pages] int32, contiguous, see `HotBlocks`.
         tables: [n, max_pages] int32, rows contiguous: pages on the host.
         starts: [n] int64, contiguous, the kvp rank of each sequence's first block.
         before, after: [n] int64, contiguous, committed tokens of each sequence, over all ranks.
-        most: pages that a sequence can have filled on a rank in between, at most.
-        first_row, ring_pages: as in `kernels.tier.resolve.resolve`.
+        most: upper bound of the pages that a sequence fills on a rank in between.
+        first_row, ring_pages: see `kernels.tier.resolve.resolve`.
     """
     grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": page_size}
     if not dispatch.on_gpu(places):

@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, drafts, verification, commit."""
+"""Sampling, drafts, verification and commit: the way from logits to tokens."""

@@ -1,14 +1,14 @@
-"""Lossless acceptance of sampled drafts, where each rank holds some columns of the logits.
+"""Lossless acceptance of sampled drafts; each rank holds some columns of the logits.
 
 A drafted token x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is replaced by a sample
-from max(p - q, 0); if all are accepted, a sample from p follows. What is emitted is distributed as p, whatever q is.
-What crosses ranks, and the order in which a step calls:
+from max(p - q, 0); if all are accepted, a sample from p follows. Emitted tokens are distributed as p, whatever q is.
+A step's order of calls and exchanges between ranks:
 
-1. for p, and for q where the drafter samples: the largest logit and the last kept key, as in the sampler;
+1. for p, and for q if the drafter samples: the largest logit and the last kept key, as in the sampler;
 2. `kept_mass` of each, then one sum over ranks of [B, T, 2] integers: the weight of all tokens and of the drafted one;
-3. `accept`, then one gather of the candidates, of which `best_of_ranks` takes the best: the token that follows.
+3. `accept`, then one gather of the candidates, the best of which (`best_of_ranks`) is the token that follows.
 
-Probabilities are quotients of integer sums, and a draw is an argmax: no figure depends on how columns are cut.
+Probabilities are quotients of integer sums, and a draw is an argmax: no result depends on how columns are split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kernels.tokens.uniform import gumbel, uniform
 
 __all__ = ["ALL_KEYS", "MASS_UNITS", "Distribution", "accept", "descending_keys", "kept_mass"]
 
-SLICES = 32  # programs of a row: a constant, so that ranks with more and fewer columns gather alike
+SLICES = 32  # programs per row: a constant, so that ranks with different numbers of columns gather equal shapes
 BLOCK = 512
 WARPS = 4
 
@@ -36,7 +36,7 @@ _ACCEPT, _RECOVER, _TARGET = tl.constexpr(ACCEPT), tl.constexpr(RECOVER), tl.con
 
 @triton.jit
 def _mass(logits, v, inside, best, last_key, temperature, min_p):
-    """Weights of columns v in fixed point, int64."""
+    """Computes the weights of columns v in fixed point, int64."""
     x = tl.load(logits + v, mask=inside, other=float("-inf"))
     scaled = (x.to(tl.float64) - best) / tl.where(temperature > 0, temperature, 1.0).to(tl.float64)
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True).to(tl.int64)
@@ -45,13 +45,13 @@ def _mass(logits, v, inside, best, last_key, temperature, min_p):
     return tl.where(keep, tl.exp(scaled) * _UNITS + 0.5, 0.0).to(tl.int64)
 
 
-# For one column that is known when it is compiled, sums of ids take 16 bits each, and ptxas (12.8) loses what is added.
+# With a single column known at compile time, sums of ids take 16 bits each, and ptxas (12.8) loses summands.
 @triton.jit(do_not_specialize=["V", "first"])
 def _kept_mass_kernel(
     logits, best, last_key, temperature, min_p, tokens, sums, logits_b, logits_t, tokens_b, first, V, G,
     T: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)  # rows of a large batch are more than the second axis takes
+    row = tl.program_id(0)  # a large batch has more rows than the second axis allows
     b = (row // T).to(tl.int64)
     t = row % T
     wait_for_predecessor(PDL)
@@ -69,7 +69,7 @@ def _kept_mass_kernel(
         mass = _mass(at, v, v < V, best_, key, temperature_, min_p_)
         total += mass
         mine += tl.where((v + first).to(tl.int64) == token, mass, 0)
-    tl.atomic_add(sums + 2 * row, tl.sum(total, 0), sem="relaxed")  # of integers: any order will do
+    tl.atomic_add(sums + 2 * row, tl.sum(total, 0), sem="relaxed")  # integers: the order does not matter
     tl.atomic_add(sums + 2 * row + 1, tl.sum(mine, 0), sem="relaxed")
 
 
@@ -88,7 +88,7 @@ def _accept_kernel(
     seed_ = tl.load(seed + b)
     position_ = tl.load(position + b)
     temperature = tl.load(p_temperature + b)
-    # The scan: as cheap as fetching its result would be, so that each program does it.
+    # Each program repeats the scan, which is as cheap as loading its result.
     j = tl.arange(0, BLOCK_G)
     inside = j < G
     d = tl.load(draft + row * draft_b + j, mask=inside, other=-1)
@@ -142,7 +142,7 @@ def _accept_kernel(
             noise = gumbel(seed_, position_ + k, stream, ids)
             is_left = rest > 0
             score = tl.where(is_left, tl.log(tl.where(is_left, rest, 1.0)) + noise, float("-inf"))
-            place = tl.where(score > top, v, place)  # of equals the first stays
+            place = tl.where(score > top, v, place)  # ties: the first stays
             top = tl.maximum(top, score)
         best = tl.max(top, 0)
         token = tl.min(tl.where(top == best, place, 0x7FFFFFFF), 0).to(tl.int64) + first
@@ -151,10 +151,10 @@ def _accept_kernel(
 
 
 def kept_mass(p: Distribution, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """Weights of all kept tokens and of one token, over this rank's columns, to be summed over ranks.
+    """Sums the weights of all kept tokens, and of one token, over this rank's columns; to be summed over ranks.
 
     Args:
-        p: at T positions.
+        p: distributions at T positions.
         tokens: the one token at each position [B, T or T - 1] int64, last dim contiguous; -1 or missing: none.
         first: token id of the first column.
 
@@ -186,26 +186,26 @@ def accept(
     position: torch.Tensor,
     first: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accepts drafted tokens up to the first rejection, and draws the token that follows among this rank's columns.
+    """Accepts drafted tokens up to the first rejection, and draws the next token among this rank's columns.
 
-    A sequence depends on its own row alone: neither its place in the batch nor its neighbours change a token. Without
-    drafts, the draw is the sampler's.
+    A sequence depends only on its own row: neither its index in the batch nor its neighbours change a token. Without
+    drafts, the draw equals the sampler's.
 
     Args:
-        p: the target's, at T = gamma + 1 positions.
-        q: what the drafts were drawn from, at gamma positions, columns cut as p's; None: each was the only choice.
+        p: the target's distributions, at T = gamma + 1 positions.
+        q: the drafter's distributions, at gamma positions, columns split as p's; None: drafts were deterministic.
         p_mass: `kept_mass(p, draft, first)` summed over ranks [B, gamma + 1, 2] int64, contiguous.
         q_mass: `kept_mass` of q [B, gamma, 2], summed in the same way, or None.
-        draft: [B, gamma] int64, last dim contiguous; -1 (no token) is never accepted, nor does q count there.
-        greedy: the target's best tokens [B, gamma + 1] int64, last dim contiguous: where temperature is 0, drafts are
-            compared with these.
+        draft: [B, gamma] int64, last dim contiguous; -1 (no token) is never accepted, and q is ignored there.
+        greedy: the target's best tokens [B, gamma + 1] int64, last dim contiguous: compared with drafts at temperature
+            0.
         seed: [B] int64, contiguous.
-        position: of the first drafted token [B] int64, contiguous: the counter of the random numbers.
+        position: position of the first drafted token [B] int64, contiguous: the counter of the random numbers.
         first: token id of the first column.
 
     Returns:
         Accepted lengths [B] int64, the same on all ranks; candidates for the next token, pairs of score and id
-        [n, B, 2] fp64, n the same on all ranks: `best_of_ranks` of all ranks' together gives the token, -1 where the
+        [n, B, 2] fp64, n the same on all ranks: `best_of_ranks` of all ranks' candidates gives the token, -1 if the
         target's row is broken.
 
     Source:

@@ -1,4 +1,4 @@
-"""The best of a row of scores, on this rank and then over all ranks."""
+"""The best token of a row of scores, on this rank and then over all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels import dispatch
 from kernels.reference.best_token import best_of_rank as reference_of_rank
 from kernels.reference.best_token import best_of_ranks as reference_of_ranks
 
-BLOCK = 2048  # scores a program
+BLOCK = 2048  # scores per program
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _best_of_blocks_kernel(scores, values, places, scores_b, V, BLOCKS: tl.const
     b = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores + b * scores_b + v, mask=v < V, other=float("-inf"))
-    # NaN wins, as in torch: it has to surface.
+    # NaN wins, as in torch, so that it surfaces.
     broken = tl.max((score != score).to(tl.int32), 0) > 0
     best = tl.max(score, 0)
     place = tl.min(tl.where((score == best) & (v < V), v, 0x7FFFFFFF), 0)
@@ -54,7 +54,7 @@ def _best_of_ranks_kernel(pairs, best, tokens, B, RANKS: tl.constexpr, WIDTH: tl
 
 
 def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
-    """Largest score of each row and its smallest token id, as pairs [B, 2] fp64; a NaN in the row is its largest.
+    """Finds each row's largest score and its smallest token id, as pairs [B, 2] fp64; NaN is the largest.
 
     Args:
         scores: [B, V] fp32 or fp64, V at least 1; last dim contiguous.
@@ -76,9 +76,9 @@ def best_of_rank(scores: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def best_of_ranks(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest score [B] fp64 of all ranks' pairs [W, B, 2], and its smallest token id [B] int64.
+    """Finds the largest score [B] fp64 of all ranks' pairs [W, B, 2], and its smallest token id [B] int64.
 
-    The id is -1 where that score is not finite.
+    The id is -1 if that score is not finite.
     """
     if not dispatch.on_gpu(pairs) or pairs.shape[1] == 0:
         return reference_of_ranks(pairs)

@@ -1,7 +1,7 @@
-"""The end of a decode step: what each sequence takes of the tokens that were drawn, written where the next step reads.
+"""Commit at the end of a decode step: accepted tokens update lengths, last tokens, history and output.
 
-The KV of accepted drafts stays where the step appended it, so that what is left of "verify and pack" is the scan, and
-lengths, last tokens, history and the output in the pack's place.
+The KV of accepted drafts stays where the step appended it: of "verify and pack" only the scan remains, and this commit
+replaces the packing.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def commit(
     active: torch.Tensor,
     history: torch.Tensor,
 ) -> torch.Tensor:
-    """Takes the drafts that were drawn and the token behind them, up to a sequence's limit, for all rows in one launch.
+    """Commits the accepted drafts and the token after them, up to a sequence's limit, for all rows in one launch.
 
     Args:
-        drawn: tokens drawn behind the last one and behind each draft [B, 1 + n] int64, last dim contiguous.
+        drawn: tokens drawn after the last one and after each draft [B, 1 + n] int64, last dim contiguous.
         drafts: [B, n] int64, last dim contiguous, or None for none; -1 (no token) is never taken.
         last: last token of each sequence [B] int64; overwritten.
-        lengths: tokens in the cache [B] int64, at most `limits`; they grow by what is taken.
+        lengths: tokens in the cache [B] int64, at most `limits`; increased by the tokens taken.
         limits: [B] int64.
-        active: rows that take anything [B] bool.
-        history: tokens [B, L] int32, last dim contiguous, to which those taken are added behind place `lengths`; L may
-            be 0.
+        active: rows that take tokens [B] bool.
+        history: tokens [B, L] int32, last dim contiguous; those taken are written from index `lengths` + 1 on; L may be
+            0.
 
     Returns:
         [B, 1 + n] int64: the tokens that each row has taken, then PAST.

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed the last time that a sequence read as it does now at its end."""
+"""Prompt-lookup drafts: the tokens that followed the latest earlier occurrence of a sequence's suffix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels import dispatch
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.ngram import ngram as reference
 
-BLOCK = 4096  # places that a program compares
+BLOCK = 4096  # positions that a program compares
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _propose_kernel(
     last = tl.load(lengths + b) - 1
     block = tl.arange(0, BLOCKS)
     score = tl.max(tl.load(best + b * blocks + block, mask=block < blocks, other=-1), 0)
-    at = tl.where(score >= 0, score & ((1 << 40) - 1), last - 1)  # no match: as if the last token were to come again
+    at = tl.where(score >= 0, score & ((1 << 40) - 1), last - 1)  # no match: repeats the last token
     period = tl.maximum(last - at, 1)
     i = tl.arange(0, DRAFTS)
     ahead = tl.minimum(tl.maximum(at + 1 + i % period, 0), tl.maximum(last, 0))
@@ -57,16 +57,16 @@ def _propose_kernel(
 
 
 def ngram(history: torch.Tensor, lengths: torch.Tensor, drafts: int, longest: int) -> torch.Tensor:
-    """The tokens that followed the latest place where the most of a sequence's last `longest` tokens stood before.
+    """Drafts the tokens that followed the latest earlier occurrence of a sequence's longest repeated suffix.
 
-    What follows is read on past the end with the distance as its period. A sequence whose last token is new repeats
-    it: a draft may be anything, since all are verified. No size depends on device data.
+    Drafts beyond the end continue with the distance of the two as their period. A sequence whose last token is new
+    repeats it: any draft is allowed, since all are verified. No size depends on device data.
 
     Args:
         history: [B, L] int32, each sequence's tokens from its first on; rows contiguous.
-        lengths: [B] int64, how many tokens each has, at most L; at least 1 where the result matters.
+        lengths: [B] int64, number of tokens of each, at most L; at least 1 where the result matters.
         drafts: tokens to propose.
-        longest: most tokens that are compared.
+        longest: the longest suffix, in tokens, that is compared.
 
     Returns:
         [B, drafts] int64.

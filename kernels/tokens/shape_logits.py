@@ -1,6 +1,6 @@
-"""What a request wants of its logits before a token is drawn: a bias, penalties, tokens that are not allowed.
+"""Changes that requests make to their logits before sampling: bias, penalties, forbidden tokens.
 
-A function from logits to logits: rows that want nothing come out bit for bit as they went in.
+Rows without changes stay bitwise the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.reference.shape_logits import shape_logits as reference
 
 __all__ = ["ENDS", "FORBIDDEN", "IN_PROMPT", "ONCE", "Shaping", "shape_logits"]
 
-BLOCK = 1024  # columns a program
+BLOCK = 1024  # columns per program
 
 _IN_PROMPT, _ENDS, _ONCE = tl.constexpr(IN_PROMPT), tl.constexpr(ENDS), tl.constexpr(ONCE)
 _FORBIDDEN = tl.constexpr(FORBIDDEN)
@@ -51,7 +51,7 @@ def _shape_logits_kernel(
         x -= tl.where(count > 0, tl.load(presence + slot).to(tl.float64), 0.0)
         word = tl.load(allowed + slot * words + ids // 32, mask=inside, other=0)
         x = tl.where(((word >> (ids % 32)) & 1) > 0, x, float("-inf"))
-        raw = tl.where(raw < float("inf"), x.to(tl.float32), raw)  # a broken row stays one
+        raw = tl.where(raw < float("inf"), x.to(tl.float32), raw)  # a broken row stays broken
     tl.store(out + row * V + v, raw, mask=inside)
 
 
@@ -63,17 +63,17 @@ def shape_logits(
     positions: torch.Tensor,
     first: int,
 ) -> torch.Tensor:
-    """Logits from which tokens are drawn; counts each sequence's last token on the way.
+    """Applies requests' changes to logits, and counts each sequence's last token.
 
-    In this order, that of vLLM: bias, tokens that may not end the sequence yet, repetition, frequency and presence
-    penalty, allowed tokens. A row of a sequence that has drafts is its first; the others stay as they are.
+    In this order, as in vLLM: bias, tokens that may not end the sequence yet, repetition, frequency and presence
+    penalty, allowed tokens. Only the first row of a sequence with drafts is changed.
 
     Args:
         logits: [B * T, V_local] fp32, last dim contiguous; V_local may be 0.
-        shaping: of all slots, all contiguous; `seen` is written.
-        slots: of the B sequences, all different [B] int64, contiguous.
-        last: the last token of each sequence, where it was drawn and is not counted yet, else -1 [B] int64, contiguous.
-        positions: of the tokens to be drawn [B * T] int64, contiguous.
+        shaping: state of all slots, contiguous tensors; `seen` is written.
+        slots: slots of the B sequences, distinct [B] int64, contiguous.
+        last: the last token of each sequence if drawn and not counted yet, else -1 [B] int64, contiguous.
+        positions: positions of the tokens to be drawn [B * T] int64, contiguous.
         first: token id of the first column.
 
     Returns:

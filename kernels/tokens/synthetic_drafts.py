@@ -1,4 +1,4 @@
-"""Drafts whose fate is decided beforehand: what a benchmark of speculation needs where weights are random."""
+"""Random drafts with a set acceptance rate, for benchmarks of speculation with random weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _replay_kernel(lengths, tokens, outcome, seed, chance, vocab, N, BLOCK: tl.c
 def synthetic_drafts(
     lengths: torch.Tensor, drafts: int, acceptance: float, seed: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random drafts, and what is to count as drawn in their places: the draft with a set chance, else another token.
+    """Draws random drafts and the tokens that count as drawn in their place: the draft with a set chance, else another.
 
-    A pure function of seed, row and position, so that each place has one fate however often it is drafted.
+    A pure function of seed, row and position: a position has the same outcome however often it is drafted.
 
     Args:
         lengths: position of the last token of each row [B] int64, contiguous; the drafts follow it.
-        drafts: n of each row, at least 1.
-        acceptance: chance of each, in [0, 1], used in units of 2^-30.
+        drafts: n drafts per row, at least 1.
+        acceptance: chance of each draft, in [0, 1], rounded to units of 2^-30.
         vocab: token ids are below it; at least 2.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The most likely tokens of each row and the weight of all, over this rank's columns and then over all ranks.
+"""The most likely tokens of each row and the total weight, over this rank's columns and then over all ranks.
 
-What blocks of columns, ranks and the whole vocabulary have to say is of one form, a summary
-(`kernels.reference.top_tokens`), and merging is of one form too.
+Blocks of columns, ranks and the whole vocabulary share one format, a summary (`kernels.reference.top_tokens`), and one
+way to merge.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kernels.reference.top_tokens import top_of_ranks as reference_of_ranks
 
 __all__ = ["TOP", "WIDTH", "top_of_rank", "top_of_ranks"]
 
-BLOCK = 2048  # columns a program
+BLOCK = 2048  # columns per program
 
 _TOP, _WIDTH, _ID_BITS, _NONE = (tl.constexpr(n) for n in (TOP, WIDTH, ID_BITS, NONE))
 
 
 @triton.jit
 def _logit(word):
-    """The logit of a word, in fp64."""
+    """Decodes the logit of a word, in fp64."""
     key = word >> _ID_BITS
     bits = tl.where(key >= 0x80000000, key - 0x100000000, 0x7FFFFFFF - key).to(tl.int32)
     return tl.where(word < _NONE, bits.to(tl.float32, bitcast=True).to(tl.float64), float("-inf"))
@@ -33,7 +33,7 @@ def _logit(word):
 
 @triton.jit
 def _store_least(words, to):
-    """Stores the TOP least of different words, ascending, and NONE where there are no more."""
+    """Stores the TOP least of distinct words, ascending, padded with NONE."""
     for i in range(_TOP):
         least = tl.min(words, 0)
         tl.store(to + i, least)
@@ -54,7 +54,7 @@ def _top_of_blocks_kernel(logits, tokens, summaries, logits_b, first, V, BLOCK: 
     to = summaries + (tl.program_id(1) * tl.num_programs(0) + b) * _WIDTH
     tl.store(to, tl.min(tl.where(ids == tl.load(tokens + b), words, _NONE), 0))
     _store_least(words, to + 1)
-    best = tl.maximum(tl.max(logit, 0).to(tl.float64), -1.7976931348623157e308)  # of nothing but -inf: no weight
+    best = tl.maximum(tl.max(logit, 0).to(tl.float64), -1.7976931348623157e308)  # only -inf: no weight
     weight = tl.sum(tl.exp(logit.to(tl.float64) - best), 0)
     tl.store(to + 1 + _TOP, weight.to(tl.int64, bitcast=True))
 
@@ -79,7 +79,7 @@ def _merge_tops_kernel(summaries, merged, B, N, BLOCK: tl.constexpr, BLOCK_N: tl
 
 
 def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """Summaries of this rank's columns [B, WIDTH] int64.
+    """Summarises this rank's columns, [B, WIDTH] int64.
 
     Args:
         logits: [B, V_local] fp32, last dim contiguous; V_local may be 0.
@@ -99,9 +99,9 @@ def top_of_rank(logits: torch.Tensor, tokens: torch.Tensor, first: int) -> torch
 
 
 def top_of_ranks(summaries: torch.Tensor) -> torch.Tensor:
-    """One summary [B, WIDTH] of several [N, B, WIDTH] int64, contiguous: of blocks of columns, or of ranks.
+    """Merges summaries [N, B, WIDTH] int64, contiguous, of blocks of columns or of ranks, into one [B, WIDTH].
 
-    `kernels.reference.top_tokens.logprobs` reads it.
+    `kernels.reference.top_tokens.logprobs` decodes it.
     """
     if not dispatch.on_gpu(summaries):
         return reference_of_ranks(summaries)

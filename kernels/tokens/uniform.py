@@ -1,4 +1,4 @@
-"""Counter-based random numbers inside kernels; `kernels.reference.uniform` has the same numbers, bit for bit."""
+"""Counter-based random numbers inside kernels, bitwise equal to those of `kernels.reference.uniform`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _mix(x):
 
 @triton.jit
 def uniform(seed, position, stream, index):
-    """fp64 in the open interval (0, 1) from four integer tensors, broadcast against each other."""
+    """Draws fp64 in the open interval (0, 1) from four integer tensors, broadcast against each other."""
     golden: tl.constexpr = 0x9E3779B97F4A7C15
     x = _mix((seed.to(tl.uint64) + 1) * golden)
     x = _mix(x + position.to(tl.uint64) * golden)
@@ -26,5 +26,5 @@ def uniform(seed, position, stream, index):
 
 @triton.jit
 def gumbel(seed, position, stream, index):
-    """Gumbel noise, fp64."""
+    """Draws Gumbel noise, fp64."""
     return -tl.log(-tl.log(uniform(seed, position, stream, index)))

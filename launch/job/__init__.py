@@ -1,1 +1,1 @@
-"""One job: its ranks, their membership, decoding, and what it reports."""
+"""One job: its ranks, their membership, decoding and serving, and reports."""

@@ -1,4 +1,4 @@
-"""Decodes a prompt file: requests to the engine, results to the file, text to the terminal."""
+"""Decoding of a prompt file: requests to the engine, results to the file, text to the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.job.task import Done, Task
 
 
 def run(task: Task) -> Done:
-    """Serves the plan's prompts on all ranks."""
+    """Runs the plan's prompts on all ranks."""
     plan, comm, tokenizer, results, console = task.plan, task.comm, task.tokenizer, task.results, task.console
     model, draft = task.load()
     config = plan.config
@@ -25,7 +25,7 @@ def run(task: Task) -> Done:
         read = [to_request(prompt, config.decode, tokenizer) for prompt in results.remaining]
         requests = [r for r in read if isinstance(r, Request)]
         refusals = [r for r in read if isinstance(r, Output)]
-    # What rank 0 knows of the requests: how much room they take, and which kinds of sampling they need.
+    # Only rank 0 has the requests: it announces their KV tokens, and the kinds of steps that they need.
     wanted, variants = comm.broadcast_object(
         (
             _wanted_tokens(requests, model.spec.max_positions, config.decode.max_batch),
@@ -71,6 +71,6 @@ def _outputs(engine: Engine, requests: list[Request], refusals: list[Output]) ->
 
 
 def _wanted_tokens(requests: list[Request], context: int, max_batch: int) -> int:
-    """Tokens of KV that the largest batch of these requests takes."""
+    """Computes the KV tokens of the largest batch of these requests."""
     lengths = sorted((len(r.prompt) + r.max_new_tokens for r in requests), reverse=True)
     return max(sum([n for n in lengths if n <= context][:max_batch]), 1)

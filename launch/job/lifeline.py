@@ -1,4 +1,4 @@
-"""How a process of a job begins, and ends with its launcher. Standard library alone: it holds before long imports."""
+"""Start of a job's process, and its end with its launcher. Standard library only: it works before long imports."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-LAUNCHER = "HELIX_LAUNCHER"  # variable of ranks, and of a server's launcher: the id of the process that started them
+LAUNCHER = "HELIX_LAUNCHER"  # environment variable of ranks and of a server's launcher: the id of their parent process
 BEAT_S = 1.0
-STOPPED_S = 10.0  # a process that is stopped for so long holds up the others for good
+STOPPED_S = 10.0  # seconds stopped after which a process is killed, as it blocks the others
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # those that end a process unless it handles them
 SET_DEATH_SIGNAL, SET_NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
-STARTED = 19  # in a process's `status`: when it started, in ticks since the host did
+STARTED = 19  # index in `status` of a process's start, in ticks since the host's
 
 
 def begin() -> None:
-    """What a rank or its launcher does first.
+    """Sets up signals, output and lifetime of a rank or its launcher; its first call.
 
-    Control-C ends it at once and without a trace, whatever it does: results are in their file as they come. It ends
-    with the launcher of this host that started it. A rank has its number as its name, in `ps` and `top`.
+    Control-C ends the process at once and without a traceback: results are written as they come. It ends with the
+    launcher of this host that started it. `ps` and `top` show a rank's number as its name.
     """
-    for number in SIGNALS:  # a copy of its launcher has its handlers
+    for number in SIGNALS:  # a forked rank has its launcher's handlers
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher held them back
-    # A terminal that cannot show a character gets its number; a run does not end for that. A line is out when it ends.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocked them
+    # Characters that a terminal cannot show are escaped instead of ending the run. Lines are flushed when they end.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     if sys.platform != "linux":
         return
@@ -37,19 +37,19 @@ def begin() -> None:
     if {"TORCHELASTIC_RUN_ID", LAUNCHER} & os.environ.keys():
         linux.prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     if LAUNCHER in os.environ and os.getppid() != int(os.environ[LAUNCHER]):
-        sys.exit(1)  # it died before
+        sys.exit(1)  # the launcher died before
     if "RANK" in os.environ:
         linux.prctl(SET_NAME, f"helix rank {os.environ['RANK']}".encode())
 
 
 def watch() -> None:
-    """Ends this process, from a thread, where the launcher that started it stays stopped."""
+    """Starts a thread that ends this process if its launcher stays stopped."""
     if sys.platform == "linux" and LAUNCHER in os.environ:
         threading.Thread(target=_watch, args=(os.getppid(),), name="lifeline", daemon=True).start()
 
 
 def status(pid: int) -> list[str]:
-    """What Linux says of a process, from its state on (T: a signal stopped it); empty where it says nothing."""
+    """Reads a process's fields in /proc from its state on (T: stopped by a signal); empty if unavailable."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -57,7 +57,7 @@ def status(pid: int) -> list[str]:
 
 
 def age_s(pid: int) -> float | None:
-    """Seconds since a process of this host started; None where Linux does not say."""
+    """Computes the seconds since a process of this host started; None if unavailable."""
     try:
         began = int(status(pid)[STARTED]) / os.sysconf("SC_CLK_TCK")
         return float(Path("/proc/uptime").read_text().split()[0]) - began
@@ -66,7 +66,7 @@ def age_s(pid: int) -> float | None:
 
 
 def identity(pid: int) -> str:
-    """Names a process of this host, and no later one of the same number; empty where nobody can say."""
+    """Returns a name of a process that no later process with the same id has; empty if unavailable."""
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{host} {os.readlink('/proc/self/ns/pid')} {pid} {status(pid)[STARTED]}"
@@ -75,15 +75,15 @@ def identity(pid: int) -> str:
 
 
 def kill(name: str) -> None:
-    """Kills the process of an `identity`, where it is one of this host and still that one."""
+    """Kills the process of an `identity` if it runs on this host and is still the same."""
     if name and name == identity(pid := int(name.split()[2])):
         with suppress(OSError):  # gone since, or not ours
             os.kill(pid, signal.SIGKILL)
 
 
 def _watch(launcher: int) -> None:
-    """Kills a launcher that stays stopped, and this process with it: the store that it holds answers nobody."""
-    beats = 0  # counted, so that a job that is suspended whole can go on
+    """Kills a launcher that stays stopped, and so this process: the launcher's store does not answer any more."""
+    beats = 0  # counted beats, not time: a job that is suspended as a whole can resume
     while beats * BEAT_S < STOPPED_S:
         time.sleep(BEAT_S)
         beats = beats + 1 if status(launcher)[:1] == ["T"] else 0

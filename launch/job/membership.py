@@ -1,7 +1,7 @@
-"""Joining a job and leaving it: who am I, do all ranks agree, and the end of everyone when one fails.
+"""Membership of a job: joining, agreement of all ranks, leaving, and the end of all ranks when one fails.
 
-Ranks meet in the rendezvous store first. Whatever can be wrong with what the user set is found before a process group
-exists: each rank posts its verdict, and all of them end alike.
+Ranks meet in the rendezvous store first. Errors of the configuration are found before a process group exists: each
+rank posts its result, and all ranks end together.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from helix.errors import RankError
 from helix.place import Place, choose_backend, take_device
 from launch.job.lifeline import identity, kill
 
-BEAT_S = 1.0  # between two signs of life of a rank
-SAID_S = 3 * BEAT_S  # for the others to hear that one rank has said what is wrong
-SILENCE_S = 15.0  # without one: the rank is taken for dead; so is a launcher that does not answer
+BEAT_S = 1.0  # between two heartbeats of a rank
+SAID_S = 3 * BEAT_S  # for the others to hear that one rank has reported the error
+SILENCE_S = 15.0  # without a heartbeat or answer after which a rank or launcher is taken for dead
 LEAVING_S = 25.0  # for all ranks to leave a job that is done
 MEETING_S = 120.0  # for all ranks to have checked what the user set
-PATIENCE_S = 10.0  # of it in silence
+PATIENCE_S = 10.0  # of it before rank 0 names the absent ranks
 
 
 @dataclass
 class Job:
-    """This rank's membership of a job.
+    """A rank's membership of a job.
 
     Attributes:
-        place: which rank this is.
-        device: where its tensors live, once `connect` has chosen.
-        backend: symm_mem, emulated (both over NCCL), nccl or gloo, once `connect` has chosen.
-        timeout: deadline of each collective, once `connect` has chosen.
+        place: rank and number of ranks, in the job and on this host.
+        device: where its tensors live; set by `connect`.
+        backend: symm_mem, emulated (both over NCCL), nccl or gloo; set by `connect`.
+        timeout: deadline of each collective; set by `connect`.
     """
 
     place: Place
@@ -51,7 +51,7 @@ class Job:
     timeout: timedelta = timedelta(minutes=5)
 
     def __post_init__(self) -> None:
-        """Raises RuntimeError where the store cannot be reached."""
+        """Connects to the store and starts the watchdog; raises RuntimeError if the store cannot be reached."""
         # An agent's store outlives one job and one attempt: the names of this one begin with both.
         run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
         self.store = dist.PrefixStore(f"helix/{run}/{attempt}", _reach_store(self.place))
@@ -63,9 +63,9 @@ class Job:
         return self.place.rank == 0
 
     def agree(self, error: str | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges what each rank found before any collective; JSON-able facts of all ranks, in rank order.
+        """Exchanges errors and facts of all ranks before any collective; returns JSON-able facts in rank order.
 
-        Where any of them found an error, or stays away, every rank ends.
+        If any rank found an error or does not report, every rank ends.
         """
         rank, world = self.place.rank, self.place.world_size
         keys = [f"preflight/{r}" for r in range(world)]
@@ -91,12 +91,12 @@ class Job:
         return [f["facts"] for f in reports]
 
     def _say(self, lines: str) -> None:
-        """Rank 0 prints what all ranks have to say; the others return when it is out."""
+        """Prints lines on rank 0; the other ranks wait until they are printed."""
         if self.leads:
             print(lines, file=sys.stderr, flush=True)
             self.store.set("said", "")
             return
-        try:  # the first rank that exits takes the others down: not before
+        try:  # the first rank that exits takes the others down, so none may exit before
             self.store.wait(["said"], timedelta(seconds=10))
         except dist.DistError:
             print(lines, file=sys.stderr, flush=True)
@@ -105,7 +105,7 @@ class Job:
         """Starts the process group; `backend` may be auto, `facts` are those of `gpu_facts`.
 
         Raises:
-            ConfigError: a backend of GPUs without one for each rank or, for symm_mem, without peers.
+            ConfigError: a GPU backend without a GPU for each rank or, for symm_mem, without peer access.
         """
         place = self.place
         self.backend = choose_backend(backend, place, facts)
@@ -122,22 +122,22 @@ class Job:
         )
 
     def end(self, lines: str) -> NoReturn:
-        """Ends this rank, and rank 0 says why; called on every rank."""
+        """Ends this rank; rank 0 prints the reason; called on every rank."""
         self._watchdog.stop()  # the rank that leaves first has not died
         self._say(lines)
         sys.stdout.flush()
         os._exit(1)  # at once, as below
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends this rank with its traceback, or with the line of a RankError, and tells the others why."""
+        """Ends this rank with its traceback, or the line of a RankError, and tells the other ranks the reason."""
         if isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr, flush=True)
-            self._watchdog.stop()  # not to end by it: the first rank that exits takes the others down, with tracebacks
+            self._watchdog.stop()  # it must not end this rank first: an exit takes the others down, with tracebacks
             self._watchdog.tell("")
             time.sleep(SAID_S)
             os._exit(1)
         cause = f"rank {self.place.rank} failed: {type(error).__name__}: {error}"
-        # A broken connection says that a peer is gone, not which; whoever started that one is faster to say so.
+        # A broken connection does not tell which peer is gone; its launcher usually reports it sooner.
         if gone := self._watchdog.silent():
             cause = f"rank {', '.join(map(str, gone))} gave no sign of life, and then {cause}"
         trace = "".join(traceback.format_exception(error))
@@ -148,12 +148,12 @@ class Job:
         os._exit(1)  # at once: destructors of a broken process group may wait for peers
 
     def leave(self, *comms: Communicator) -> None:
-        """Ends the job once all ranks have come here; rank 0, whose host may hold the store, goes last.
+        """Ends the job once all ranks have called it; rank 0, whose host may hold the store, leaves last.
 
         Args:
-            comms: in the order in which they were made.
+            comms: communicators to close, in order of creation.
         """
-        # Nobody watches from here on, and taking a process group down may wait for peers.
+        # The watchdog stops here, and taking a process group down may wait for peers: hence the deadline.
         with deadline(LEAVING_S, f"rank {self.place.rank} could not leave the job within {LEAVING_S:.0f} s"):
             self.store.set(f"left/{self.place.rank}", "")
             self._watchdog.stop()
@@ -161,12 +161,12 @@ class Job:
                 self.store.wait([f"left/{r}" for r in range(self.place.world_size)], timedelta(seconds=20))
             for comm in reversed(comms):
                 comm.close()
-            if dist.is_initialized():  # or there was nothing to connect for
+            if dist.is_initialized():  # `connect` may not have been called
                 dist.destroy_process_group()
 
 
 def _reach_store(place: Place) -> dist.Store:
-    """The store where ranks meet: the launcher's, or rank 0's where the launcher has none.
+    """Connects to the store where ranks meet: the launcher's, or rank 0's if the launcher has none.
 
     Raises:
         RuntimeError: it does not answer, or its port is taken.
@@ -174,7 +174,7 @@ def _reach_store(place: Place) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     launcher_s = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not launcher_s
-    patience = timedelta(seconds=SILENCE_S if launcher_s else MEETING_S)  # a launcher's is there before its ranks
+    patience = timedelta(seconds=SILENCE_S if launcher_s else MEETING_S)  # a launcher's exists before its ranks
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     absent = f"{where}: {'the launcher' if launcher_s else 'rank 0'} did not answer there within {patience.seconds} s"
     with deadline(patience.seconds + 10 * BEAT_S, f"error on rank {place.rank}: {absent}"):
@@ -192,7 +192,7 @@ def _reach_store(place: Place) -> dist.Store:
 
 @contextmanager
 def deadline(seconds: float, line: str) -> Iterator[None]:
-    """Ends this process with a line where what is done in the context takes longer, also inside of a call into C."""
+    """Ends this process with a line if the context takes longer than `seconds`, also inside a call into C."""
 
     def give_up() -> None:
         print(line, file=sys.stderr, flush=True)
@@ -208,9 +208,9 @@ def deadline(seconds: float, line: str) -> Iterator[None]:
 
 
 class Watchdog:
-    """Ends this process when another rank has failed or gone silent: no rank waits for one that cannot come.
+    """Watchdog that ends this process when another rank has failed or gone silent, so that no rank waits forever.
 
-    A thread, because the main one may be inside a collective or a kernel that never returns.
+    It is a thread, because the main thread may be inside a collective or a kernel that never returns.
     """
 
     def __init__(self, store: dist.Store, place: Place) -> None:
@@ -232,7 +232,7 @@ class Watchdog:
             self._thread.join(5 * BEAT_S)
 
     def silent(self) -> list[int]:
-        """Ranks that give no sign of life for three beats from now on; empty where nobody can say."""
+        """Waits three beats and returns the ranks without a heartbeat in that time; empty if unknown."""
         if self._place.world_size == 1:
             return []
 
@@ -256,7 +256,7 @@ class Watchdog:
         rank, world = self._place.rank, self._place.world_size
         others = [r for r in range(world) if r != rank]
         seen = dict.fromkeys(others, 0)
-        silence = dict.fromkeys(others, 0)  # turns without a beat; counted, so that a job suspended whole goes on
+        silence = dict.fromkeys(others, 0)  # turns without a beat, not time: a job suspended as a whole can resume
         try:
             store.set(f"process/{rank}", identity(os.getpid()))
             while not self._stopped.wait(BEAT_S):
@@ -268,7 +268,7 @@ class Watchdog:
                 if store.check(["failed"]):
                     self._end(store.get("failed").decode())
                 elif silent:
-                    # torchrun would ask it to end and wait, long where it is stopped.
+                    # torchrun would only request its end, and wait long if it is stopped.
                     kill(store.get(f"process/{silent[0]}").decode())
                     self._end(f"rank {silent[0]} gave no sign of life for {SILENCE_S:.0f} s: it was killed or hangs")
         except dist.DistError as error:
@@ -276,6 +276,6 @@ class Watchdog:
 
     def _end(self, why: str) -> None:
         if not self._stopped.is_set():
-            if why:  # or one rank has said it for all
+            if why:  # empty if another rank has printed the reason
                 print(f"rank {self._place.rank} ends: {why}", file=sys.stderr, flush=True)
             os._exit(1)

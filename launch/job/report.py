@@ -1,4 +1,4 @@
-"""What a run tells people and files: progress, streamed text, the table at the end, the record."""
+"""Reports of a run: progress, streamed text, the final table, the record."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from launch.inputs.preflight import CheckedRun
 from launch.job.lifeline import age_s
 from launch.job.membership import Job
 
-FILE_WIDTH = 120  # characters of a line that no terminal cuts
+FILE_WIDTH = 120  # characters of a line if the output is not a terminal
 
 
 class Phases:
-    """Seconds of a run's phases, one after the other; on Linux from the start of the process that started the ranks."""
+    """Seconds of a run's consecutive phases; on Linux from the start of the launcher."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -48,14 +48,14 @@ class Phases:
         return f"{sum(self.seconds.values()):.1f} s ({', '.join(parts)})"
 
     def mark(self, name: str) -> None:
-        """Ends the phase `name`, which began where the last one ended."""
+        """Ends the phase `name`, which began when the last one ended."""
         now = time.perf_counter()
         self.seconds[f"{name}_s"] = round(now - self._last, 6)
         self._last = now
 
 
 class Console:
-    """The terminal of rank 0; on the other ranks, and where decode.stream=false, it says less or nothing."""
+    """The terminal of rank 0; silent on other ranks, and without streamed text if decode.stream=false."""
 
     def __init__(self, plan: CheckedRun, job: Job) -> None:
         self._layout = plan.layout
@@ -83,7 +83,7 @@ class Console:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar for as long as the context lasts; call what it gives with the number done."""
+        """Shows a progress bar during the context; yields a function that updates it with the number done."""
         if not self._speaks:
             yield lambda done: None
             return
@@ -98,15 +98,15 @@ class Console:
         )
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line."""
         self._terminal.print(text, markup=False)
 
     def row(self, row: dict[str, Any]) -> None:
-        """A line of JSON: what a benchmark has measured, as soon as it has."""
+        """Prints a benchmark's measurement as a line of JSON."""
         self._terminal.out(json.dumps(row), highlight=False)
 
     def prefill(self, done: int, total: int) -> None:
-        """Prompt tokens done, of those admitted; shown until they are all done, or text begins to stream."""
+        """Shows the progress of admitted prompts' tokens, until all are done or text begins to stream."""
         if self._text.started:
             return
         if self._bar is None:
@@ -119,7 +119,7 @@ class Console:
             self._end_prefill(done=True)
 
     def show(self, output: Output) -> None:
-        """Streams one request's text at a time; what others say meanwhile follows when it is their turn."""
+        """Streams an output's text when it is its request's turn, or prints its refusal."""
         if output.finish_reason == "error":
             self._terminal.print(f"[{output.id}] refused: {output.reason}", markup=False, style="red")
             return
@@ -128,7 +128,7 @@ class Console:
             self._text.push(output)
 
     def finish(self, title: str, measured: dict[str, Any]) -> None:
-        """The table at the end."""
+        """Prints the final tables."""
         self._end_prefill()
         table = Table(title=title)
         for name in ("layout", "ranks", "step p50", "step p90", "tok/step", "tok/s/user", "tok/s/rank"):
@@ -158,7 +158,7 @@ class Console:
 
     def _end_prefill(self, done: bool = False) -> None:
         if self._bar is not None:
-            self._bar.live.transient = not done  # else it would stand there as if prefill had stopped
+            self._bar.live.transient = not done  # an unfinished one disappears
             self._bar.stop()
             self._bar = None
 
@@ -171,7 +171,7 @@ def _speculation_table(measured: dict[str, Any]) -> Table:
 
 
 class OneAtATime:
-    """Streams the text of one request at a time; what others say meanwhile follows when it is their turn."""
+    """Output stream that shows one request's text at a time and buffers the text of the others."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.started = False
@@ -198,10 +198,10 @@ class OneAtATime:
 
 
 def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -> dict[str, Any]:
-    """The measured part of a record, from what rank 0 saw.
+    """Summarises rank 0's timings as the measured part of a record.
 
     Args:
-        bytes_per_token: of each rank's shard of the KV cache.
+        bytes_per_token: KV bytes per token of each rank's shard.
     """
     ttl_s = list(timings.ttl_s)
     per_step = timings.decode_tokens / timings.sequence_steps if timings.sequence_steps else None
@@ -224,7 +224,7 @@ def summary(layout: HelixLayout, timings: Timings, bytes_per_token: list[int]) -
 
 
 def _speculation(timings: Timings) -> dict[str, Any] | None:
-    """What became of drafts; None where there were none."""
+    """Summarises the acceptance of drafts; None if there were none."""
     steps, most = sum(timings.drafts.values()), max(timings.drafts, default=0)
     if most == 0:
         return None
@@ -243,7 +243,7 @@ def percentile_us(seconds: list[float], percent: float) -> float | None:
 
 
 def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measured: dict[str, Any]) -> None:
-    """One JSON object: the config, where it ran, and what was measured; raises RankError where it cannot be."""
+    """Writes config, provenance and measurements as one JSON object; raises RankError if it cannot be written."""
     record = {
         "config": asdict(plan.config),
         "layout": asdict(plan.layout) | {"world_size": plan.layout.world_size},
@@ -262,7 +262,7 @@ def write_record(path: Path, plan: CheckedRun, job: Job, phases: Phases, measure
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Where figures come from: device, commit, versions."""
+    """Collects the provenance of figures: device, commit, versions."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
@@ -281,7 +281,7 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with + where files differ from it; HELIX_COMMIT says it where git is not at hand."""
+    """Finds the checkout's commit, with + if files differ from it; HELIX_COMMIT replaces it without git."""
     if "HELIX_COMMIT" in os.environ:
         return os.environ["HELIX_COMMIT"]
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Serves requests that come over a Unix socket: frames to the engine on rank 0, and its outputs back."""
+"""Serving over a Unix socket: frames of requests to the engine on rank 0, and its outputs back."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ from launch.serving.frames import (
 )
 from launch.serving.matcher import BegunGrammar, Grammars
 
-# Steps that are captured: greedy, drawn, drawn from the likeliest tokens; and later with what requests want of logits.
+# Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
 PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}
 SHAPED = {replace(kind, shaped=True) for kind in PLAIN}
 STATS_S = 1.0  # between two reports
-BUFFER = 1 << 22  # bytes on their way to it
+BUFFER = 1 << 22  # bytes of the send buffer
 PIECE = 1 << 20  # bytes read at a time
 COMPILING = 2  # grammars at a time
 
 
 def run(task: Task) -> Done:
-    """Serves until the front end says that it is to end."""
+    """Runs the engine until the front end ends the job."""
     plan, comm = task.plan, task.comm
     inbox = Inbox()
     link = Link(Path(str(plan.config.serve.socket)), inbox) if comm.rank == 0 else None
     model, draft = task.load()
     max_batch = plan.config.decode.max_batch
-    most = max_batch * model.spec.max_positions  # or as many as memory holds
+    most = max_batch * model.spec.max_positions  # if memory allows
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
     if (warning := of_short_chunks(plan.config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
         task.console.note(warning)
@@ -74,12 +74,12 @@ def run(task: Task) -> Done:
 
 
 def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, random: bool = False) -> None:
-    """Serves what comes over rank 0's link until the inbox is closed; a collective call, which closes the engine.
+    """Serves requests of rank 0's link until the inbox is closed, then closes the engine; a collective call.
 
     Args:
-        link: rank 0's, and the other ranks' None.
+        link: rank 0's; None on the other ranks.
         model: the checkpoint's directory; None for a shape alone.
-        random: whether the weights are.
+        random: whether the weights are random.
     """
     runner, spec = engine.runner, engine.runner.model.spec
     if link is not None:
@@ -97,7 +97,7 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
             random=random,
         )
         link.open(ready, lambda: _stats(engine))
-    gc.freeze()  # what stays: to look through it again would stop everybody for some 10 ms
+    gc.freeze()  # permanent objects: scanning them again would pause all ranks for some 10 ms
     try:
         for delta in engine.serve(inbox):
             assert link is not None  # the other ranks have none
@@ -123,10 +123,10 @@ def _stats(engine: Engine) -> dict[str, float]:
 
 
 class Link:
-    """Rank 0's end of the socket, for one front end at a time; where one leaves, its requests are aborted.
+    """Rank 0's end of the socket, for one front end at a time; when it leaves, its requests are aborted.
 
     Raises:
-        RankError: the socket cannot be made.
+        RankError: the socket cannot be created.
     """
 
     def __init__(self, path: Path, inbox: Inbox) -> None:
@@ -136,38 +136,38 @@ class Link:
         self._lock = Lock()
         self._peer: socket.socket | None = None
         self._closed = False
-        self._prefix = ""  # of the engine's names for this front end's requests
+        self._prefix = ""  # prefix of the engine's names for this front end's requests
         self._names: dict[str | int, int] = {}
         self._followed: dict[str | int, BegunGrammar] = {}
         self._grammars: Grammars | None = None
-        self._compiling = ThreadPoolExecutor(COMPILING, "grammars")  # beside them others are read
+        self._compiling = ThreadPoolExecutor(COMPILING, "grammars")  # meanwhile other requests are read
         self._uncompiled: set[str] = set()
-        self._passing = Lock()  # while a request goes to the inbox, so that it is not aborted before
+        self._passing = Lock()  # held while a request goes to the inbox, so that it is not aborted before
 
     def learn(self, model: Path | None, vocab: int, eos: Collection[int]) -> bool:
-        """Reads what grammars need of a model; whether there can be any."""
+        """Reads a model's tokenizer for grammars; returns whether grammars are supported."""
         with suppress(ValueError, OSError):
             self._grammars = None if model is None else Grammars(model / "tokenizer.json", vocab, eos)
         return self._grammars is not None
 
     def open(self, ready: Ready, stats: Callable[[], dict[str, float]]) -> None:
-        """Serves whoever connects, from now on, and tells it what `stats` says every second."""
+        """Starts serving front ends that connect, and sends them the result of `stats` every second."""
         Thread(target=self._accept, args=(ready,), name="front end", daemon=True).start()
         Thread(target=self._tell, args=(stats,), name="stats", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        """Tells the front end the reason why nothing more will come."""
+        """Sends the front end the reason of the job's failure."""
         self._send(Failed(reason), self._prefix)
 
     def close(self) -> None:
-        """Leaves the socket to nobody."""
+        """Closes and removes the socket."""
         self._closed = True
         self._listener.close()
         with suppress(OSError):
             self._path.unlink()
 
     def pass_on(self, delta: helix.events.request.Delta) -> None:
-        """Sends what is new of a request to the front end that wants it."""
+        """Sends the news of a request to the front end that submitted it."""
         name = self._names.get(delta.id)
         if name is None:
             return
@@ -216,7 +216,7 @@ class Link:
                 except OSError:  # it has left
                     pass
                 except ValueError as error:
-                    print(f"serve.socket={self._path}: what came is {error}", file=sys.stderr, flush=True)
+                    print(f"serve.socket={self._path}: received data that is {error}", file=sys.stderr, flush=True)
                 with self._lock:
                     self._peer = None
                 for left in [*self._uncompiled, *self._names]:
@@ -253,7 +253,7 @@ class Link:
         name = f"{prefix}{message.id}"
         try:
             request, grammar = self._request(name, message)
-        except BaseException as error:  # panics of llguidance, too: one request's is not the others'
+        except BaseException as error:  # also panics of llguidance: only this request fails
             self._uncompiled.discard(name)
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._send(Delta(message.id, "error", reason), name)
@@ -292,7 +292,7 @@ class Link:
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket that this user alone can connect to; one that a dead job left is replaced."""
+    """Creates a socket that only this user can connect to; replaces one that a dead job left."""
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)
     try:

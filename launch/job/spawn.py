@@ -1,4 +1,4 @@
-"""Starts the ranks of one host, waits for them and sees to it that none is left."""
+"""Launch of the ranks of one host: start, wait, and cleanup of those that are left."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from launch.inputs import parts
 from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
-INTERRUPTED = 130  # exit code after control-C, as shells have it
-LOOK_S = 0.1  # between two looks at the ranks
+INTERRUPTED = 130  # exit code after control-C, as in shells
+LOOK_S = 0.1  # between two polls of the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
 ENTRY = Path(__file__).resolve().parents[2] / "torchrun_entry.py"
-REFUSED = 3  # exit code where requests were refused and the others served
-# Lines of a failed job that say why, the surest first: who killed a rank, what the runtime said, what was raised.
+REFUSED = 3  # exit code if some requests were refused and the others served
+# Lines of a failed job that tell the cause, the most reliable first: a killed rank, an error line, an exception.
 CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
 
 
 def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -> int:
-    """Runs `work` on ranks of this host: copies of this process, which import nothing again.
+    """Runs `work` on ranks of this host: forks of this process, which need no imports.
 
     Args:
         work: returns a rank's exit code.
-        arguments: with which `torchrun_entry.py` does that work, where no copy can.
+        arguments: arguments of `torchrun_entry.py` for the same work, if a fork cannot do it.
 
     Returns:
-        0, or the exit code of the rank that failed first (1 where a signal killed it), or INTERRUPTED.
+        0, or the exit code of the rank that failed first (1 if a signal killed it), or INTERRUPTED.
     """
     lost = "threads and CUDA do not survive in a copy: start this job by `run`, in a process of its own"
     assert threading.active_count() == 1 and not torch.cuda.is_initialized(), lost
-    # It listens before there are ranks; the store, which has a thread, comes after them.
+    # It listens before ranks start; the store, which has a thread, is created after the forks.
     with socket.create_server(("127.0.0.1", 0)) as listener, _signals() as came:
         port = listener.getsockname()[1]
         ranks: list[Rank] = []
@@ -64,7 +64,7 @@ def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -
             return 1
         finally:
             _kill(ranks)
-    del store  # which answers until here
+    del store  # it answers until here
     if came:
         return INTERRUPTED
     for rank, code in failed.items():
@@ -77,14 +77,14 @@ def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -
 
 
 class Rank:
-    """A copy of this process, as `subprocess.Popen` is a process; in the copy, nothing behind its start is run.
+    """A fork of this process, with methods like `subprocess.Popen`; the fork runs nothing but `begin`.
 
     Args:
         begin: returns the exit code.
     """
 
     def __init__(self, begin: Callable[[], int]) -> None:
-        sys.stdout.flush()  # or both would write what is held back
+        sys.stdout.flush()  # or both would write the buffered output
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -95,11 +95,11 @@ class Rank:
             except Exception:
                 traceback.print_exc()
             finally:
-                os._exit(code)  # what the launcher has yet to clean up is the launcher's
+                os._exit(code)  # what the launcher has to clean up stays the launcher's
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal that killed it; None while it runs."""
+        """Returns the exit code, or minus the signal that killed it; None while it runs."""
         if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG)) != (0, 0):
             self._code = os.waitstatus_to_exitcode(ended[1])
         return self._code
@@ -112,25 +112,25 @@ class Rank:
 def _start(
     ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], arguments: Sequence[str]
 ) -> None:
-    """Appends the ranks of a job; they begin with signals held back, until they have no handlers of this process."""
+    """Starts the ranks of a job and appends them; they begin with signals blocked, until they reset the handlers."""
     environment = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store is there before the ranks are
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: the store exists before the ranks
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         LAUNCHER: str(os.getpid()),
     }
-    # Ranks share the cores; one thread each where there are more ranks than cores.
+    # Ranks share the cores; one thread each if there are more ranks than cores.
     share = max(1, (os.cpu_count() or 1) // world_size)
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share
     command = [sys.executable, "-u", str(ENTRY), *arguments]
 
     def begin(rank: int) -> int:
-        listener.close()  # or it would answer for a launcher that is gone
+        listener.close()  # or this rank would answer for a launcher that is gone
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-        if torch.cuda._is_in_bad_fork():  # NVML did not count the GPUs; CUDA did, and is of no use in a copy
+        if torch.cuda._is_in_bad_fork():  # CUDA, not NVML, counted the GPUs, and does not work in a fork
             os.environ["OMP_NUM_THREADS"] = str(threads)
             os.execv(sys.executable, command)
         lifeline.begin()
@@ -147,12 +147,12 @@ def _start(
 
 
 def _wait(ranks: Sequence[Rank], came: Sequence[int]) -> dict[int, int]:
-    """Waits until all ranks have ended well, one has failed or a signal came; exit codes of those that failed first."""
-    stopped = [0] * len(ranks)  # looks in a row
+    """Waits until all ranks succeeded, one failed or a signal came; returns exit codes of ranks that failed first."""
+    stopped = [0] * len(ranks)  # consecutive polls
     while not came:
         codes = [process.poll() for process in ranks]
         if any(codes):
-            # Who noticed a killed rank may have been seen before it; and a terminal's control-C comes to all at once.
+            # A rank that noticed a killed one may be seen before it; and a terminal's control-C reaches all at once.
             time.sleep(LOOK_S)
             failed = {rank: code for rank, process in enumerate(ranks) if (code := process.poll())}
             killed = {rank: code for rank, code in failed.items() if code < 0}
@@ -179,7 +179,7 @@ def _kill(ranks: Sequence[Rank]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Signals that would end this process, noted instead for as long as the context lasts."""
+    """Collects signals that would end this process, during the context."""
     came: list[int] = []
     numbers = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
@@ -191,7 +191,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def run(overrides: Sequence[str]) -> int:
-    """Runs a job from a process that may have threads, or have used CUDA: what `launch` returns in one of its own."""
+    """Runs `launch` in a new process, as this one may have threads or have used CUDA; returns its exit code."""
     with _signals() as came, _job(overrides) as job:
         while job.poll() is None and not came:
             time.sleep(LOOK_S)
@@ -199,15 +199,15 @@ def run(overrides: Sequence[str]) -> int:
 
 
 class JobError(RuntimeError):
-    """A job failed; the message is the line that says why."""
+    """Error: a job failed; the message is the line that tells the cause."""
 
 
 def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """The record of a job; where there are fewer GPUs than ranks, one or two of them emulate it.
+    """Runs a job and returns its record; with fewer GPUs than ranks, one or two GPUs emulate it.
 
     Raises:
         JobError: it failed.
-        KeyboardInterrupt: it was interrupted, and no other shall start.
+        KeyboardInterrupt: it was interrupted; no other job should start.
     """
     emulated = parts.is_emulated(ranks)
     with tempfile.TemporaryDirectory() as directory:
@@ -224,10 +224,10 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def rows(overrides: Sequence[str], **variables: str) -> Iterator[dict[str, Any]]:
-    """What a job measures, as it measures it: lines of JSON that it prints, beside others that the terminal shows.
+    """Runs a job and yields its measurements, the lines of JSON that it prints; other lines go to the terminal.
 
     Args:
-        variables: of its environment.
+        variables: environment variables of the job.
 
     Raises:
         JobError: it failed.
@@ -246,7 +246,7 @@ def rows(overrides: Sequence[str], **variables: str) -> Iterator[dict[str, Any]]
 
 @contextmanager
 def _job(overrides: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a process of its own, which ends with the context, and its ranks with it."""
+    """Starts a launcher in a new process, which ends, with its ranks, at the end of the context."""
     command = [sys.executable, "-u", str(ENTRY), *overrides]
     environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
     with subprocess.Popen(command, stdout=stdout, text=True, env=environment) as job:
@@ -258,7 +258,7 @@ def _job(overrides: Sequence[str], stdout: int | None = None, **variables: str) 
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """Lines that this process and those that it starts write to stderr meanwhile; the terminal shows them as well."""
+    """Collects lines that this process and its children write to stderr during the context; still shows them."""
     lines: list[str] = []
     terminal = os.dup(2)
     read, write = os.pipe()
@@ -270,7 +270,7 @@ def heard() -> Iterator[list[str]]:
             for line in pipe:
                 os.write(terminal, line.encode())
                 lines.append(line.strip())
-        os.close(terminal)  # nobody else writes to it: the pipe ends after stderr is the terminal again
+        os.close(terminal)  # no other writer: the pipe ends after stderr is the terminal again
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
@@ -278,10 +278,10 @@ def heard() -> Iterator[list[str]]:
         yield lines
     finally:
         os.dup2(terminal, 2)
-        thread.join(1.0)  # a process that somebody left behind may hold the other end for longer
+        thread.join(1.0)  # an orphaned process may hold the other end for longer
 
 
 def cause(lines: Sequence[str]) -> str:
-    """The line that says why a job failed; empty where none does."""
+    """Finds the line that tells why a job failed; empty if there is none."""
     causes = (line for pattern in CAUSES for line in lines if re.match(pattern, line))
     return next(causes, "").removeprefix("error: ")

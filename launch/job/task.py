@@ -1,4 +1,4 @@
-"""What the ranks of a job have once they met: every kind of work starts from it."""
+"""The common start of every kind of work: the objects of a rank once all ranks have met."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from launch.inputs.preflight import CheckedRun
 from launch.inputs.prompts import ResultFile
 from launch.job.report import Console, Phases
 
-# What the record says of the work, and how many requests were refused.
+# The measured part of the record, and the number of refused requests.
 Done = tuple[dict[str, Any], int]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A rank's part of a job.
+    """A rank's share of a job.
 
     Attributes:
-        backend: the one that `comm.backend` came to.
-        load: loads the model, and the draft model where the plan has one; called on all ranks, or on none.
-        tokenizer: rank 0's; None where the model has none.
-        results: rank 0's, of a job that decodes; None elsewhere.
-        phases: of the job so far.
+        backend: the backend that `comm.backend` resolved to.
+        load: loads the model, and the draft model if the plan has one; called on all ranks, or on none.
+        tokenizer: rank 0's; None if the model has none.
+        results: rank 0's result file in a job that decodes; None elsewhere.
+        phases: timings of the job so far.
     """
 
     plan: CheckedRun

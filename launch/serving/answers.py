@@ -1,4 +1,4 @@
-"""Continuations as OpenAI's objects, whole or in pieces."""
+"""Response objects in OpenAI's format, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from launch.serving.tokens import Tokens
 
 @dataclass
 class Answer:
-    """The answer to a request: its choices, and the form in which they are told.
+    """The answer to a request: its choices, and how they are presented.
 
     Attributes:
-        chat: whether it is a chat's, or a completion's.
-        echoed: of a completion, the prompt's text of each choice.
-        tells_thoughts: whether what a chat's model thinks is told.
-        prompt_tokens: of all prompts, each counted once.
-        changed: set where something is new.
-        close: gives up what is still under way; whoever has the answer told calls it in the end.
+        chat: whether it answers a chat, not a completion.
+        echoed: prompt text of each choice of a completion with echo.
+        tells_thoughts: whether a chat's answer includes the model's reasoning.
+        prompt_tokens: tokens of all prompts, each counted once.
+        changed: set when a choice has new tokens.
+        close: aborts unfinished continuations; called once the answer is sent.
     """
 
     chat: bool
@@ -47,11 +47,11 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._counts = [0] * len(self.choices)  # calls of a chat so far, characters of a completion
-        self._said = 0  # prompt tokens of which progress was told
+        self._counts = [0] * len(self.choices)  # tool calls of a chat so far, characters of a completion
+        self._said = 0  # prompt tokens reported as progress
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece.
+        """Waits for all choices and returns the whole answer.
 
         Raises:
             ApiError: a continuation failed.
@@ -64,7 +64,7 @@ class Answer:
         return self._object("chat.completion" if self.chat else "text_completion", choices) | {"usage": self.usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer in pieces; what fails is told in the stream."""
+        """Yields the answer as events; errors become an event of the stream."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         no_usage = {"usage": None} if self.usage_at_end else {}
         begun = [False] * len(self.choices)
@@ -93,7 +93,7 @@ class Answer:
         }
 
     async def _news(self) -> AsyncIterator[list[tuple[int, News]]]:
-        """What is new, by choice, until all have ended; nothing where it was silent for long."""
+        """Yields news by choice until all choices have ended; an empty list after `comment_s` seconds of silence."""
         while any(choice.ended is None for choice in self.choices):
             try:
                 async with asyncio.timeout(COMMENT_S):
@@ -149,7 +149,7 @@ class Answer:
         return [part for part in parts if self.tells_thoughts or part.kind != "thinking"]
 
     def _calls(self, index: int) -> int:
-        """The number of a choice's next call."""
+        """Returns the index of a choice's next tool call, and counts it."""
         self._counts[index] += 1
         return self._counts[index] - 1
 

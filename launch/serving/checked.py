@@ -1,4 +1,4 @@
-"""The parts that all schemas of requests are made of."""
+"""Shared parts of the request schemas."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
-SAID = Repr()  # values in messages, however large they are
+SAID = Repr()  # shortens values for messages
 
 
 class FirstMistake(FailFast):
-    """Ends a list at its first mistake: to collect those of a million items takes minutes and gigabytes."""
+    """Validator that stops a list at its first error: errors of a million items take minutes and gigabytes."""
 
     def __hash__(self) -> int:  # in unions
         return hash(FirstMistake)
@@ -22,6 +22,6 @@ Some = Annotated[list[T], FirstMistake()]
 
 
 class Schema(BaseModel):
-    """Strict about types; fields that it does not know are kept apart."""
+    """Base of all schemas: strict about types, and collects unknown fields separately."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""One continuation as a client sees it: its tokens as text, up to a stop text, and what the text is made of."""
+"""One continuation from a client's view: its tokens as text up to a stop text, and the parts of the text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from launch.serving.tokens import Tokens
 
 @dataclass
 class News:
-    """What is new of a continuation.
+    """The news of a continuation since the last call.
 
     Attributes:
-        ids: tokens drawn, without those behind its end.
-        text: of a completion, or
-        parts: of a chat.
+        ids: tokens drawn, without those after its end.
+        text: new text of a completion.
+        parts: new parts of a chat's answer.
         finish_reason: stop, length, tool_calls, abort or error, once it has ended.
     """
 
@@ -34,16 +34,16 @@ class News:
 
 
 class Choice:
-    """A continuation under way, read as it comes; whoever reads it late gets it in larger pieces.
+    """A running continuation, read incrementally; later reads get larger pieces.
 
     Args:
-        abort: called where it ends before the engine says so.
-        parser: takes the text apart; None: it is a completion's.
-        special: whether special tokens are text too.
+        abort: called if it ends before the engine reports its end.
+        parser: splits the text into parts; None for a completion.
+        special: whether the text includes special tokens.
 
     Attributes:
-        tokens: drawn so far.
-        ended: why, once it has ended.
+        tokens: number of tokens drawn so far.
+        ended: the finish reason, once it has ended.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Choice:
         self._text = TextStream(tokens.tokenizer, tuple(stop), special=special)
 
     def take(self) -> News:
-        """What has come since the last call."""
+        """Returns the news since the last call."""
         news, flight = News(), self.flight
         if self.ended is not None:
             return news

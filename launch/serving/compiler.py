@@ -1,7 +1,7 @@
-"""Compiles what clients want answers to follow, in processes that end where that takes long: a grammar of a few lines
-can take a minute and all memory, and none of llguidance's limits holds it.
+"""Compiler of clients' grammars, in processes that are killed at a time limit: a grammar of a few lines can take a
+minute and all memory, and no limit of llguidance prevents it.
 
-Requests and answers are JSON: the parts of a grammar; and the grammar, or what is wrong with it.
+Requests are JSON, the parts of a grammar; answers are JSON, the grammar or an error message.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ COMPILE_S = 2.0
 COMPILE_BYTES = 1 << 30
 WAIT_S = 60.0  # for a process to be free, or to read the tokenizer
 PROCESSES = 2
-KEPT = 32  # grammars whose answer is remembered
+KEPT = 32  # grammars whose answer is cached
 MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
 Parts = Sequence[dict[str, Any]]
 
 
 class Compiler:
-    """Compiles grammars for a model, a few at a time.
+    """Compiler of grammars for a model, a few at a time.
 
     Args:
-        path: of its `tokenizer.json`.
+        path: its `tokenizer.json`.
         vocab: tokens that the model can draw.
         eos: its end tokens.
 
@@ -47,11 +47,11 @@ class Compiler:
         self._known: OrderedDict[bytes, dict[str, str]] = OrderedDict()
 
     async def compile(self, parts: Parts) -> str:
-        """The grammar of parts, as llguidance reads it; a part `ebnf` is a text in EBNF or in Lark's syntax.
+        """Compiles parts to a grammar in llguidance's format; a part `ebnf` is a text in EBNF or in Lark's syntax.
 
         Raises:
-            ValueError: it cannot be followed, or takes too long, or is too large.
-            ApiError: 503, others take all the time.
+            ValueError: it is invalid, takes too long or is too large.
+            ApiError: 503, all processes are busy.
         """
         request = json.dumps(parts).encode()
         if len(request) > MOST_BYTES:
@@ -60,7 +60,7 @@ class Compiler:
         if told is None:
             try:
                 told = self._known[request] = json.loads(await self.workers.ask(request))
-            except (TimeoutError, EOFError):  # which is not remembered: the host may have been busy
+            except (TimeoutError, EOFError):  # not cached: the host may have been busy
                 what = f"it takes more than {COMPILE_S:g} s or {COMPILE_BYTES >> 30} GiB to compile"
                 raise ValueError(what) from None
             if len(self._known) > KEPT:
@@ -78,7 +78,7 @@ def _work(path: str, vocab: str, *eos: str) -> Work:
     grammars = Grammars(Path(path), int(vocab), [*map(int, eos)])
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES,) * 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is said where memory ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides messages about exhausted memory
 
     def compiled(request: bytes) -> bytes:
         try:
@@ -109,7 +109,7 @@ def _lark(part: dict[str, Any]) -> dict[str, str]:
         return {"lark_grammar": gbnf_to_lark(text)}
     except RecursionError:
         raise
-    except Exception as error:  # the class that it raises itself
+    except Exception as error:  # it raises bare Exception
         raise ValueError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""The engine as the front end sees it: continuations under way, over whatever job serves them at the moment."""
+"""The front end's view of the engine: running continuations, over the job that currently serves them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from launch.serving.frames import (
 from launch.serving.metrics import ENGINE, Metrics
 
 PIECE = 1 << 20  # bytes read at a time
-CRASHES = 2  # of the job under one continuation, which then may be the cause of them
+CRASHES = 2  # crashes of the job during one continuation after which it is taken for the cause
 RETRY_S = {"starting": 10, "restarting": 10, "draining": 30, "failed": 60}
 
 
@@ -40,23 +40,23 @@ class Stage(IntEnum):
     """A stage of a job's work on a continuation."""
 
     SENT = 0
-    QUEUED = 1  # it has been read
+    QUEUED = 1  # read by the job
     ADMITTED = 2
-    RUNNING = 3  # something of it has been computed
+    RUNNING = 3  # part of it has been computed
 
 
 class Flight:
-    """A continuation under way.
+    """A running continuation.
 
     Attributes:
-        request: the same of all continuations that one request wants.
+        request: identity shared by all continuations of one request.
         drawn: token ids so far.
-        logprobs: of each, where they were wanted.
-        finish_reason, reason: as of `Delta`, once it has ended.
-        cached: prompt tokens that were in the cache; None until that is known.
+        logprobs: those of each token, if requested.
+        finish_reason, reason: see `Delta`; set once it has ended.
+        cached: prompt tokens found in the cache; None until known.
         progress: prompt tokens done; None until it is admitted.
-        stage: in the job that there is.
-        crashes: of the job that it has lived through, and may have caused.
+        stage: its stage in the current job.
+        crashes: crashes of the job during this continuation, which it may have caused.
     """
 
     def __init__(self, submit: Submit, request: object, changed: Callable[[], None]) -> None:
@@ -72,11 +72,11 @@ class Flight:
         self.stage = Stage.SENT
         self.crashes = 0
         self.began = time.monotonic()
-        self.last = self.began  # when its last tokens came
+        self.last = self.began  # time of its last tokens
 
     @property
     def waits(self) -> bool:
-        """Says whether it has not been admitted."""
+        """Whether it has not been admitted yet."""
         return self.progress is None and not self.drawn
 
     def end(self, finish_reason: str, reason: str | None = None) -> None:
@@ -85,15 +85,15 @@ class Flight:
 
 
 class Core:
-    """Continuations on their way to a job and back; it outlives jobs.
+    """Registry of running continuations, and their connection to a job; it outlives jobs.
 
     Attributes:
-        draining: whether new continuations are refused because the server is to end.
-        on_first: called in a thread with what the first job serves, before the core is ready.
-        ready: what the job serves, once the first one is there.
-        heard: when the job last said anything, by the monotonic clock.
-        stats: what it last said of itself.
-        metrics: of all that went through here.
+        draining: whether new continuations are refused because the server is ending.
+        on_first: called in a thread with the first job's `Ready`, before the core is ready.
+        ready: the job's `Ready` message, once the first job has sent it.
+        heard: time of the job's last message, by the monotonic clock.
+        stats: the job's last gauges and counters.
+        metrics: metrics of all continuations.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -105,7 +105,7 @@ class Core:
         self.heard = time.monotonic()
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
-        self.metrics.watch("num_requests_waiting", "requests that were not admitted", lambda: self.waiting)
+        self.metrics.watch("num_requests_waiting", "requests queued, not yet admitted", lambda: self.waiting)
         self.metrics.watch(
             "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
         )
@@ -117,12 +117,12 @@ class Core:
 
     @property
     def state(self) -> str:
-        """One of starting, ready, restarting, draining and failed."""
+        """The state: starting, ready, restarting, draining or failed."""
         return "draining" if self.draining else self._state
 
     @property
     def why(self) -> str:
-        """The reason of a state that is not ready."""
+        """The reason for a state other than ready."""
         return "the server is ending" if self.draining else self._why
 
     @property
@@ -134,7 +134,7 @@ class Core:
         return sum(flight.waits for flight in self.flights.values())
 
     def refuse_unless_ready(self) -> Ready:
-        """What is served.
+        """Returns the job's `Ready` message.
 
         Raises:
             ApiError: 503, with the state and its reason.
@@ -144,10 +144,10 @@ class Core:
         return self.ready
 
     def start(self, submits: list[Submit], changed: Callable[[], None]) -> list[Flight]:
-        """Hands continuations to the job, all of them or none; their `id` is set here.
+        """Submits continuations to the job, all of them or none; sets their `id`.
 
         Raises:
-            ApiError: 503 or 429; 400 where one is larger than a job reads.
+            ApiError: 503 or 429; 400 if one is too large for a frame.
         """
         self.refuse_unless_ready()
         if self.waiting + len(submits) > self._most_waiting:
@@ -172,7 +172,7 @@ class Core:
         return flights
 
     def abort(self, flight: Flight, finish_reason: str = "abort") -> None:
-        """Nobody wants the rest of it, for a reason of its own; nothing where it has ended."""
+        """Cancels a continuation with the given finish reason; does nothing if it has ended."""
         if flight.submit.id in self.flights:
             self._end(flight, finish_reason, None)
             self._send(Abort(flight.submit.id))
@@ -182,13 +182,13 @@ class Core:
         self._send(Stop())
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> str:
-        """Works with a job until its connection ends; what was under way before is submitted again.
+        """Exchanges messages with a job until its connection ends; resubmits running continuations when it is ready.
 
         Returns:
-            Why it ended, where that is known.
+            The reason of its end, if known.
 
         Raises:
-            ValueError: what goes with the model cannot be read.
+            ValueError: the model's tokenizer or other files cannot be read.
         """
         decoder = Decoder()
         why = ""
@@ -198,7 +198,7 @@ class Core:
                 try:
                     messages = decoder.feed(data)
                 except ValueError as error:
-                    return f"the ranks sent what is {error}"
+                    return f"the ranks sent data that is {error}"
                 for message in messages:
                     if isinstance(message, Failed):
                         why = f"the ranks failed: {message.reason}"
@@ -218,13 +218,13 @@ class Core:
         return why
 
     def lost(self, why: str) -> Flight | None:
-        """The job has ended while it had work, or may have had.
+        """Handles the end of a job that had, or may have had, work.
 
-        A request that was the only one to be read, or to be begun with, is not tried again: it is the likely cause.
-        Those that waited to be admitted had no part in it.
+        If only one request was being read or begun with, it is the likely cause and is not retried. Requests that
+        waited for admission are not to blame.
 
         Returns:
-            A continuation of the request that was given up for this reason.
+            A continuation of the request that was given up.
         """
         self._state, self._why = "restarting", why
         new: dict[object, Flight] = {}
@@ -243,7 +243,7 @@ class Core:
         return None
 
     def fail(self, why: str) -> None:
-        """No job will come back."""
+        """Ends all continuations with an error: no job will come back."""
         self._state, self._why = "failed", why
         for flight in [*self.flights.values()]:
             self._end(flight, "error", why)
@@ -254,7 +254,7 @@ class Core:
         self._state, self._why = "ready", ""
         for flight in self.flights.values():
             flight.stage = Stage.SENT
-            # As if it had not been interrupted: what is drawn depends on seed and position alone.
+            # Continues as if uninterrupted: draws depend only on seed and position.
             before, drawn = flight.submit, len(flight.drawn)
             ids = np.concatenate([before.ids, np.asarray(flight.drawn, dtype=np.int32)])
             self._send(replace(before, ids=ids, drawn=drawn, max_new_tokens=before.max_new_tokens - drawn))
@@ -267,7 +267,7 @@ class Core:
         elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
-                self._end(flight, "error", f"of what the ranks say, {message.reason}")
+                self._end(flight, "error", f"a message of the ranks is malformed: {message.reason}")
                 self._send(Abort(message.id))
                 return
             if isinstance(message, Queued):

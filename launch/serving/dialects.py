@@ -1,4 +1,4 @@
-"""How families of models write thinking and tool calls, as data, and what a chat's text says in theirs."""
+"""Dialects in which model families write reasoning and tool calls, as data, and a parser of chat answers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from launch.serving.schemas import Tool
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 THINKING = {"open": "<think>", "close": "</think>"}
-BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # nothing
+BEHIND_CALLS = {"open": "<｜tool▁calls▁end｜>"}  # text to ignore
 JSON = {"content": "json", "content_args": {"allow_non_json": True}}
-NO_ANCHOR = "\0"  # in the place of one: what is parsed begins with the turn
-UNTOLD = 1024  # characters of a prompt that are looked at, where nothing tells where the turn begins
+NO_ANCHOR = "\0"  # replaces an anchor: parsing begins at the turn
+UNTOLD = 1024  # characters of a prompt to parse if the begin of the turn is unknown
 
 
 THOUGHT = ("<think>", "</think>", "\n\n")
@@ -23,12 +23,12 @@ THOUGHT = ("<think>", "</think>", "\n\n")
 
 @dataclass(frozen=True)
 class Calls:
-    """A dialect's way to write calls of tools, where an answer has to be some.
+    """A dialect's syntax of tool calls, for answers that must be calls.
 
     Attributes:
         call: one call, with NAME and ARGUMENTS.
-        before, after: what stands around all calls.
-        between: what stands between two calls; None: there is one alone.
+        before, after: texts around all calls.
+        between: text between two calls; None allows a single call.
         argument: one argument, with KEY and VALUE; None: ARGUMENTS are a JSON object.
     """
 
@@ -41,14 +41,14 @@ class Calls:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A way to write messages.
+    """A model family's syntax of messages.
 
     Attributes:
-        marks: texts that its chat template has, all of them.
-        template: as transformers' `response_template`, with the fields content, thinking and tool_calls.
-        calls: None where it has none.
-        thought: what opens and closes a thought before the answer, and what stands behind it; None: there is none.
-        said: what stands before an answer's text.
+        marks: texts that its chat templates all contain.
+        template: transformers' `response_template` with the fields content, thinking and tool_calls.
+        calls: syntax of tool calls; None if it has none.
+        thought: the marks that open and close a thought before the answer, and the text after it; None: no thoughts.
+        said: text before an answer's content.
     """
 
     name: str
@@ -63,7 +63,7 @@ def _fields(anchor: str, **fields: dict[str, Any]) -> dict[str, Any]:
     return {"start_anchor": anchor, "fields": {"content": {}} | fields}
 
 
-# The first whose marks are all there.
+# The first dialect whose marks are all in a template applies.
 DIALECTS = (
     Dialect(
         "gpt-oss",
@@ -222,27 +222,27 @@ DIALECTS = (
 
 
 def dialect_of(template: str) -> Dialect | None:
-    """The dialect of a chat template; None where it is plain text."""
+    """Returns the dialect of a chat template; None if it has none of these."""
     return next((d for d in DIALECTS if all(mark in template for mark in d.marks)), None)
 
 
 def turn_of(template: dict[str, Any], prompt: str, begun: str | None = None) -> str:
-    """The end of a conversation's text that belongs to the answer's turn.
+    """Returns the end of a prompt that belongs to the answer's turn.
 
     Args:
         template: the response template.
-        begun: the message that the answer goes on with; None: it begins one.
+        begun: the message that the answer continues; None: it begins a message.
     """
     _, found, turn = prompt.rpartition(template["start_anchor"])
     said = (begun or "").strip()
-    if said and said not in turn and said in prompt:  # it holds what else tells where turns begin
+    if said and said not in turn and said in prompt:  # the message itself contains the anchor
         return prompt[prompt.rindex(said) :]
     return turn if found else turn[-UNTOLD:]
 
 
 @dataclass
 class Part:
-    """A piece of an answer: `kind` is content, thinking or call; a call is whole and has a name and arguments."""
+    """A part of an answer: `kind` is content, thinking or call; a call is whole, with name and arguments in `text`."""
 
     kind: str
     text: str
@@ -251,28 +251,26 @@ class Part:
 
 
 class Parser:
-    """Takes the text of one answer apart while it comes.
+    """Incremental parser of one answer's text.
 
     Args:
         template: the response template; None: all of it is content.
-        turn: what the prompt says already of the turn, by `turn_of`.
-        tools: that may be called; without any, calls are content.
-        many: whether it may call more than once; if not, nothing behind the first call is part of the answer.
+        turn: the prompt's end that belongs to the turn, by `turn_of`.
+        tools: tools that may be called; without any, calls are content.
+        many: whether several calls are allowed; if not, text after the first call is dropped.
 
     Attributes:
-        calls: so many tools have been called.
+        calls: number of tool calls so far.
     """
 
     def __init__(self, template: dict[str, Any] | None, turn: str, tools: Sequence[Tool], many: bool = True) -> None:
         self.calls = 0
         self._many = many
         self._parser: Any = None
-        self._raw = ""  # of the call that is being read
-        self._kind = ""  # of the last part
-        self._spaces = ""  # behind it, which are nobody's unless it goes on
-        self._held = (
-            0  # characters of the turn that may begin a mark, and come with the answer's first where they do not
-        )
+        self._raw = ""  # text of the call being read
+        self._kind = ""  # kind of the last part
+        self._spaces = ""  # spaces after it, dropped unless it goes on
+        self._held = 0  # characters of the turn that may begin a mark; else they come with the answer's first
         if template is not None:
             from transformers.utils.chat_parsing import ResponseParser  # seconds
 
@@ -281,29 +279,29 @@ class Parser:
             spec = template | {"fields": fields, "start_anchor": NO_ANCHOR}
             self._parser = ResponseParser(spec, prefix=turn, tools=given)
             self._parts(self._parser.initial_events)
-            self.calls, self._spaces = 0, ""  # spaces behind what is said already are the answer's
+            self.calls, self._spaces = 0, ""  # spaces after the prompt belong to the answer
             if turn:
                 held = ResponseParser(spec, prefix=turn).finalize()[1]
                 self._held = sum(len(event["text"]) for event in held if event["type"] == "region_chunk")
 
     @property
     def wants_special(self) -> bool:
-        """Whether special tokens tell parts of the answer."""
+        """Whether the text must include special tokens, which mark parts of the answer."""
         return self._parser is not None
 
     @property
     def full(self) -> bool:
-        """Whether nothing more can be part of the answer."""
+        """Whether the answer is complete."""
         return self.calls > 0 and not self._many
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that more text completes."""
+        """Returns the parts that more text completes."""
         if self._parser is None:
             return [Part("content", text)] if text else []
         return self._parts(self._parser.feed(text))
 
     def finish(self) -> list[Part]:
-        """The parts that were waiting for more."""
+        """Returns the parts that were waiting for more text."""
         return [] if self._parser is None else self._parts(self._parser.finalize()[1])
 
     def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:
@@ -325,7 +323,7 @@ class Parser:
         return parts
 
     def _said(self, kind: str, text: str) -> list[Part]:
-        """Text without the spaces that stand between parts."""
+        """Returns text as a part, without the spaces between parts."""
         if kind != self._kind:
             text, self._spaces = text.lstrip(), ""
             if not text:
@@ -339,7 +337,7 @@ class Parser:
     def _called(self, value: Any) -> list[Part]:
         raw, self._raw = self._raw, ""
         calls = [_function(one) for one in (value if isinstance(value, list) else [value])]
-        if not calls or None in calls:  # it only looked like one
+        if not calls or None in calls:  # it only looked like a call
             return self._said("content", raw)
         calls = calls if self._many else calls[:1]
         self._kind = "call"
@@ -348,7 +346,7 @@ class Parser:
 
 
 def _function(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of a call, as JSON; None where it is none."""
+    """Returns name and JSON arguments of a call; None if it is not a call."""
     if not isinstance(value, dict):
         return None
     function = value.get("function", value)

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in OpenAI's form."""
+"""Errors for clients, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """A request that gets no answer.
+    """Refusal or failure of a request.
 
     Args:
-        param: the field that is wrong.
-        retry_s: when to try again.
+        param: the wrong field.
+        retry_s: seconds after which to retry.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's and vLLM's requests for completions and chats, and what becomes of each here."""
+"""Fields of OpenAI's and vLLM's requests for completions and chats, and their support here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class Field:
 
     Attributes:
         route: both, completions or chats.
-        fate: done; refused, as without it the answer would mean something else; or harmless, and named in the header of
-            ignored fields.
-        says: a sentence of it; of one that is refused, the reason or what to send instead.
-        neutral: values of a refused field that want nothing.
+        fate: done; refused, as the answer would be wrong without it; or harmless: ignored and named in a header.
+        says: its description; for a refused field, the reason or what to send instead.
+        neutral: values of a refused field that have no effect and are accepted.
     """
 
     name: str
@@ -40,8 +39,8 @@ FIELDS = (
         ("model", "the model's name, or none; another one is 404"),
         ("stream", "the answer comes as server-sent events"),
         ("stream_options", "`include_usage`: the usage is the last event"),
-        ("max_tokens", "at most so many tokens; unset: 16 in completions, what the context leaves in chats"),
-        ("n", "so many answers to one prompt, at most 128"),
+        ("max_tokens", "limit of new tokens; unset: 16 in completions, what the context leaves in chats"),
+        ("n", "number of answers to one prompt, at most 128"),
         ("temperature", "0 to 100; unset: that of `generation_config.json`, then 1"),
         ("top_p", "above 0, to 1; unset: that of `generation_config.json`, then 1"),
         ("top_k", "0 and -1 keep all tokens; unset: that of `generation_config.json`, then 0"),
@@ -49,7 +48,7 @@ FIELDS = (
         ("seed", "fixes what is drawn, choice *i* of `n` with seed + *i*; unset: each request draws its own"),
         ("stop", "up to 16 texts; the answer ends before the first of them"),
         ("stop_token_ids", "token ids; the answer ends before them"),
-        ("min_tokens", "no end is drawn before so many tokens"),
+        ("min_tokens", "number of tokens before an end may be drawn"),
         ("ignore_eos", "the model's own ends do not end the answer"),
         ("logit_bias", "up to 300 token ids with -100 to 100, which is added to their logits"),
         ("presence_penalty", "-2 to 2, for tokens that were drawn"),
@@ -165,12 +164,12 @@ _OF_COMPLETIONS = {field.name: field for field in FIELDS if field.route != CHATS
 
 
 def field_of(name: str, chat: bool) -> Field | None:
-    """A field of chats' requests, or of completions'; None: nobody knows it."""
+    """Returns a field of chats or completions; None if unknown."""
     return (_OF_CHATS if chat else _OF_COMPLETIONS).get(name)
 
 
 def table() -> list[str]:
-    """The rows of the page on serving."""
+    """Returns the table of fields for the page on serving, as lines of Markdown."""
     rows = ["| field | of | here | |", "|---|---|---|---|"]
     order = (DONE, REFUSED, HARMLESS)
     for field in sorted(FIELDS, key=lambda field: order.index(field.fate)):

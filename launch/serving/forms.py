@@ -1,4 +1,4 @@
-"""The fields that say which form an answer has to have: JSON of a schema, an expression, a choice, a grammar, marks."""
+"""Request fields that constrain an answer: a JSON schema, a regular expression, a choice, a grammar, tags."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Texts = Annotated[Some[str], Field(min_length=1, max_length=MOST_EXPRESSION)]
 
 @dataclass(frozen=True)
 class Shape:
-    """A form that an answer has to have.
+    """A constraint on an answer's text.
 
     Attributes:
-        param: the field that says so.
+        param: the request field that sets it.
         kind: json, regex, choice, grammar or structural_tag.
         value: a schema, an expression, texts, a grammar in EBNF or in Lark's syntax, or `Tagged`.
-        options: of a schema's spaces, as llguidance reads them.
+        options: llguidance's options for a schema's spaces.
     """
 
     param: str
@@ -42,7 +42,7 @@ class Tag(Schema):
 
 
 class Tagged(Schema):
-    """Text in which JSON that follows a schema stands between marks."""
+    """Free text with JSON that follows a schema between tags."""
 
     type: Literal["structural_tag"] = "structural_tag"
     structures: Some[Tag] = Field(min_length=1)
@@ -57,7 +57,7 @@ class Tagged(Schema):
 
 
 class Format(Schema):
-    """The form of an answer."""
+    """The field `response_format`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class Format(Schema):
 
     @property
     def shape(self) -> Shape | None:
-        """None: any text."""
+        """The constraint; None: any text."""
         param = "response_format"
         match self.type:
             case "text":
@@ -92,7 +92,7 @@ class Format(Schema):
 
 
 class Structured(Schema):
-    """A form of the answer, one of several."""
+    """The field `structured_outputs`, which holds exactly one kind of constraint."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -130,10 +130,10 @@ class Structured(Schema):
 
 
 def shape_of(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: bool = False) -> Shape:
-    """A shape as fields say it.
+    """Creates a shape from a field's value.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not a shape.
     """
     if kind == "choice" and (total := sum(map(len, value))) > MOST_EXPRESSION:
         raise ValueError(f"{param} has {total} characters, and may have {MOST_EXPRESSION}")
@@ -150,20 +150,20 @@ def shape_of(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: 
 
 
 def _object(param: str, value: str | dict[str, Any]) -> dict[str, Any]:
-    """The object that a field holds, or a text of it."""
+    """Returns the object that a field holds directly or as JSON text."""
     if isinstance(value, str):
-        bounded(param, value)  # of a text of 64 MiB Python would make gigabytes
+        bounded(param, value)  # Python would turn a text of 64 MiB into gigabytes
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{param}={SAID.repr(value)} is no JSON object")
+        raise ValueError(f"{param}={SAID.repr(value)} is not a JSON object")
     return found
 
 
 def bounded(param: str, schema: Any) -> None:
-    """Raises ValueError where a schema is larger than one may be; what it costs to find out is bounded as well."""
+    """Raises ValueError if a schema is too large; the cost of the check is bounded as well."""
     room, left = MOST_SCHEMA, [(schema, 0)]
     while left and room >= 0:
         value, level = left.pop()
@@ -193,7 +193,7 @@ def tagged(param: str, value: dict[str, Any]) -> Tagged:
 
 
 def _closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that they name, and no others."""
+    """Forbids properties that a schema's objects do not name; returns the new schema."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):

@@ -2,8 +2,8 @@
 
     [u32 bytes of the header][u32 bytes of the tail][i64 id, or 0][header: JSON, `kind` and the fields][tail: int32 ids]
 
-Both ends are of one host: numbers are in its byte order. Prompts of a million tokens are bytes that nobody parses. Who
-writes keeps the bounds of who reads. A frame that cannot be understood still says whose it is.
+Both ends run on one host: numbers are in its byte order. Token ids are raw bytes that need no parsing. Writers keep the
+size limits of readers. A frame with an unreadable header still has its id.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any, ClassVar
 import numpy as np
 
 HEAD = struct.Struct("=IIq")
-MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; grammars, of which headers are made, are far below
+MOST_HEADER, MOST_TAIL = 1 << 24, 1 << 30  # bytes; grammars, the largest part of headers, are far below
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What crosses the socket; `ids` travel as the tail."""
+    """Base of all messages on the socket; `ids` are sent as the tail."""
 
     kind: ClassVar[str]
 
 
 @dataclass(frozen=True, eq=False)
 class Submit(Message):
-    """A continuation to draw.
+    """A continuation to generate.
 
     Attributes:
-        ids: [n] int32, the prompt, with what was drawn of it before where it is submitted again.
-        drawn: so many of the last ids were drawn: they are part of the answer, for penalties.
-        max_new_tokens: to draw from now on.
-        sampling: those of `helix.steps.sampling.SamplingParams` that differ from its defaults.
+        ids: [n] int32, the prompt; when resubmitted, followed by the tokens drawn before.
+        drawn: number of last ids that were drawn: they count as the answer, for penalties.
+        max_new_tokens: tokens to draw from now on.
+        sampling: fields of `helix.events.sampling_params.SamplingParams` that differ from its defaults.
         priority: higher ones are admitted first.
-        salt: continuations share cached prefixes with those of the same salt alone.
-        grammar: that the continuation follows, as llguidance reads it; None: it is free.
+        salt: continuations share cached prefixes only with those of the same salt.
+        grammar: grammar to follow, in llguidance's format; None: unconstrained.
     """
 
     kind = "submit"
@@ -54,7 +54,7 @@ class Submit(Message):
 
 @dataclass(frozen=True, eq=False)
 class Abort(Message):
-    """Nobody wants the rest; what follows of it says nothing."""
+    """Cancellation of a request; its later frames are ignored."""
 
     kind = "abort"
     id: int
@@ -62,25 +62,25 @@ class Abort(Message):
 
 @dataclass(frozen=True, eq=False)
 class Stop(Message):
-    """The job is to end, and all that runs with it."""
+    """Order to end the job and all running continuations."""
 
     kind = "stop"
 
 
 @dataclass(frozen=True, eq=False)
 class Ready(Message):
-    """The first message of a job: what it serves.
+    """The first message of a job: a description of what it serves.
 
     Attributes:
         model: the checkpoint's directory; None for a shape alone.
-        layout: in words, as the job prints it.
-        context: most tokens of a sequence, as the model has it, and
-        max_length: as the cache has room for.
+        layout: the layout as text.
+        context: most tokens of a sequence by the model's limit.
+        max_length: most tokens of a sequence by the model's and the cache's limits.
         kv_tokens: tokens of all sequences together that the cache holds.
         max_batch: sequences at a time.
-        eos: the model's own ends.
+        eos: the model's end tokens.
         guided: whether continuations can follow a grammar.
-        random: whether the weights are.
+        random: whether the weights are random.
     """
 
     kind = "ready"
@@ -99,14 +99,14 @@ class Ready(Message):
 
 @dataclass(frozen=True, eq=False)
 class Delta(Message):
-    """What is new of a continuation.
+    """New tokens of a continuation, or its end.
 
     Attributes:
-        ids: [n] int32, drawn since the last one, the token that ends it included.
-        finish_reason: None while it goes on, then stop (one of the model's own ends), length, abort or error.
-        reason: why, where it is error.
-        cached: prompt tokens that were in the cache, with the first ids.
-        logprobs: of each id: its own, then pairs (id, logprob) of the most likely ones.
+        ids: [n] int32, drawn since the last message, including the end token.
+        finish_reason: None while it goes on, then stop (one of the model's end tokens), length, abort or error.
+        reason: the error message, if finish_reason is error.
+        cached: prompt tokens that were in the cache, sent with the first ids.
+        logprobs: each id's own, then pairs (id, logprob) of the most likely ones.
     """
 
     kind = "delta"
@@ -120,7 +120,7 @@ class Delta(Message):
 
 @dataclass(frozen=True, eq=False)
 class Queued(Message):
-    """A continuation has been read, and waits to be admitted."""
+    """Receipt: a continuation has been read, and waits for admission."""
 
     kind = "queued"
     id: int
@@ -128,10 +128,10 @@ class Queued(Message):
 
 @dataclass(frozen=True, eq=False)
 class Progress(Message):
-    """So many of a prompt's tokens are in the cache; the first one says that it has been admitted.
+    """Prefill progress: `done` tokens of the prompt are in the cache; the first such message reports admission.
 
     Attributes:
-        cached: so many were there before.
+        cached: tokens that were there before.
     """
 
     kind = "progress"
@@ -143,7 +143,7 @@ class Progress(Message):
 
 @dataclass(frozen=True, eq=False)
 class Failed(Message):
-    """The last message of a job that fails: the reason."""
+    """The last message of a failing job, with the reason."""
 
     kind = "failed"
     reason: str
@@ -151,7 +151,7 @@ class Failed(Message):
 
 @dataclass(frozen=True, eq=False)
 class Unread(Message):
-    """A frame that is no message of those known here, in its place: whose it is, 0 where nobody's, and the reason."""
+    """Placeholder of a frame that could not be decoded: its id, 0 if it has none, and the reason."""
 
     id: int
     reason: str
@@ -169,15 +169,15 @@ KINDS = {kind.kind: kind for kind in (Submit, Abort, Stop, Ready, Delta, Queued,
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message; errors as of `pieces`."""
+    """Encodes a message as a frame; errors as in `pieces`."""
     return b"".join(pieces(message))
 
 
 def pieces(message: Message) -> tuple[bytes, memoryview]:
-    """The frame of a message, in two pieces, of which the second one is the message's own ids.
+    """Encodes a message as a frame in two pieces; the second is a view of the message's ids.
 
     Raises:
-        ValueError: it is larger than a frame may be.
+        ValueError: it exceeds the size limit of a frame.
     """
     content = {f.name: getattr(message, f.name) for f in fields(message) if f.name != "ids"}
     header = json.dumps({"kind": message.kind, **content}, separators=(",", ":")).encode()
@@ -189,29 +189,29 @@ def pieces(message: Message) -> tuple[bytes, memoryview]:
 
 
 class Decoder:
-    """Frames to messages, in whatever pieces the bytes come."""
+    """Incremental decoder of frames to messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that these bytes complete.
+        """Returns the messages that these bytes complete.
 
         Raises:
-            ValueError: they are no frame, and nothing that follows them can be.
+            ValueError: they are not a frame, so that the rest of the stream is unreadable.
         """
         self._bytes += data
         begin, messages = 0, []
         while len(self._bytes) - begin >= HEAD.size:
             header, tail, of = HEAD.unpack_from(self._bytes, begin)
             if header > MOST_HEADER or tail > MOST_TAIL or tail % 4:
-                raise ValueError(f"no frame: a header of {header} bytes and a tail of {tail}")
+                raise ValueError(f"not a frame: a header of {header} bytes and a tail of {tail}")
             middle = begin + HEAD.size + header
             if len(self._bytes) < middle + tail:
                 break
             try:
                 message = _message(self._bytes[begin + HEAD.size : middle], self._bytes[middle : middle + tail])
-            except Exception as error:  # of whatever kind: one frame's is not the next one's
+            except Exception as error:  # any error of one frame leaves the next ones readable
                 message = Unread(of, f"its frame cannot be read: {error}")
             messages.append(message)
             begin = middle + tail
@@ -231,7 +231,7 @@ def _message(header: bytearray, tail: bytearray) -> Message:
 
 
 def _frozen(value: Any) -> Any:
-    """JSON's lists as tuples, wherever they are."""
+    """Converts JSON's lists to tuples, recursively."""
     if isinstance(value, dict):
         return {name: _frozen(one) for name, one in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""Grammars of answers as llguidance reads them: a form of a request's, or calls of tools in a dialect.
+"""Grammars of answers in llguidance's format: for a request's constraint, or for tool calls in a dialect.
 
-A grammar is made of parts, the first of which begins it.
+A grammar consists of parts; it starts with the first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from launch.serving.dialects import Calls, Dialect
 from launch.serving.forms import Shape, Tagged
 from launch.serving.schemas import Tool
 
-# Between the parts of JSON: a space, or the beginning of a line. Unbounded, some models write spaces for ever.
+# Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
-# Texts that are certain are not looked for ahead: each mask would take as long as they are.
+# No search for forced tokens ahead: it would make each mask's time grow with the length of forced text.
 HEAD = '%llguidance {"no_forcing": true}\n'
 SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")  # characters of a regular expression
 
@@ -34,14 +34,14 @@ def of_shape(
     turn: str = "",
     begun: bool = False,
 ) -> Parts:
-    """The grammar of an answer of a shape, behind what it thinks.
+    """Creates the grammar of an answer of a shape, after an optional thought.
 
     Args:
         added: the tokenizer's own tokens, by their texts.
-        special: those of them that are no text.
-        eos: the model's own ends, which no thought holds.
-        dialect: None where nothing stands before the answer, as in completions.
-        turn: what the prompt says already of the turn.
+        special: those of them that are not text.
+        eos: the model's end tokens, which a thought cannot contain.
+        dialect: None if nothing precedes the answer, as in completions.
+        turn: the prompt's end that belongs to the answer's turn.
         begun: whether the prompt ends within the answer's text, unless it ends within a thought.
     """
     rules = _Rules(added)
@@ -61,16 +61,16 @@ def of_calls(
     added: Mapping[str, int],
     eos: Collection[int],
 ) -> Parts:
-    """The grammar of an answer that calls tools and says nothing else, behind what it thinks.
+    """Creates the grammar of an answer that consists of tool calls, after an optional thought.
 
     Args:
-        many: whether it may call more than once, where the dialect can.
-        turn: what the prompt says already of the turn, whose end tells whether the answer begins within a thought.
+        many: whether several calls are allowed, if the dialect has a syntax for them.
+        turn: the prompt's end that belongs to the answer's turn; it shows whether the answer begins within a thought.
         added: the tokenizer's own tokens, by their texts.
-        eos: the model's own ends, which no thought holds.
+        eos: the model's end tokens, which a thought cannot contain.
     """
     calls = dialect.calls
-    assert calls is not None, "checked by whoever wants calls"
+    assert calls is not None, "checked by the caller"
     rules = _Rules(added)
     one = rules.add(" | ".join(_call(rules, calls, tool) for tool in tools))
     several = f"{one} ({rules.text(calls.between)} {one})*" if many and calls.between is not None else one
@@ -90,7 +90,7 @@ def _behind_thought(rules: _Rules, dialect: Dialect, turn: str, eos: Collection[
     if close is not None:
         thought = f"<[^{','.join(map(str, sorted({close, *eos})))}]>* <[{close}]> {rules.text(behind)}"
         return f"{thought} {start}" if begin in turn else f"({rules.text(begin)} {thought})? {start}"
-    if begin in turn:  # its marks are texts like others
+    if begin in turn:  # its marks are ordinary text
         thought = rules.add("/(?s:.*)/", f"[suffix={json.dumps(end)}]")
         return f"{thought} {rules.text(behind)} {start}"
     return start
@@ -101,7 +101,7 @@ def _lark(start: str, rules: _Rules) -> dict[str, Any]:
 
 
 def _answer(shape: Shape, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
-    """The part of an answer by itself."""
+    """Creates the part of a grammar for the answer itself."""
     match shape.kind:
         case "json":
             return {"json_schema": SPACES | shape.options | shape.value}
@@ -122,7 +122,7 @@ def _regex(expression: str) -> dict[str, Any]:
 
 
 def _tagged(tags: Tagged, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
-    """Free text, in which JSON stands between marks."""
+    """Creates the part for free text with JSON between tags."""
     rules.define("TEXT", "/(?s:.*)/")
     ways = []
     for tag in tags.structures:
@@ -137,7 +137,7 @@ def _tagged(tags: Tagged, rules: _Rules, special: Collection[str]) -> dict[str, 
 
 
 class _Rules:
-    """Rules of a grammar in Lark's syntax, and texts as it writes them."""
+    """Builder of a grammar's rules and literals in Lark's syntax."""
 
     def __init__(self, added: Mapping[str, int]) -> None:
         self.added = added
@@ -149,16 +149,16 @@ class _Rules:
         return "".join(f"{rule}\n" for rule in self._rules)
 
     def add(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Adds a rule and returns its new name."""
         name = f"r{len(self._rules)}"
         self.define(f"{name}{options}", body)
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Adds a rule.
+        """Adds a rule with a given name.
 
         Raises:
-            ValueError: all of them are too large: what arguments share is written for each of them.
+            ValueError: the grammar becomes too large; shared definitions are repeated for each argument.
         """
         self._room -= len(body)
         if self._room < 0:
@@ -166,7 +166,7 @@ class _Rules:
         self._rules.append(f"{name}: {body}")
 
     def text(self, text: str) -> str:
-        """A text, in which the tokenizer's own tokens stand for themselves."""
+        """Writes a text as literals and the ids of the tokenizer's own tokens."""
         return " ".join(self._pieces(text)) or '""'
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -183,7 +183,7 @@ class _Rules:
 
 
 def _call(rules: _Rules, calls: Calls, tool: Tool) -> str:
-    """The name of the rule of a tool's calls."""
+    """Adds the rule of a tool's calls and returns its name."""
     function = tool.function
     parameters = (NO_PARAMETERS if function.parameters is None else function.parameters) | {"type": "object"}
     arguments = _json(parameters) if calls.argument is None else _arguments(rules, calls.argument, parameters)
@@ -192,7 +192,7 @@ def _call(rules: _Rules, calls: Calls, tool: Tool) -> str:
 
 
 def _arguments(rules: _Rules, argument: str, parameters: dict[str, Any]) -> str:
-    """Arguments that are written one by one, in the order of the schema; texts as they are, all else as JSON."""
+    """Writes arguments one by one, in the schema's order: strings unquoted (only `enum` enforced), others as JSON."""
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     written = []
     properties, required = parameters.get("properties"), parameters.get("required")

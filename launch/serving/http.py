@@ -1,4 +1,4 @@
-"""HTTP by uvicorn, with limits that it does not have: on what stands before a body, and for connections given up."""
+"""HTTP server over uvicorn, with additional limits on requests' heads and on abandoned connections."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BACKLOG = 4096
 CONNECTIONS = 16384  # at a time
 CLOSING_S = 2  # for connections to end, once the server does
 KEEP_ALIVE_S = 75
-LINGER_S = 5.0  # in which a client whose request is refused may read why, and what it still sends is dropped
-MOST_URL, MOST_HEAD = 16 << 10, 64 << 10  # bytes, of a target, and of all that is no body
+LINGER_S = 5.0  # for a client to read a refusal, while its remaining data is dropped
+MOST_URL, MOST_HEAD = 16 << 10, 64 << 10  # bytes of a target, and of everything before or after a body
 MOST_HEADERS = 256
 
 
 class Server(uvicorn.Server):
-    """A server in a loop whose signals are somebody else's."""
+    """A uvicorn server that leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -35,12 +35,12 @@ class Server(uvicorn.Server):
 
 def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
     class Protocol(HttpToolsProtocol):
-        """A connection that ends where no headers come or too many do, and that an application can end at once."""
+        """A connection with limits on time and size of headers, which an application can abort."""
 
         def connection_made(self, transport: object) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
-            self._refused: ApiError | None = None  # then all that follows is dropped
-            self._unread = 0  # bytes since the parser last made a head, or a part of a body, of them
+            self._refused: ApiError | None = None  # once set, later data is dropped
+            self._unread = 0  # bytes since the parser last completed a head or a part of a body
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
 
         def data_received(self, data: bytes) -> None:
@@ -53,7 +53,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._size = 0  # of headers, those behind a body included
+            self._size = 0  # of headers, including trailers
             self.scope["helix.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self._late.cancel()
             self._late = self.loop.call_later(RECEIVE_S, self.transport.abort)
@@ -93,17 +93,17 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
                 super().send_400_response(msg)
 
         def _refuse(self, status: int, message: str) -> ApiError:
-            """Answers what the parser reads, which stops with the error that is returned."""
+            """Sends a refusal, and returns the error that stops the parser."""
             self._refused = ApiError(status, message)
             self._late.cancel()
             if self.cycle is not None and not self.cycle.response_complete:
-                self.transport.abort()  # of a request before, whose answer this would fall into
+                self.transport.abort()  # the refusal would corrupt an earlier request's answer
                 return self._refused
             body = json.dumps(self._refused.body()).encode()
             phrase = HTTPStatus(status).phrase
             head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-            # To close with bytes unread would be to take the answer back.
+            # Closing with unread bytes would reset the connection and lose the answer.
             self.transport.write_eof()
             self._late = self.loop.call_later(LINGER_S, self.transport.abort)
             return self._refused
@@ -125,7 +125,7 @@ def make_server(app: ASGIApp, serve: ServeConfig) -> Server:
 
 
 def listen(serve: ServeConfig) -> socket.socket:
-    """The socket of the server's address.
+    """Opens the socket of the server's address.
 
     Raises:
         ValueError: it cannot be listened at.
@@ -133,7 +133,7 @@ def listen(serve: ServeConfig) -> socket.socket:
     try:
         family = socket.getaddrinfo(serve.host, serve.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((serve.host, serve.port), family=family, backlog=BACKLOG)
-        # Connections inherit it; not every loop sets it, and a body behind its headers would wait 40 ms.
+        # Connections inherit it; not every loop sets it, and a body sent after its headers would wait 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: which tokens may come next, by llguidance, on rank 0's host."""
+"""Token masks for answers that follow a grammar, by llguidance on rank 0's host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-PROBE = ' \n\t{"a": [1, "é😀", null]}'  # of what answers are made
-KEPT = 8  # grammars that are not compiled again
-# While rank 0 makes a mask everybody waits: it takes some 10 ms at most. Memory: some 2 KB a state of the lexer.
+PROBE = ' \n\t{"a": [1, "é😀", null]}'  # typical text of answers
+KEPT = 8  # compiled grammars that are cached
+# All ranks wait while rank 0 computes a mask: some 10 ms at most. Memory: some 2 KB per state of the lexer.
 LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     step_max_items=100_000,
@@ -22,15 +22,15 @@ LIMITS = LLParserLimits(
 
 
 class Grammars:
-    """Makes grammars for a model.
+    """Factory of grammar matchers for a model.
 
     Args:
-        path: of its `tokenizer.json`.
+        path: its `tokenizer.json`.
         vocab: tokens that the model can draw.
         eos: its end tokens.
 
     Raises:
-        ValueError: it has no end, or the tokenizer's tokens do not spell what they stand for.
+        ValueError: it has no end token, or the bytes of its tokens do not spell their text.
     """
 
     def __init__(self, path: Path, vocab: int, eos: Collection[int]) -> None:
@@ -45,13 +45,13 @@ class Grammars:
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def begun(self, grammar: str, drawn: Collection[int] = ()) -> BegunGrammar:
-        """The rest of an answer of which some tokens are drawn already.
+        """Creates the matcher of an answer of which the tokens `drawn` exist already.
 
         Args:
-            grammar: as llguidance reads it.
+            grammar: in llguidance's format.
 
         Raises:
-            ValueError: it cannot be followed.
+            ValueError: the grammar is invalid.
         """
         begun = BegunGrammar(self._compiled(grammar).deep_copy(), self._ends.view(np.int32))
         for token in drawn:
@@ -61,14 +61,14 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what of it no token can begin is found here
+            matcher.compute_bitmask()  # finds grammars that no token can begin
         if matcher.is_error():
             raise ValueError(_told(matcher))
         return matcher
 
 
 class BegunGrammar:
-    """A `helix.events.request.Grammar`; behind its end only end tokens may come."""
+    """Matcher of one answer, a `helix.events.request.Grammar`; after its end it allows only end tokens."""
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray) -> None:
         self._matcher = matcher
@@ -76,7 +76,7 @@ class BegunGrammar:
 
     @property
     def mistake(self) -> str | None:
-        """Why it could not be followed to its end, so that the answer ends without it; None where all is well."""
+        """The error after which the answer continues unconstrained; None if there is none."""
         return f"its form cannot be followed further: {_told(self._matcher)}" if self._matcher.is_error() else None
 
     def allowed(self) -> np.ndarray:
@@ -91,7 +91,7 @@ class BegunGrammar:
 
 
 def _told(matcher: LLMatcher) -> str:
-    """Takes llguidance's words, without the grammar's text."""
+    """Returns llguidance's error message without the grammar's text."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error.startswith("NoExtension"):
         return "no text follows it"

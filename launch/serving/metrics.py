@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus's format, under vLLM's names with a prefix of its own."""
+"""A server's metrics in Prometheus's format, under vLLM's names with the prefix `helix:`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BETWEEN = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)  # two tokens
-# Gauges of the engine, by the name that it reports.
+# Gauges of the engine, by its own names.
 ENGINE = {
     "pages": ("kv_pages", "pages of KV on each rank"),
     "pages_used": ("kv_pages_used", "pages that sequences hold"),
     "pages_cached": ("kv_pages_cached", "pages that are kept for prompts that begin alike"),
-    "pages_free": ("kv_pages_free", "pages that nobody has"),
+    "pages_free": ("kv_pages_free", "pages that are free"),
 }
 
 
@@ -21,7 +21,7 @@ class Metrics:
     """Counters, gauges and histograms of one server."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a time beside each counter, of no use to anybody
+        disable_created_metrics()  # no extra timestamp per counter
         self._registry = CollectorRegistry()
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
@@ -39,12 +39,12 @@ class Metrics:
         self.new_tokens = counter("generation_tokens", "tokens drawn")
         self.ended = counter("request_success", "requests that ended, by how", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
-            self.ended.labels(reason)  # there from the beginning, as a rate wants it
+            self.ended.labels(reason)  # exported from the beginning, so that rates work
         self.preemptions = counter("num_preemptions", "requests that gave their pages to others, each time")
         self.restarts = counter("restarts", "restarts of the ranks")
 
     def watch(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when somebody looks."""
+        """Adds a gauge that is read at each scrape."""
         Gauge(f"helix:{name}", what, registry=self._registry).set_function(value)
 
     def text(self) -> bytes:

@@ -1,6 +1,6 @@
-"""The model's share of a request: the prompt's token ids, and the form that the answer has to have.
+"""The model-dependent part of a request: the prompt's token ids, and the grammar of the answer.
 
-All of it takes time by the size of the request, and may be done in another process.
+Its time grows with the size of the request, and it may run in another process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from launch.serving.tokens import Tokens
 
 
 class Form(NamedTuple):
-    """The grammar of an answer in parts, and the field that wants it."""
+    """The parts of an answer's grammar, and the request field that sets it."""
 
     param: str
     parts: Parts
@@ -29,14 +29,14 @@ class Form(NamedTuple):
 def read_chat(
     tokens: Tokens, dialect: Dialect | None, body: Chat, tools: Sequence[Tool], most: int, eos: Collection[int]
 ) -> tuple[np.ndarray, str, Form | None]:
-    """The ids [n] int32 of a chat's prompt, what it says already of the answer's turn, and the form of the answer.
+    """Encodes a chat: the ids [n] int32 of its prompt, the prompt's part of the answer's turn, and the answer's form.
 
     Raises:
-        ApiError: 400, the template cannot take it, it is far longer than `most` tokens, or nobody knows how the model
-            writes calls.
+        ApiError: 400, the template refuses it, it is far longer than `most` tokens, or the model's syntax of calls is
+            unknown.
     """
     ids, text = tokens.encode_chat(body, tools, most)
-    begins = body.prompts_answer or body.begun is not None  # else the answer is whatever stands behind a message
+    begins = body.prompts_answer or body.begun is not None  # else the answer is plain text after a message
     turn = turn_of(dialect.template, text, body.begun) if dialect is not None and begins else ""
     return ids, turn, form_of(tokens, body, eos, dialect, turn)
 
@@ -44,15 +44,15 @@ def read_chat(
 def form_of(
     tokens: Tokens, body: Generation, eos: Collection[int], dialect: Dialect | None = None, turn: str = ""
 ) -> Form | None:
-    """The form of an answer; None: anything.
+    """Returns the form that a request demands of its answer; None: any text.
 
     Args:
-        eos: the model's own ends.
-        dialect: None in completions.
-        turn: what the prompt says already of the answer's turn.
+        eos: the model's end tokens.
+        dialect: None for completions.
+        turn: the prompt's part of the answer's turn.
 
     Raises:
-        ApiError: 400, nobody knows how the model writes calls, or the form is too large.
+        ApiError: 400, the model's syntax of calls is unknown, or the form is too large.
     """
     if isinstance(body, Chat) and body.has_to_call:
         if dialect is None or dialect.calls is None:
@@ -73,12 +73,12 @@ def form_of(
 
 
 def unfollowed(param: str, error: ValueError) -> ApiError:
-    """The refusal of a form for what is wrong with it."""
+    """Creates the refusal of a form, with the reason."""
     return ApiError(400, f"{param} cannot be followed: {' '.join(str(error).split()):.300}", param=param)
 
 
 def ids_of(tokens: Tokens, body: Tokenize, max_length: int, most: int) -> bytes:
-    """The answer of /tokenize."""
+    """Computes the answer of /tokenize, as JSON."""
     if body.messages is not None:
         ids, _ = tokens.encode_chat(body, body.tools, most)
     else:

@@ -1,4 +1,4 @@
-"""Reading of what is large in processes of its own: in this one, Python's lock would keep everybody else waiting."""
+"""Reading of large requests in other processes: in the server's own, Python's lock would block all other requests."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ RECEIVE_S = 60.0  # for a client to send a request, and then for its body to be 
 LARGE = 1 << 15  # bytes, or characters: less is read within some 30 ms
 PROCESSES = 4  # at most
 THREADS = 2
-NICE = 5  # steps of ranks, and answers to others, come first
+NICE = 5  # lower priority than ranks' steps and answers
 
 
 class Reader:
-    """Does what takes time by the size of a request: in a thread where that is small, else in another process.
+    """Executor of calls whose time grows with the request: in a thread for small ones, else in another process.
 
-    Processes take the largest part of a second to start.
+    Processes take almost a second to start.
 
     Args:
         model: the checkpoint's directory.
-        deadline_s: for a process to be free, and for it to read a request, seconds.
+        deadline_s: seconds for a process to be free, and for it to read a request.
 
     Attributes:
-        tokens: of the model; wherever they are part of a call, the other process has its own.
+        tokens: the model's tokenizer; in a call's arguments, the other process substitutes its own.
         workers: the processes.
 
     Raises:
@@ -49,21 +49,21 @@ class Reader:
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of a call; `work`, its arguments and its result have to be picklable.
+        """Runs a call and returns its result; `work`, its arguments and its result must be picklable.
 
         Args:
-            size: of what is read, bytes or characters.
+            size: size of the input, bytes or characters.
 
         Raises:
-            ApiError: of the call's own, or the deadline has passed, or the process died.
+            ApiError: the call's own, or the deadline has passed, or the process died.
         """
         if size <= LARGE:
             return await self._in_thread(work, *arguments)
-        # One that nobody waits for any more comes to its end: to start a process anew would cost more.
+        # An abandoned call runs to its end: restarting a process would cost more.
         return await asyncio.shield(self._call(work, *arguments))
 
     def start(self) -> None:
-        """Starts a process, so that the first large request does not wait for it; to be called in the loop."""
+        """Starts a process, so that the first large request does not wait for it; to be called in the event loop."""
         self._call(int)
 
     def _call(self, work: Callable[..., T], *arguments: Any) -> asyncio.Task[T]:

@@ -1,4 +1,4 @@
-"""What a server answers: its routes, over the core."""
+"""The server's routes, over the core."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
 from launch.serving.tokens import read_defaults
 
-UNSET_TOKENS = 16  # that a completion draws where its request does not say
+UNSET_TOKENS = 16  # default of max_tokens for completions
 MIB = 1 << 20
-BODY_BYTES, ID_BYTES = 64 * MIB, 16  # that a body may have where `serve.body_mib` is unset; of each id of a long prompt
-COUNTED_IDS = 1 << 20  # that may be counted, or read, also where the context is shorter
+BODY_BYTES, ID_BYTES = 64 * MIB, 16  # limit of a body if `serve.body_mib` is unset; bytes per id of a long prompt
+COUNTED_IDS = 1 << 20  # that /tokenize and /detokenize accept even if the context is shorter
 MOST_TOLD = 32  # ignored fields
-GONE = 499  # nobody reads it
+GONE = 499  # status for a client that has left
 PAGE = Path(__file__).with_name("page.html")
-# It has no need of other hosts, and shows what models write as text alone.
+# The page needs no other hosts, and shows models' output as plain text.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 PAGE_HEADERS = {"content-security-policy": POLICY, "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -51,7 +51,7 @@ class Api:
     """The routes of a server.
 
     Args:
-        keys: who may use them.
+        keys: the keys that authorise requests.
     """
 
     def __init__(self, serve: ServeConfig, core: Core, keys: Keys) -> None:
@@ -66,7 +66,7 @@ class Api:
         self.name = serve.name or "model"
 
     def know(self, ready: Ready) -> None:
-        """Reads what goes with the model that a job serves: tokenizer, template, defaults.
+        """Loads the tokenizer, chat template and sampling defaults of the model that a job serves.
 
         Raises:
             ValueError: the tokenizer cannot be read.
@@ -75,25 +75,25 @@ class Api:
         self._reader = Reader(ready.model, RECEIVE_S)
         self._dialect = dialect_of(self._reader.tokens.template)
         if self._dialect is not None:
-            Parser(self._dialect.template, "", [])  # what it imports takes seconds: not with the first chat
+            Parser(self._dialect.template, "", [])  # its imports take seconds: not with the first chat
         self._defaults = read_defaults(ready.model)
         if ready.guided and ready.model is not None:
             self._compiler = Compiler(Path(ready.model, "tokenizer.json"), ready.vocab, ready.eos)
 
     def start(self) -> None:
-        """Makes ready, once the model is known, what reads large requests; else the first of them waits for it."""
+        """Starts the process that reads large requests, once the model is known: the first one need not wait for it."""
         assert self._reader is not None
         self._reader.start()
 
     async def close(self) -> None:
-        """Ends what `start` and requests have started."""
+        """Ends the processes that `start` and requests have started."""
         if self._reader is not None:
             await self._reader.close()
         if self._compiler is not None:
             await self._compiler.close()
 
     def app(self) -> Starlette:
-        """The ASGI application."""
+        """Creates the ASGI application."""
         routes = [
             ("/v1/chat/completions", "POST", self._chat),
             ("/v1/completions", "POST", self._complete),
@@ -112,7 +112,7 @@ class Api:
             exception_handlers={HTTPException: _no_such_route, ApiError: _refused, Exception: _failed},
         )
 
-    # ---- what is under way
+    # ---- generation
 
     async def _complete(self, request: Request) -> ASGIApp:
         ready = self._core.refuse_unless_ready()
@@ -132,7 +132,7 @@ class Api:
             else:
                 prompts.append(prompt)
         if not prompts:
-            raise ApiError(400, "prompt is empty: it has to hold one at least", param="prompt")
+            raise ApiError(400, "prompt must not be empty", param="prompt")
         echoed = [
             told if isinstance(told, str) else await reader.run(told.nbytes, reader.tokens.decode, told)
             for told in (body.prompts if body.echo else [])
@@ -163,10 +163,10 @@ class Api:
         )
 
     async def _grammar(self, form: Form) -> str:
-        """The grammar of a form.
+        """Compiles the grammar of a form.
 
         Raises:
-            ApiError: 400, it cannot be followed.
+            ApiError: 400, it is invalid.
         """
         param = form.param
         if self._compiler is None:
@@ -189,8 +189,8 @@ class Api:
         parser: Callable[[], Parser] | None,
         form: Form | None,
     ) -> ASGIApp:
-        """Starts the continuations of all prompts, `n` of each, and tells them in the form that the request wants."""
-        assert self._reader is not None, "known since there is a job"
+        """Starts the continuations of all prompts, `n` of each, and answers whole or as a stream."""
+        assert self._reader is not None, "set before the first job is ready"
         tokens = self._reader.tokens
         n, changed, submits = body.n or 1, asyncio.Event(), []
         grammar = None if form is None else await self._grammar(form)
@@ -201,7 +201,7 @@ class Api:
                 sampling = sampling_of(body, self._defaults, ready, logprobs, index)
                 submits.append(Submit(0, limit, sampling, -body.priority, salt, grammar, ids=prompt))
         parsers = [parser() if parser is not None else None for _ in submits]
-        flights = self._core.start(submits, changed.set)  # and from here on nothing fails before they have an owner
+        flights = self._core.start(submits, changed.set)  # nothing below fails before `answer` owns them
         choices = [
             Choice(
                 index,
@@ -243,7 +243,7 @@ class Api:
         for flight in flights:
             self._core.abort(flight)
 
-    # ---- what is there
+    # ---- information
 
     async def _models(self, request: Request) -> ASGIApp:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -287,7 +287,7 @@ class Api:
     async def _livez(self, request: Request) -> ASGIApp:
         return JSONResponse({"state": "alive"})
 
-    # ---- all of them
+    # ---- shared by all routes
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
         open_to_all = handler in (self._health, self._livez, self._page)
@@ -302,19 +302,19 @@ class Api:
         return answered
 
     def _known(self, model: str | None) -> Reader:
-        """The reader of a request's model.
+        """Returns the reader of a request's model.
 
         Raises:
             ApiError: 404, another model is served.
         """
         self._core.refuse_unless_ready()
-        assert self._reader is not None, "known since there is a job"
+        assert self._reader is not None, "set before the first job is ready"
         if model is not None and model != self.name:
             raise ApiError(404, f"model={model!r:.80} is not served here: {self.name} is", code="model_not_found")
         return self._reader
 
     async def _body(self, request: Request, schema: type[Body], most_ids: int = 0) -> Body:
-        """The body, of `request.state.size` bytes; of a request with ids it holds so many at most."""
+        """Reads the body, with at most `most_ids` token ids; sets `request.state.size`, its bytes."""
         reader, ready = self._known(None), self._core.refuse_unless_ready()
         mib = self._serve.body_mib or max(BODY_BYTES, ID_BYTES * ready.max_length) // MIB
         most, what = mib * MIB, f"the body is larger than {mib} MiB (serve.body_mib)"
@@ -336,7 +336,7 @@ class Api:
 
 
 def _header(name: str) -> str:
-    """A field's name as headers can have it."""
+    """Escapes a field's name for a header."""
     return name.encode("ascii", errors="backslashreplace").decode().replace("\n", " ").replace("\r", " ")[:80]
 
 

@@ -1,4 +1,4 @@
-"""What a request says of how its tokens are drawn, over the checkpoint's defaults, as the engine takes it."""
+"""A request's sampling parameters over the checkpoint's defaults, in the engine's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch.serving.frames import Ready
 from launch.serving.schemas import Generation
 
 OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-# The engine's defaults: what equals them is not sent.
+# The engine's defaults: values equal to them are not sent.
 ENGINE = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -30,11 +30,11 @@ ENGINE = {
 def sampling_of(
     request: Generation, defaults: Mapping[str, Any], ready: Ready, logprobs: int | None, index: int
 ) -> dict[str, Any]:
-    """Sampling of choice `index` of a request.
+    """Collects the sampling parameters of choice `index` of a request.
 
     Args:
-        defaults: of the checkpoint's `generation_config.json`.
-        logprobs: how many of the most likely tokens are told with each; None for no log-probabilities.
+        defaults: the checkpoint's, from `generation_config.json`.
+        logprobs: number of most likely tokens reported with each token; None for no log-probabilities.
 
     Raises:
         ApiError: a token id is outside of the vocabulary.
@@ -46,19 +46,19 @@ def sampling_of(
     given = {name: value for name in ENGINE if (value := getattr(request, name, None)) is not None}
     values = OPENAI | dict(defaults) | given
     values |= {"top_k": max(0, int(values["top_k"])), "logit_bias": bias, "logprobs": logprobs}
-    # A seed fixes all choices, and each draws its own.
+    # A seed determines all choices, and each draws differently.
     seed = secrets.randbits(63) if request.seed is None else (request.seed + index) % (1 << 63)
-    if request.min_tokens and request.stop_token_ids:  # which are not drawn before
+    if request.min_tokens and request.stop_token_ids:  # not drawn before `min_tokens`
         values["stop_token_ids"] = request.stop_token_ids
     sent = {name: value for name, value in values.items() if value != ENGINE.get(name)}
     return sent | {"seed": seed} if values["temperature"] > 0 else sent
 
 
 def limit_of(request: Generation, prompt: int, unset: int | None, ready: Ready) -> int:
-    """How many tokens may be drawn behind a prompt of so many.
+    """Computes how many tokens may be drawn after a prompt of `prompt` tokens.
 
     Args:
-        unset: where the request does not say; None for as many as there is room for.
+        unset: default of the request's limit; None for all that fit.
 
     Raises:
         ApiError: the prompt, or both together, do not fit.

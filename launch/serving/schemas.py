@@ -1,4 +1,4 @@
-"""What requests may hold, checked; mistakes are named with their field, value and range."""
+"""Schemas of request bodies; errors name the field, its value and its range."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from launch.serving.forms import MOST_EXPRESSION, Expression, Format, Shape, Str
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_STOP = 4096  # characters of each
-MOST_BIASED = 300  # tokens of which a request may say something each, as of `helix.steps.sampling`
-MOST_VALUES = 1 << 17  # of a body, beside its token ids
+MOST_BIASED = 300  # most tokens with a setting of their own in a request, as in `helix.events.sampling_params`
+MOST_VALUES = 1 << 17  # of a body, besides its token ids
 Scalar = str | int | float | bool | None
-BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # of unions, in the place of an error
+BRANCHES = ("str", "int", "float", "bool", "ToolChoice")  # names of union members in an error's location
 SCANNED = 1 << 20  # bytes at a time
 
 
 def _short(value: object) -> object:
-    """Bounds a list or an object before its items are looked at: millions of mistakes take minutes and gigabytes."""
+    """Checks the length of a list or object before its items: millions of errors take minutes and gigabytes."""
     if isinstance(value, dict | list) and len(value) > MOST_BIASED:
         what = "keys" if isinstance(value, dict) else "items"
         raise ValueError(f"has {len(value)} {what}, and may have {MOST_BIASED}")
@@ -62,7 +62,7 @@ class StreamOptions(Schema):
 
 
 class Generation(Schema):
-    """What completions and chats have in common."""
+    """Common fields of completions and chats."""
 
     model: str | None = None
     stream: bool = False
@@ -108,7 +108,7 @@ class Generation(Schema):
     def _ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for name in bias or ():
             if not name.isascii() or not name.isdecimal() or int(name[:11]) >= 1 << 31:
-                raise ValueError(f"has the key {name!r:.40}, which is no token id")
+                raise ValueError(f"has the key {name!r:.40}, which is not a token id")
         return bias
 
     @model_validator(mode="after")
@@ -140,7 +140,7 @@ class Generation(Schema):
 
     @property
     def shape(self) -> Shape | None:
-        """The form that the answer has to have; None: any text."""
+        """The constraint on the answer; None: any text."""
         return self._wanted
 
 
@@ -160,7 +160,7 @@ class Completion(Generation):
 
     @property
     def prompts(self) -> list[str] | list[np.ndarray]:
-        """Texts, or ids [n] int32."""
+        """The prompts as texts, or as ids [n] int32."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt, np.ndarray):
@@ -194,7 +194,7 @@ class Message(Schema):
 
     @property
     def text(self) -> str:
-        """The content in one piece."""
+        """The content as one text."""
         parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
@@ -224,7 +224,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Conversation(Schema):
-    """Fields of a conversation beside its messages."""
+    """Fields of a conversation besides its messages."""
 
     tools: Some[Tool] | None = None
     chat_template_kwargs: Arguments | None = None
@@ -248,17 +248,17 @@ class Conversation(Schema):
 
     @property
     def said(self) -> list[Message]:
-        """The messages."""
+        """The messages; empty for /tokenize with a prompt."""
         return getattr(self, "messages", None) or []
 
     @property
     def begun(self) -> str | None:
-        """The text that the answer goes on with; None: it begins a message."""
+        """The text that the answer continues; None: it begins a message."""
         return self.said[-1].text if self.continue_final_message else None
 
     @property
     def prompts_answer(self) -> bool:
-        """Says whether the prompt ends with the beginning of a message."""
+        """Whether the prompt ends with the beginning of the answer's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
@@ -303,7 +303,7 @@ class Chat(Generation, Conversation):
 
     @property
     def may_call_again(self) -> bool:
-        """Whether there may be more than one call; a tool that is named is called once."""
+        """Whether the answer may contain several calls; a named tool is called once."""
         return self.parallel_tool_calls and not isinstance(self.tool_choice, ToolChoice)
 
 
@@ -330,7 +330,7 @@ class Detokenize(Schema):
 
     @property
     def ids(self) -> np.ndarray:
-        """[n] int32."""
+        """The token ids, [n] int32."""
         return np.asarray(self.tokens)
 
 
@@ -338,13 +338,13 @@ Body = TypeVar("Body", bound=Schema)
 
 
 def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
-    """A request's body.
+    """Parses a request's body.
 
     Args:
-        most_ids: token ids that it may hold.
+        most_ids: upper bound of its token ids.
 
     Raises:
-        ApiError: 400, naming the field, its value and what it has to be.
+        ApiError: 400, naming the field, its value and its range.
     """
     if len(body) > MOST_VALUES:
         _check_values(body, most_ids)
@@ -352,7 +352,7 @@ def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
         request = schema.model_validate_json(body)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False)
-        raise _refusal(max(errors, key=lambda one: len(one["loc"]))) from error  # of a union, the branch that went far
+        raise _refusal(max(errors, key=lambda one: len(one["loc"]))) from error  # of a union, the deepest
     for known, value in _others(request):
         if known.fate == REFUSED and value is not None and value not in known.neutral:
             what = f"{known.name} is not supported: {known.says}"
@@ -361,13 +361,13 @@ def parsed(schema: type[Body], body: bytes, most_ids: int = 0) -> Body:
 
 
 def _check_values(body: bytes, most_ids: int) -> None:
-    """Counts values before anything is made of them: millions of empty lists take seconds, and gigabytes that stay.
+    """Counts values before parsing: millions of empty lists take seconds, and gigabytes that are not freed.
 
     Raises:
         ApiError: 400, there are too many.
     """
     lists = commas = 0
-    within = np.zeros(1, np.uint8)  # a text, at the end of what has been scanned
+    within = np.zeros(1, np.uint8)  # whether the last scanned byte was within a string
     bare = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     for begin in range(0, len(bare), SCANNED):
         part = bare[begin : begin + SCANNED]
@@ -384,15 +384,15 @@ def _check_values(body: bytes, most_ids: int) -> None:
 
 
 def unknown(request: Schema) -> list[str]:
-    """Fields of a request that nobody reads, those of its objects among them."""
-    neutral = {known.name for known, _ in _others(request) if known.fate == REFUSED}  # of a value that wants nothing
+    """Lists the ignored fields of a request, including those of its objects."""
+    neutral = {known.name for known, _ in _others(request) if known.fate == REFUSED}  # with a value of no effect
     inside = [(name, value) for name, value in request if isinstance(value, Schema)]
     names = [*(request.model_extra or ()), *(f"{name}.{key}" for name, of in inside for key in of.model_extra or ())]
     return sorted({*names} - neutral)
 
 
 def _others(request: Schema) -> Iterator[tuple[Known, Any]]:
-    """Fields that are known, and no fields of the schema, with their values."""
+    """Yields known fields that are not in the schema, with their values."""
     for name, value in (request.model_extra or {}).items():
         if (known := field_of(name, isinstance(request, Conversation))) is not None:
             yield known, value
@@ -401,8 +401,8 @@ def _others(request: Schema) -> Iterator[tuple[Known, Any]]:
 def _refusal(error: Any) -> ApiError:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
-    # Branches of a union are named by their types, which are no fields of the body.
+        return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
+    # Locations include the type names of union members, which are not fields of the body.
     where = [part for part in error["loc"] if isinstance(part, int) or (part.isidentifier() and part not in BRANCHES)]
     param = ".".join(map(str, where)) or None
     if error["type"] == "missing":

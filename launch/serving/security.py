@@ -1,4 +1,4 @@
-"""Who may use a server: keys and their owners."""
+"""Access to a server: API keys and their owners."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from launch.serving.errors import ApiError
 
 
 class Keys:
-    """The keys of a file, lines of OWNER KEY; what begins with # does not count.
+    """The keys of a file: lines of OWNER KEY, and comments that begin with #.
 
     Raises:
-        ValueError: the file cannot be read, or a line is none.
+        ValueError: the file cannot be read, or a line has another form.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -34,7 +34,7 @@ class Keys:
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
     def owner(self, authorization: str | None) -> str | None:
-        """Whose key an Authorization header has; None where none is needed.
+        """Returns the owner of the key in an Authorization header; None if no key is needed.
 
         Raises:
             ApiError: 401.
@@ -43,7 +43,7 @@ class Keys:
             return None
         scheme, _, key = (authorization or "").partition(" ")
         given, found = _digest(key.strip()), None
-        for owner, digest in self._digests:  # all of them, so that the time tells nothing
+        for owner, digest in self._digests:  # all of them, so that timing reveals nothing
             if hmac.compare_digest(given, digest):
                 found = owner
         if found is None or scheme.lower() != "bearer":
@@ -52,7 +52,7 @@ class Keys:
 
 
 def check_exposure(serve: ServeConfig) -> None:
-    """Raises ValueError where other hosts could use the server without a key, unless that is wanted."""
+    """Raises ValueError if other hosts could use the server without a key, unless serve.open allows it."""
     if serve.api_keys is not None or serve.open:
         return
     try:

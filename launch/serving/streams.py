@@ -1,4 +1,4 @@
-"""Answers while they come: server-sent events, which end with their client, however it goes."""
+"""Streamed answers as server-sent events, with cleanup when the client leaves or reads too slowly."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Gone(Exception):
-    """The client has left."""
+    """Error: the client has left."""
 
 
 class SlowReader(Exception):
-    """The client has not taken what was sent for as long as it may."""
+    """Error: the client has not read a piece within its time limit."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled where the client leaves, and that is waited for.
+    """Returns the result of `work`; cancels it, and waits for its end, if the client leaves.
 
     Raises:
         Gone: the client has left.
@@ -56,9 +56,9 @@ class EventStream:
     """An ASGI response of events.
 
     Args:
-        events: their bytes.
-        close: called in the end, whatever happens.
-        slow_s: for the client to take a piece.
+        events: the events as bytes.
+        close: called at the end in every case.
+        slow_s: seconds for the client to read a piece.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EventStream:
         except Gone:
             pass
         except SlowReader:
-            scope["helix.abort"]()  # to close would be to wait for the client
+            scope["helix.abort"]()  # a normal close would wait for the client
         finally:
             self._close()
 
@@ -88,7 +88,7 @@ class EventStream:
                 raise SlowReader from None
 
         await sent({"type": "http.response.start", "status": 200, "headers": self._headers})
-        # Headers alone would wait for the first piece.
+        # The server sends headers only with a first piece.
         await sent({"type": "http.response.body", "body": COMMENT, "more_body": True})
         async for event in self._events:
             await sent({"type": "http.response.body", "body": event, "more_body": True})

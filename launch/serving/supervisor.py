@@ -1,4 +1,4 @@
-"""Keeps a job running: starts its ranks, connects to them, and starts them again where they fail."""
+"""Supervision of a job: starts its ranks, connects to them, and restarts them after a failure."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from launch.serving.core import Core
 from launch.serving.frames import Submit
 
 ENTRY = ROOT / "torchrun_entry.py"
-LAUNCHER = "HELIX_LAUNCHER"  # variable of a launcher of ranks: the process that it may not outlive
+LAUNCHER = "HELIX_LAUNCHER"  # environment variable of a launcher of ranks: the process that it must not outlive
 WINDOW_S = 600.0  # in which `serve.restarts` are counted
-BACKOFF_S = (1.0, 2.0, 4.0)  # before each restart in the window; the last one before all others
+BACKOFF_S = (1.0, 2.0, 4.0)  # delays before the first restarts in the window; the last one repeats
 LOOK_S = 0.05  # between two attempts to connect
 ENDING_S = 20.0  # for ranks to end once they are told to
-LAST_WORDS_S = 3.0  # for a launcher to say why, once a rank has failed
+LAST_WORDS_S = 3.0  # for a launcher to print the reason, once a rank has failed
 
 
 class GaveUp(Exception):
-    """There will be no job."""
+    """Error: no job will be started again."""
 
 
 class Supervisor:
-    """The job behind a core, for as long as `keep` runs.
+    """Supervisor of the job behind a core, while `keep` runs.
 
     Args:
-        arguments: settings of the ranks; with `serve.attach`, somebody else starts them.
+        arguments: settings of the ranks; with `serve.attach`, the ranks are started elsewhere.
         directory: private, for sockets.
     """
 
@@ -47,11 +47,11 @@ class Supervisor:
         self._stopping = False
 
     async def keep(self) -> None:
-        """Returns once the job has ended as it was told to.
+        """Keeps the job running until `stop` ends it.
 
         Raises:
             GaveUp: it did not start, or failed too often.
-            ValueError: what the model directory holds beside weights cannot be read.
+            ValueError: files of the model directory other than weights cannot be read.
         """
         failures: deque[float] = deque()
         while True:
@@ -73,20 +73,20 @@ class Supervisor:
             await asyncio.sleep(BACKOFF_S[min(len(failures), len(BACKOFF_S)) - 1])
 
     async def stop(self) -> None:
-        """Ends the job, where it is this one's, while `keep` runs."""
+        """Ends the job while `keep` runs; an attached job keeps running."""
         self._stopping = True
         if self._serve.attach is None:
             self._core.stop()
 
     async def _job(self) -> str:
-        """Runs a job to its end; says how it ended."""
+        """Runs a job to its end and returns the reason of its end."""
         self._jobs += 1
         path = self._directory / f"{self._jobs}.sock"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(ENTRY), *self._arguments, f"serve.socket={path}"),
             env=os.environ | {LAUNCHER: str(os.getpid())},
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's control-C is this process's: running requests are to end well
+            start_new_session=True,  # a terminal's control-C reaches only this process: running requests end normally
         )
         ended = asyncio.create_task(process.wait())
         working = asyncio.create_task(self._work(path))
@@ -109,7 +109,7 @@ class Supervisor:
         return why or "the connection to the ranks ended"
 
     async def _work(self, path: Path) -> str:
-        """Works with the ranks behind a socket until they leave or hang, and says why where that is known."""
+        """Exchanges messages with the ranks behind a socket until they leave or hang; returns the reason, if known."""
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(path)
@@ -131,7 +131,7 @@ class Supervisor:
 
 
 def _described(submit: Submit) -> str:
-    """A request, without what it says."""
+    """Describes a request without its content."""
     grammar = "none" if submit.grammar is None else f"{len(submit.grammar)} characters"
     prompt = f"a prompt of {len(submit.ids)} tokens, {submit.max_new_tokens} to draw"
     return f"request {submit.id}, {prompt}, grammar: {grammar}, sampling: {', '.join(submit.sampling) or 'greedy'}"

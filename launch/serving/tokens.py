@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and its chat template: texts and conversations to token ids, and back."""
+"""A checkpoint's tokenizer and chat template: conversion of texts and conversations to token ids, and back."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from helix.tokenizer import load_tokenizer
 from launch.serving.errors import ApiError
 from launch.serving.schemas import Completion, Conversation, Message, Tool, parsed
 
-KEPT_BYTES = 1 << 28  # of segments whose ids are kept, 4 bytes a token
-SHORT = 64  # characters; shorter segments are not worth keeping
-DENSE = 16  # characters of a token, at which a text is counted before it is read whole
+KEPT_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
+SHORT = 64  # characters; shorter segments are not cached
+DENSE = 16  # characters per token above which a text's tokens are estimated before it is encoded whole
 COUNTED = 1 << 14  # characters at a time
-# Variables of templates that requests set by other fields, and functions that transformers gives them.
+# Template variables that requests set by other fields, and functions that transformers provides.
 OTHERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # tags of transformers' own
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on and off
-# Around special tokens, where tokenizers differ in what they strip and prefix.
+# Texts around special tokens, where tokenizers differ in stripping and prefixing.
 PROBES = ("a b", " a", "a ", "\n\n", "é🙂", "1 23", "")
 
 
 class Tokens:
-    """The tokenizer of a checkpoint directory; its methods may be called from any thread.
+    """Tokenizer of a checkpoint directory; its methods may be called from any thread.
 
     Attributes:
-        tokenizer: the transformers library's; None where the directory has none.
-        added: its own tokens, such as ends of turns, by their texts.
-        special: those of them that are no text.
+        tokenizer: the tokenizer of transformers; None if the directory has none.
+        added: its added tokens, such as ends of turns, by their texts.
+        special: those of them that are not text.
 
     Raises:
         ValueError: it cannot be read.
     """
 
     def __init__(self, path: str | None) -> None:
-        if path is not None and "torch" not in sys.modules:  # 335 MB that nobody needs here
+        if path is not None and "torch" not in sys.modules:  # keeps out torch's 335 MB
             import_transformers()
         self.tokenizer = load_tokenizer(path)
         self._segments: OrderedDict[str, np.ndarray] = OrderedDict()
-        self._held = 0  # bytes of these
+        self._held = 0  # bytes of cached segments
         self._special: re.Pattern[str] | None = None
         self.added: dict[str, int] = {}
         self.special: frozenset[str] = frozenset()
@@ -74,14 +74,14 @@ class Tokens:
 
     @property
     def template(self) -> str:
-        """The template of a chat, of the first that there are; empty without one."""
+        """The chat template, the default one or the first; empty if there is none."""
         template = self.tokenizer.chat_template if self.tokenizer is not None else None
         if isinstance(template, dict):
             return str(template.get("default") or next(iter(template.values()), ""))
         return template or ""
 
     def encode(self, text: str, most: int, special: bool = True) -> np.ndarray:
-        """The ids [n] int32 of a text, with what the tokenizer puts around it where `special`.
+        """Encodes a text to ids [n] int32; `special` adds the tokenizer's begin and end tokens.
 
         Raises:
             ApiError: they are far more than `most`.
@@ -93,14 +93,14 @@ class Tokens:
         return str(self._needed().decode(ids))
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself; its number where there is no tokenizer."""
+        """Decodes a single token; its number if there is no tokenizer."""
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     def encode_chat(self, chat: Conversation, tools: Sequence[Tool] | None, most: int) -> tuple[np.ndarray, str]:
-        """The ids [n] int32 of a conversation up to where the answer begins, and its text.
+        """Encodes a conversation up to the answer: its ids [n] int32 and its text.
 
         Raises:
-            ApiError: there is no template, or it cannot take this conversation, or its ids are far more than `most`.
+            ApiError: there is no template, or it refuses this conversation, or its ids are far more than `most`.
         """
         tokenizer = self._needed()
         if not self.has_template:
@@ -128,14 +128,14 @@ class Tokens:
                 continue_final_message=chat.continue_final_message,
                 **more,
             )
-        except Exception as error:  # a template is a program, and says so in whatever way it likes
+        except Exception as error:  # a template is a program, and may raise anything
             what = f"the chat template refuses the messages: {_line(error)}"
             raise ApiError(400, what, param="messages") from error
         self._check_length(text, most, "messages")
         return self.encode_segments(text), text
 
     def encode_segments(self, text: str) -> np.ndarray:
-        """The ids [n] int32 of a text whose special tokens are written out; what was tokenized before is looked up."""
+        """Encodes a text with written-out special tokens to ids [n] int32; segments between these are cached."""
         if self._special is None:
             return self._whole(text, False)
         parts, end = [], 0
@@ -166,7 +166,7 @@ class Tokens:
         return _array(self._needed().backend_tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _falls_into_segments(self, pattern: re.Pattern[str]) -> bool:
-        """Whether segments between special tokens, tokenized apart, have the ids of the whole."""
+        """Returns whether segments between special tokens, encoded separately, have the ids of the whole text."""
         texts = [f"{a}{token}{b}" for token in self.added for a in PROBES for b in PROBES[:4]]
         texts.append("".join(f"{token}{a}" for token in self.added for a in PROBES))
         self._special = pattern
@@ -175,9 +175,9 @@ class Tokens:
         return all(np.array_equal(a, self.encode_segments(t)) for a, t in zip(apart, texts, strict=True))
 
     def _check_length(self, text: str, most: int, param: str) -> None:
-        """Refuses what is far too long after a part of it: 64 MiB would be a minute, and gigabytes.
+        """Refuses a text that is far too long after encoding a part of it: 64 MiB would take a minute, and gigabytes.
 
-        Cuts change how a text falls into tokens, but not by half of them.
+        Encoding in pieces changes the number of tokens, but not by a factor of two.
         """
         if len(text) <= DENSE * most:
             return
@@ -195,10 +195,10 @@ class Tokens:
 
 
 def read_defaults(path: str | None) -> dict[str, Any]:
-    """Reads a checkpoint's defaults of sampling from `generation_config.json`.
+    """Reads a checkpoint's sampling defaults from `generation_config.json`.
 
     Raises:
-        ValueError: it cannot be read, or no request could say the same.
+        ValueError: it cannot be read, or a value is not valid in a request either.
     """
     file = None if path is None else Path(path) / "generation_config.json"
     content = read_json(file) if file is not None and file.exists() else {}
@@ -213,20 +213,20 @@ def read_defaults(path: str | None) -> dict[str, Any]:
 
 @lru_cache
 def variables(template: str) -> frozenset[str]:
-    """The variables that a chat template reads."""
+    """Finds the variables that a chat template reads."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     return frozenset(find_undeclared_variables(environment.parse(GENERATION.sub("", template))))
 
 
 def _variables(chat: Conversation, free: frozenset[str], read: frozenset[str]) -> dict[str, Any]:
-    """Collects the variables of a template that a request sets.
+    """Collects the template variables that a request sets.
 
     Args:
-        free: those that requests may set by their names.
-        read: all of them.
+        free: variables that requests may set by name.
+        read: all variables that the template reads.
 
     Raises:
-        ApiError: 400, the template does not read it.
+        ApiError: 400, the template does not read one of them.
     """
     found: dict[str, Any] = dict(chat.chat_template_kwargs or {})
     if unread := sorted(found.keys() - free):
@@ -256,7 +256,7 @@ def _line(error: Exception) -> str:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates take it: text in one piece, arguments of tool calls as objects."""
+    """Converts a message for templates: content as one text, arguments of tool calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = message.text
@@ -265,7 +265,7 @@ def _plain(message: Message) -> dict[str, Any]:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except ValueError:
             raise ApiError(
-                400, f"arguments of {call['function']['name']!r:.80} are no JSON", param="messages.tool_calls"
+                400, f"arguments of {call['function']['name']!r:.80} are not JSON", param="messages.tool_calls"
             ) from None
     return plain
 

@@ -1,6 +1,6 @@
-"""Processes for what takes long, or much memory: in the server's own, Python's lock would keep everybody else waiting.
+"""Worker processes for work that takes long or much memory: in the server's own, Python's lock would block others.
 
-Requests and answers are bytes behind their number. An empty answer comes first, once a process is ready.
+Requests and answers are bytes preceded by their length. A process sends an empty answer first, once it is ready.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Work = Callable[[bytes], bytes]
 
 
 class Workers:
-    """Processes that answer requests, each one at a time; they start where there is work, and stay.
+    """Pool of processes that answer requests, each one at a time; they start on demand, and stay.
 
     Args:
         module: the program, which calls `answer`.
         arguments: its command line.
         most: processes at a time.
-        wait_s: for one to be free and ready, seconds.
-        work_s: for an answer, seconds; a process that takes longer is killed.
+        wait_s: seconds for one to be free and ready.
+        work_s: seconds for an answer; a process that takes longer is killed.
 
     Attributes:
-        processes: those that there are.
-        idle: those of them that have nothing to do.
+        processes: all running processes.
+        idle: those without work.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], most: int, wait_s: float, work_s: float) -> None:
@@ -48,13 +48,13 @@ class Workers:
         self._wait_s, self._work_s = wait_s, work_s
 
     async def ask(self, request: bytes) -> bytes:
-        """The answer to a request; the process ends where nobody waits for it any more.
+        """Sends a request to a process and returns its answer; kills the process if the caller is cancelled.
 
         Raises:
             ApiError: 503, no process was free in time.
             TimeoutError: the answer did not come in time.
             EOFError: the process died; the message has its exit code.
-            RuntimeError: it did so before it was ready.
+            RuntimeError: the process died before it was ready.
         """
         process, ready = None, False
         try:
@@ -77,12 +77,12 @@ class Workers:
         return answer
 
     async def close(self) -> None:
-        """Ends all processes; nobody asks any more."""
+        """Ends all processes; to be called when no request is pending."""
         for process in [*self.processes]:
             await self._end(process)
 
     async def _one(self) -> tuple[Process, bool]:
-        """A process that has nothing to do, and whether it is ready."""
+        """Takes an idle process, or starts one; also returns whether it is ready."""
         while self.idle:
             process = self.idle.pop()
             if process.returncode is None:
@@ -95,7 +95,7 @@ class Workers:
             stdin=PIPE,
             stdout=PIPE,
             limit=PIECE,
-            start_new_session=True,  # a terminal's control-C is the server's
+            start_new_session=True,  # a terminal's control-C reaches only the server
         )
         self.processes.add(process)
         return process, False
@@ -122,14 +122,14 @@ async def _read(process: Process) -> bytes:
 
 
 def answer(made: Callable[[], Work]) -> None:
-    """Answers what comes over standard input, until that ends.
+    """Answers requests from standard input until it ends.
 
     Args:
-        made: what does the work, once it has read what it needs.
+        made: creates the function that does the work.
     """
     inward, outward = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed belongs into the log
-    if sys.platform == "linux":  # a call that is under way does not outlive the server either
+    os.dup2(2, 1)  # prints go to the log
+    if sys.platform == "linux":  # a running call does not outlive the server
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     work, answered = made(), b""
     while True:

@@ -57,7 +57,7 @@ every_case = pytest.mark.parametrize("transport, world_size, kvp", CASES)
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What a rank brings along: random, different on each rank, negative too."""
+    """Draws a rank's input: random, different on each rank, negative too."""
     generator = torch.Generator().manual_seed(rank)
     if dtype == torch.int64:
         return torch.randint(-(2**55), 2**55, shape, generator=generator)

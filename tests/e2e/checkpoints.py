@@ -176,7 +176,7 @@ def config_of(family: str) -> Any:
 
 
 def kv_heads(family: str) -> int:
-    """What decides which layouts fit; the demo model has 2."""
+    """Returns the number of KV heads, which limits the layouts; the demo model has 2."""
     return 2 if family == "demo" else config_of(family).num_key_value_heads
 
 

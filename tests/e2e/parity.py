@@ -35,7 +35,7 @@ LOGIT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Continuation:
-    """What transformers says: the greedy tokens, and the logits [n, V] fp32 from which each was drawn."""
+    """A continuation by transformers: the greedy tokens, and the logits [n, V] fp32 of each."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -44,7 +44,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank saw: on rank 0 each request's tokens, on every rank its rows of the logits, by (id, draw)."""
+    """Results of one rank: each request's tokens on rank 0, and the rank's rows of the logits, by (id, draw)."""
 
     tokens: dict[int, tuple[int, ...]]
     logits: dict[tuple[int, int], torch.Tensor]
@@ -52,12 +52,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Sparse:
-    """How block-sparse steps choose; `choice` is local or global.
+    """Settings of block-sparse steps; `choice` is local or global.
 
     Attributes:
-        hot: places of each KV head in each layer, where the cache is in host memory; None: it is on the GPU.
-        ahead: blocks of a layer come while the one before it computes.
-        chunks: of a step's batch, as in `ModelRunner`.
+        hot: places of each KV head in each layer, if the cache is in host memory; None: it is on the GPU.
+        ahead: blocks of a layer are fetched while the layer before it computes.
+        chunks: chunks of a step's batch, see `ModelRunner`.
     """
 
     budget: BlockBudget
@@ -70,7 +70,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class SelfDrafts:
-    """How a model drafts for itself."""
+    """Settings of self-speculation with sparse drafts."""
 
     limit: int
     budget: DraftBudget

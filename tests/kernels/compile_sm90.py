@@ -432,7 +432,7 @@ def registers_and_stack(kernel: Any) -> tuple[int, int]:
 
 
 def programs_on_an_sm(kernel: Any, registers: int) -> int:
-    """How many 64K registers, which warps take by eights a thread, and 228 KiB of shared memory hold at once."""
+    """Computes how many programs fit an SM: 64K registers, allocated by eights per thread, 228 KiB of shared memory."""
     by_registers = 65536 // (triton.cdiv(registers, 8) * 8 * 32 * kernel.metadata.num_warps)
     return min(by_registers, (228 << 10) // (kernel.metadata.shared + 1024))  # a KiB of each is the system's
 

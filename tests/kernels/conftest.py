@@ -1,4 +1,4 @@
-"""Where kernels run in these tests: on the GPU, or under Triton's interpreter on CPU tensors."""
+"""Device of kernels in these tests: the GPU, or Triton's interpreter on CPU tensors."""
 
 from __future__ import annotations
 

@@ -96,10 +96,10 @@ class _Program(threading.Thread):
 
 
 class Streams:
-    """What some ranks launch; `run` runs it.
+    """Launches of several ranks, which `run` interleaves.
 
     Args:
-        modules: those of the kernels.
+        modules: modules of the kernels.
     """
 
     def __init__(self, ranks: int, *modules: ModuleType) -> None:

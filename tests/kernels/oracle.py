@@ -37,7 +37,7 @@ class Case:
         return self.q.shape[-1] ** -0.5
 
     def paged(self, B: int | None = None) -> PagedKeys:
-        """What the kernels read, with bounds of `B` sequences' queries apart, [B, T], or all [N]."""
+        """Returns the kernels' input, with bounds [B, T] of `B` sequences' queries, or [N] of all."""
         lo, hi = (self.lo, self.hi) if B is None else (self.lo.view(B, -1), self.hi.view(B, -1))
         return PagedKeys(self.k_cache, self.v_cache, self.block_table, lo, hi, self.scale, self.sinks)
 

@@ -65,7 +65,7 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """What the browser answers to a command."""
+        """Sends a command to the browser and returns its answer."""
         number = next(self._numbers)
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": params, **self._session}

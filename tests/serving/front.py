@@ -44,7 +44,7 @@ async def silent(job: FakeJob, submit: Submit) -> None:
 
 @dataclass
 class FakeJob:
-    """What stands at the other end of the socket."""
+    """A scripted job at the other end of the socket."""
 
     script: Script = counting
     ready: Ready = READY

@@ -212,7 +212,7 @@ def tried(process: str, state: str, kills: Iterator[Row]) -> Row:
 
 
 def kills(times: int, directory: Path) -> Iterator[Row]:
-    """What became of the kills of ranks, and then of front ends, a row a state."""
+    """Kills ranks, then front ends, and yields the outcomes, one row per state."""
     with started(directory) as server:
         texts = {state: Reader(server, body(state, -1)).ended() for state in STATES}
     for state in STATES:

@@ -92,7 +92,7 @@ def idle_connection(port: int) -> socket.socket:
 
 
 def health_ms(port: int) -> list[float]:
-    """How long `/health` takes, sorted; connections are new and kept ones in turn."""
+    """Measures the latencies of `/health`, sorted; every other connection is new."""
     times, kept = [], HTTPConnection("127.0.0.1", port, timeout=30)
     for number in range(PROBES):
         begin = time.perf_counter()

@@ -151,7 +151,7 @@ def test_ranks_that_say_what_nobody_reads_are_started_again(tmp_path: Path, caps
         assert (await front.post("/v1/completions", {"prompt": [2], "max_tokens": 2})).status_code == 200
 
     run(check, tmp_path, FakeJob(babbling))
-    assert "the ranks sent what is no frame: a header of 2147483648 bytes" in capsys.readouterr().err
+    assert "the ranks sent data that is not a frame: a header of 2147483648 bytes" in capsys.readouterr().err
 
 
 def test_a_failure_in_a_stream_is_an_event_and_then_the_end(tmp_path: Path) -> None:

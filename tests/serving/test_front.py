@@ -443,8 +443,8 @@ def test_a_request_that_does_not_come_whole_is_given_up(tmp_path: Path, monkeypa
 
 
 BAD: list[tuple[str, Any, int, str]] = [
-    ("/v1/completions", b"{", 400, "no JSON"),
-    ("/v1/completions", b"\xff", 400, "no JSON"),
+    ("/v1/completions", b"{", 400, "not JSON"),
+    ("/v1/completions", b"\xff", 400, "not JSON"),
     ("/v1/completions", b"[]", 400, "object"),
     ("/v1/completions", {}, 400, "prompt is required"),
     ("/v1/completions", {"prompt": 3}, 400, "prompt=3"),
@@ -461,7 +461,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": [1] * 4096}, 400, "4096 tokens"),
     ("/v1/completions", {"prompt": "x", "stop": [""]}, 400, "stop"),
     ("/v1/completions", {"prompt": "x", "stop_token_ids": [9999]}, 400, "stop_token_ids has 9999"),
-    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "no token id"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "not a token id"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"9999": 1}}, 400, "logit_bias has 9999"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 101}}, 400, "logit_bias"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): "x" for i in range(301)}}, 400, "301 keys"),

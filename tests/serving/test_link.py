@@ -122,7 +122,7 @@ def test_what_is_no_frame_ends_the_connection_and_the_log_says_why(
     front = Front(path)
     front.send(HEAD.pack(1 << 31, 0, 1))
     assert front.next() is None
-    assert "no frame: a header of 2147483648 bytes" in capsys.readouterr().err
+    assert "not a frame: a header of 2147483648 bytes" in capsys.readouterr().err
     front.close()
     front = Front(path)
     front.send(Submit(1, 4, ids=IDS))

@@ -242,14 +242,3 @@ def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> obj
         return importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main()
     except SystemExit as end:
         return end.code
-
-
-def test_docstrings_begin_with_what_they_say() -> None:
-    """None begins in the middle of a sentence."""
-    found = []
-    for path in (file for folder in (*FOLDERS.split("|"),) for file in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) else None
-            if said and said.split()[0].rstrip(",;:") in ("Of", "As", "Those", "That"):
-                found.append(f"{path.relative_to(ROOT)}: {said.splitlines()[0]}")
-    assert found == []
