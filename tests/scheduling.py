@@ -240,7 +240,7 @@ class Serving:
     # ---- the ranks
 
     def execute(self, decision: Decision) -> None:
-        self.draw_undrawn(decision.masks)
+        self.draw_held(decision.masks)
         before = [row for slot, row in self.rows.items() if slot not in decision.retire and row.drawn]
         decoding = [row for row in before if row.length < row.admission.limit]
         for slot in decision.retire:
@@ -260,7 +260,7 @@ class Serving:
         for _ in range(decision.decode_steps):
             self.device += self.step_s
             rows = self.step(decision)
-            if decision.undrawn:
+            if decision.holds_draw:
                 assert decision.decode_steps == 1 and flight.rows is None
                 flight.rows = rows
             else:
@@ -268,7 +268,7 @@ class Serving:
                 self.take(rows, flight.tokens)
         flight.work, flight.seconds, flight.over = work, seconds, self.device
 
-    def draw_undrawn(self, masks: Mapping[int, np.ndarray]) -> None:
+    def draw_held(self, masks: Mapping[int, np.ndarray]) -> None:
         """The tokens of the last decision's step, where they are left to this one."""
         rows = (self.flying[-1].rows or []) if self.flying else []
         guided = {slot: row for slot, row, _ in rows if row.guided}

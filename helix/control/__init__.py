@@ -1,1 +1,1 @@
-"""What rank 0 decides."""
+"""The control plane: decisions of rank 0."""

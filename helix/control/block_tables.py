@@ -1,13 +1,13 @@
-"""The tables of running sequences: which pages they take, which they find, and what they leave behind.
+"""Block tables of running sequences: allocation, prefix hits, and pages kept for later sequences.
 
 A sequence's life, on rank 0's host: `admit`; before each chunk of its prompt `advance`, after it `enter`; `grow` as it
-draws tokens; `end` when it has ended, was aborted or preempted. Whoever comes again with the same tokens goes on where
-it was cut. Nothing costs by length of context, but runs of numpy over tokens that are matched or entered, and over page
+draws tokens; `end` when it has ended, was aborted or preempted. A sequence that returns with the same tokens resumes
+where it stopped. No cost grows with the context, except numpy passes over matched or entered tokens and over page
 numbers.
 
 One decision does these in the order end, grow, admit, advance, enter; a sequence that is preempted for one that grows
-ends there. Ranks then write columns that have changed, copy pages in the order of admissions, and compute: pages that a
-decision fills may be read and copied from the next decision on. Columns that `enter` has changed are written then.
+ends there. Ranks then write the changed columns, copy pages in the order of admissions, and compute. Pages that a
+decision fills may be read and copied from the next decision on; columns that `enter` changed are written then.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class BlockTable:
     Attributes:
         start: kvp rank of its first block.
         pages: [n] int32, the same on every rank.
-        known: tokens that were found in the cache at admission; prefill goes on behind them.
+        known: tokens found in the cache at admission; prefill continues after them.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions, before anything is computed.
-        entered: tokens in whole stripes that the tree has; their pages may have other users.
-        node: where these end.
+        entered: tokens in whole stripes that are in the tree; other sequences may share their pages.
+        node: the tree node at which these end.
     """
 
     salt: Hashable
@@ -46,12 +46,12 @@ class BlockTable:
 
 
 class BlockTables:
-    """Hands pages to sequences.
+    """Allocator of pages to sequences, with prefix sharing.
 
     Args:
-        tree: where pages with the same tokens are looked for, and kept.
-        caching: whether any are kept.
-        most: pages of all tables together, where a shared one counts in each; None for any number.
+        tree: index of cached pages by their tokens.
+        caching: whether pages are kept in the tree.
+        most: most pages of all tables together, a shared page counted once per table; None: no limit.
     """
 
     def __init__(self, tree: PrefixTree, caching: bool = True, most: int | None = None) -> None:
@@ -61,12 +61,12 @@ class BlockTables:
         self._left = math.inf if most is None else most
 
     def admit(self, tokens: np.ndarray, reserved: int, start: int, salt: Hashable = None) -> BlockTable | None:
-        """Takes pages for `reserved` tokens of a sequence, with those that are known; None where they do not fit.
+        """Allocates pages for `reserved` tokens of a sequence, cached ones included; returns None if they do not fit.
 
         Args:
-            tokens: the prompt, int32 [n]; of a sequence that was preempted, what it has drawn as well.
-            start: to be taken where nothing is known.
-            salt: sequences of another one are not seen.
+            tokens: the prompt, int32 [n]; after a preemption, followed by the drawn tokens.
+            start: kvp rank of the first block if nothing is cached.
+            salt: only sequences of the same salt share pages.
         """
         hit = self.tree.match(tokens, salt)
         count = self._stripes.pages_for(reserved)
@@ -74,7 +74,7 @@ class BlockTables:
         shared, source = self.tree.pages_of(hit)
         idle = self.pool.idle(shared)
         if fresh > self.pool.room - idle - self.pool.idle(source):
-            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # it may take all there is
+            hit, source = replace(hit, copied=0, source=None), NO_PAGES  # without the copy, it may fit
         if fresh > self.pool.room - idle or count > self._left:
             return None
         self._left -= count
@@ -97,29 +97,29 @@ class BlockTables:
         )
 
     def advance(self, held: BlockTable, tokens: np.ndarray, done: int) -> tuple[int, range]:
-        """Takes over what others have computed of a prompt meanwhile.
+        """Shares pages of a prompt that other sequences have computed since.
 
         Args:
-            done: tokens that its pages hold.
+            done: tokens in its pages.
 
         Returns:
-            how many they hold now, and the columns of its table that have changed.
+            The tokens in its pages now, and the changed columns of its table.
         """
         node, at = self.tree.follow(self._node(held), tokens[:-1], held.entered)
         return (at, self._take_over(held, node, at)) if at > done else (done, range(0))
 
     def next_stripe(self, held: BlockTable, tokens: np.ndarray) -> Hashable:
-        """Tells prompts apart that are about to compute different stripes; None for one that cannot be taken over."""
+        """Returns a key of the stripe that a prompt computes next; None if others cannot share that stripe."""
         stripe = tokens[:-1][held.entered : held.entered + self._tokens]
         if not self._caching or len(stripe) < self._tokens:
             return None
         return held.node or (held.salt, held.start), stripe.tobytes()
 
     def enter(self, held: BlockTable, tokens: np.ndarray) -> range:
-        """Notes all tokens, int32 [n], that a sequence's pages hold once the decision is carried out.
+        """Adds the whole stripes of `tokens` to the tree: all tokens, int32 [n], in the pages after this decision.
 
         Returns:
-            columns of its table that have changed: another sequence has computed the same stripes before.
+            The changed columns of its table: those of stripes that another sequence computed before.
         """
         whole = len(tokens) // self._tokens * self._tokens
         if not self._caching or whole <= held.entered:
@@ -132,7 +132,7 @@ class BlockTables:
         return changed
 
     def grow(self, held: BlockTable, reserved: int) -> np.ndarray | None:
-        """Further pages [n] int32 for `reserved` tokens in all, behind the others; None where they do not fit."""
+        """Allocates further pages [n] int32, for `reserved` tokens in all; returns None if they do not fit."""
         count = max(self._stripes.pages_for(reserved) - len(held.pages), 0)
         if count > min(self.pool.room, self._left):
             return None
@@ -142,10 +142,10 @@ class BlockTables:
         return more
 
     def end(self, held: BlockTable, tokens: np.ndarray) -> None:
-        """Gives a sequence's pages back, when it ends, is aborted or preempted; what they hold stays known.
+        """Releases a sequence's pages when it ends, is aborted or preempted; their content stays in the tree.
 
         Args:
-            tokens: all that its pages hold, int32 [n].
+            tokens: all tokens in its pages, int32 [n].
         """
         self.enter(held, tokens)
         rest = tokens[held.entered :]
@@ -160,11 +160,11 @@ class BlockTables:
             self.tree.touch(held.node)
 
     def _node(self, held: BlockTable) -> Node:
-        """Where a sequence's stripes end."""
+        """Returns the tree node at which a sequence's entered stripes end."""
         return self.tree.root(held.salt, held.start) if held.node is None else held.node
 
     def _take_over(self, held: BlockTable, node: Node, at: int) -> range:
-        """Puts the tree's pages of the first `at` tokens, which end in `node`, in place of a sequence's own."""
+        """Replaces a sequence's own pages of the first `at` tokens by the tree's, which end in `node`."""
         if at == held.entered:
             return range(0)
         node = self.tree.ending(node, at)

@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive, and the stop texts in it."""
+"""Incremental detokenization, with detection of stop texts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """The text of one continuation, released as soon as it cannot change or become a stop text.
+    """Text of one continuation, released as soon as it can neither change nor become part of a stop text.
 
     Args:
         tokenizer: a transformers tokenizer with a `tokenizers` backend, or None: no text.
         stop: texts that end the continuation; the text ends before the first of them.
-        special: whether special tokens are text too.
+        special: whether special tokens appear in the text.
     """
 
     def __init__(self, tokenizer: Any | None, stop: tuple[str, ...] = (), special: bool = False) -> None:
@@ -23,27 +23,27 @@ class TextStream:
         self._ids: list[int] = []
         self._special = special
         self._decoder = DecodeStream(skip_special_tokens=not special)
-        self._held = ""  # the beginning of what may become a stop text
+        self._held = ""  # possible beginning of a stop text
 
     @property
     def text(self) -> str:
-        """All that was released."""
+        """All released text."""
         return "".join(self._said)
 
     def push(self, token: int) -> tuple[str, bool]:
-        """The text that one more token releases, and whether a stop text is complete."""
+        """Decodes one more token; returns the text that it releases, and whether a stop text is complete."""
         if self._tokenizer is None:
             return "", False
         self._ids.append(token)
         return self._release(self._decoder.step(self._tokenizer.backend_tokenizer, token) or "")
 
     def finish(self) -> str:
-        """What is still held when the continuation ends, up to a stop text: an unfinished one, or a torn character."""
+        """Returns the text still held when the continuation ends: part of a stop text, or an incomplete character."""
         if self._tokenizer is None:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=not self._special)
         seen = self.text + self._held
-        # A torn character keeps back the text of its token, in which a stop text may be complete.
+        # An incomplete character holds back its token's text, which may contain a complete stop text.
         ready, _ = self._release(whole[len(seen) :] if whole.startswith(seen) else "")
         rest, self._held = self._held, ""
         self._said.append(rest)
@@ -63,5 +63,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

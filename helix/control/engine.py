@@ -1,8 +1,8 @@
-"""Requests in, tokens out.
+"""The engine: serves requests on all ranks and yields their tokens.
 
-One control plane: rank 0 decides, and broadcasts each decision on the CPU before any rank launches what it says. A
-decision covers a chunk of prompts and a run of decode steps. Rank 0 hands tokens out while what comes next is computed:
-no rank waits in a step for what a caller does with a token.
+One control plane: rank 0 decides, and broadcasts each decision on the CPU before any rank launches it. A decision
+covers a chunk of prompts and a run of decode steps. Rank 0 yields tokens while the next decision is computed: no rank
+waits in a step for the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helix.control.serving import Serving
 from helix.control.text import OutputStream
 from helix.control.timings import Timings
 from helix.events.decision import Decision, StepKind
-from helix.events.request import Delta, Output, Request
+from helix.events.request import Output, Request, RequestUpdate
 from helix.memory.pages import PagePool
 from helix.memory.prefix import PrefixTree
 from helix.run.autotune import choose_chunks, fill, step_seconds, tried_chunks
@@ -34,31 +34,31 @@ from helix.run.rehearsal import rehearse
 from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 
 T = TypeVar("T")
-LARGE_CHUNK = 1024  # tokens: a longer one takes the same kernels
-DEEP = 32 << 10  # tokens before a chunk that then takes kernels for many keys
-RUN_STEPS = 32  # of a decision, at most: pages are taken for so many, however short serve.run_ms makes runs
-BEATS = 4  # times that the others hear from an idle rank 0 before they give up
+LARGE_CHUNK = 1024  # tokens: longer chunks use the same kernels
+DEEP = 32 << 10  # tokens before a chunk from which on it uses kernels for many keys
+RUN_STEPS = 32  # most per decision: pages are allocated for them, however short serve.run_ms makes runs
+BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
 
 class Engine:
-    """Serves requests on all ranks of a layout; every rank builds one and calls `generate` or `serve` alike.
+    """Server of requests on all ranks of a layout; every rank builds one and calls `generate` or `serve` alike.
 
     Args:
-        runner: this rank's part of all that a decision needs.
-        serving: how requests share the ranks.
-        prefill_chunk: the most prompt tokens in one step.
-        adaptive: whether rank 0 chooses how many drafts a step has, up to the drafter's limit, or all have that many.
-        prefix_cache: whether what was computed is kept for prompts that begin alike.
-        timeout_s: so long the other ranks wait for a word of rank 0 in `serve`.
-        tokenizer: for text and stop texts of `generate`, on rank 0; without one, tokens alone.
+        runner: executes decisions on this rank.
+        serving: settings of the scheduler.
+        prefill_chunk: most prompt tokens in one step.
+        adaptive: whether rank 0 chooses the drafts of each step, up to the drafter's limit; else all have the limit.
+        prefix_cache: whether pages are kept for prompts with the same prefix.
+        timeout_s: time that the other ranks wait for a message of rank 0 in `serve`.
+        tokenizer: for text and stop texts of `generate`, on rank 0; without one, outputs have tokens only.
         on_prefill: called on rank 0 with (prompt tokens done, prompt tokens of the requests admitted so far).
 
     Attributes:
-        draft_sizes: how many drafts a step may have.
-        run_steps: the most decode steps of a decision.
+        draft_sizes: numbers of drafts that a step may have.
+        run_steps: most decode steps of a decision.
         step_seconds: (rows, drafts) -> seconds of a step, from `warm_up`.
-        timings: of the last call, on rank 0.
-        tables: who has which page, on rank 0.
+        timings: statistics of the last call, on rank 0.
+        tables: allocator of pages, on rank 0.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.on_prefill = on_prefill
         self.timings = Timings()
-        self._broken: str | None = None  # by what
+        self._broken: str | None = None  # the error that broke it
         self._calling = False
         self._times = PrefillTime(doubling_depth(runner.model.spec))
-        # One number is a page on every rank: rank 0 counts for all of them.
+        # A page number means a page on every rank: rank 0 allocates for all of them.
         self._pages = min(self.comm.all_gather_object(runner.cache.pages))
         self.tables = self._empty_tables()
 
@@ -96,16 +96,17 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Output]:
         """Serves a list of requests, with text; a collective call.
 
-        What rank 0 raises between steps ends the call on all ranks and frees all slots: an error of `requests`, of the
-        tokenizer, of `on_prefill` or of a stop by the caller. What any rank raises in a step, as `observer` may, breaks
-        the engine on all of them, since others are waiting in that step: it needs new communicators and a new engine.
+        An error on rank 0 between steps ends the call on all ranks and frees all slots: one of `requests`, of the
+        tokenizer, of `on_prefill`, or a stop by the caller. An error of any rank in a step, as `observer` may raise,
+        breaks the engine on all of them, since others are waiting in that step: new communicators and a new engine are
+        needed.
 
         Args:
-            requests: rank 0's are served, the other ranks' argument is ignored; no two have one id.
+            requests: those of rank 0 are served, other ranks' are ignored; ids are unique.
 
         Yields:
-            On rank 0, an output for each token of each request, and one for each request that is refused. On the
-            other ranks nothing, but they have to iterate as well.
+            On rank 0, an output for each token of each request, and one for each refused request. On the other ranks
+            nothing, but they must iterate as well.
 
         Raises:
             RuntimeError: the model gave NaN, a rank failed, the engine is broken, or another call is under way.
@@ -113,21 +114,20 @@ class Engine:
         yield from self._call(lambda: self._texts(requests), None)
 
     @torch.inference_mode()
-    def serve(self, inbox: Inbox | None) -> Iterator[Delta]:
-        """Serves what comes in until the inbox is closed and all has ended; a collective call.
+    def serve(self, inbox: Inbox | None) -> Iterator[RequestUpdate]:
+        """Serves an inbox until it is closed and all requests have ended; a collective call.
 
-        Whoever iterates on rank 0 takes outputs at once: a run is not followed by another one before they are taken.
-        The other ranks give up where they hear nothing of rank 0 for `timeout_s`. Errors are as in `generate`.
+        The caller on rank 0 must iterate without delay: no further run is launched before it has taken the updates.
+        The other ranks give up after `timeout_s` without a message of rank 0. Errors are as in `generate`.
 
         Args:
-            inbox: rank 0's; the other ranks' argument is ignored.
+            inbox: that of rank 0 is served, other ranks' are ignored.
 
         Yields:
-            On rank 0, what is new of a request: tokens, how far its prompt is, or why it has ended. Stop texts are
-            not looked for.
+            On rank 0, updates of requests: new tokens, prefill progress, or the end. Stop texts are ignored.
         """
         assert inbox is not None or self.comm.rank > 0, "rank 0 serves an inbox"
-        yield from self._call(lambda: self._deltas(inbox or Inbox()), self.timeout_s)
+        yield from self._call(lambda: self._updates(inbox or Inbox()), self.timeout_s)
 
     @torch.inference_mode()
     def warm_up(
@@ -136,13 +136,13 @@ class Engine:
         later: Iterable[StepKind] = (),
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        """Compiles kernels and captures the steps of every batch size, so that no request waits for it; a collective.
+        """Compiles kernels and captures the steps of every batch size, so that no request waits for that; a collective.
 
         Args:
-            variants: how tokens are to be drawn; the same on every rank.
-            later: of sampling that may come: steps whose kernels are compiled now, and which are captured when they run
-                for the second time. Who decodes then waits for it, as long as two steps take to be launched.
-            mark: called where a phase ends, with its name.
+            variants: kinds of sampling to capture; the same on every rank.
+            later: kinds of sampling whose kernels are compiled now; their steps are captured when they run for the
+                second time, which delays that step by about two launches.
+            mark: called at the end of each phase, with its name.
         """
         runner = self.runner
         tokens = self._pages * runner.placement.stripes.page_tokens
@@ -163,9 +163,9 @@ class Engine:
             mark("compile")
         for _ in self.generate([Request("warm-up", (0, 0), 2)]):
             pass
-        # What was timed meanwhile says nothing.
+        # Discards timings taken during warm-up.
         self._times = PrefillTime(doubling_depth(runner.model.spec))
-        self.tables = self._empty_tables()  # what follows writes to any page
+        self.tables = self._empty_tables()  # the timings below write to any page
         mark("first_request")
         if runner.graphs is None:
             return
@@ -178,16 +178,16 @@ class Engine:
                     self.step_seconds[rows, drafts] = step_seconds(runner, kind, kept=True)
             fill(runner, 0, 0)
             for kind in kinds:
-                for _ in range(2):  # once eagerly, once captured; no slot is active, so nothing changes
+                for _ in range(2):  # once eagerly, once captured; no slot is active, so no state changes
                     runner.decode(replace(kind, rows=rows))
         torch.cuda.synchronize()
         mark("capture")
 
     def _chunks(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Chunks that take kernels of their own: by tokens, by prompts in one, and by how deep in a context they are.
+        """Yields (prompts, tokens, depth) of chunks that use different kernels.
 
         Args:
-            tokens: of KV that there are pages for.
+            tokens: tokens of KV that all pages hold.
         """
         room = min(tokens, self.runner.max_length) - 1
         most = max(min(self.prefill_chunk, room), 1)
@@ -199,7 +199,7 @@ class Engine:
         yield from product(several, [1], [0, DEEP] if room >= 1 + DEEP else [0])
 
     def close(self) -> None:
-        """Gives captured steps and memory of the host up; to be called before the communicator is closed."""
+        """Frees captured steps and host memory; to be called before the communicator is closed."""
         self.runner.close()
         self.runner.cache.close()
 
@@ -213,7 +213,7 @@ class Engine:
             try:
                 self._release_all()
             except Exception as failed:
-                if isinstance(error, GeneratorExit):  # which nobody would see
+                if isinstance(error, GeneratorExit):  # its notes would be lost
                     raise
                 error.add_note(f"then the other ranks could not be told to end: {type(failed).__name__}: {failed}")
             raise
@@ -227,22 +227,22 @@ class Engine:
                 streams[request.id] = OutputStream(request, self.runner.model.spec.eos, self.tokenizer)
                 inbox.submit(request)
         inbox.close()
-        for delta in self._deltas(inbox):
-            if delta.finish_reason == "error":
-                yield Output(delta.id, delta.prompt_tokens, (), "", "", "error", delta.reason)
-            for token in delta.new_ids:
-                if streams[delta.id].ended:
-                    break  # computed behind its stop text, thrown away
-                yield (output := streams[delta.id].push(token, delta.logprobs))
+        for update in self._updates(inbox):
+            if update.finish_reason == "error":
+                yield Output(update.id, update.prompt_tokens, (), "", "", "error", update.reason)
+            for token in update.new_ids:
+                if streams[update.id].ended:
+                    break  # computed after its stop text, discarded
+                yield (output := streams[update.id].push(token, update.logprobs))
                 if output.finish_reason is not None:
-                    inbox.abort(delta.id)
+                    inbox.abort(update.id)
 
     def _text_refusal(self, request: Request, streams: dict[str | int, OutputStream]) -> str | None:
         if request.stop and self.tokenizer is None:
             return "stop texts need a tokenizer, and the model directory has none"
         return f"two requests have id={request.id!r}" if request.id in streams else None
 
-    def _deltas(self, inbox: Inbox) -> Iterator[Delta]:
+    def _updates(self, inbox: Inbox) -> Iterator[RequestUpdate]:
         runner, settings = self.runner, self.serving
         self.timings = timings = Timings(acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
@@ -290,7 +290,7 @@ class Engine:
             return self.runner.execute(decision)
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be served by this engine, whatever else it serves; None where it can."""
+        """Returns the reason why this engine can never serve a request; None if it can."""
         spec = self.runner.model.spec
         if len(request.prompt) == 0:
             return "the prompt is empty"
@@ -316,12 +316,12 @@ class Engine:
         return None
 
     def _release_all(self) -> None:
-        """Frees every slot on every rank and ends their loops; nothing where the engine is broken."""
+        """Frees every slot on every rank and ends their loops; does nothing if the engine is broken."""
         if self._broken is not None:
             return
         with self._together():
             if held := tuple(self.runner.admitted):
-                self.tables = self._empty_tables()  # what was under way leaves nothing that can be relied on
+                self.tables = self._empty_tables()  # pages of unread decisions have unknown content
                 self.comm.broadcast_object(decision := Decision.nothing(held))
                 self.runner.execute(decision)
                 self.runner.check()
@@ -335,7 +335,7 @@ class Engine:
     # ---- every rank
 
     def _call(self, lead: Callable[[], Iterator[T]], patience_s: float | None) -> Iterator[T]:
-        """Rank 0's outputs of a call, which the others follow; they wait so long for a word of it."""
+        """Runs a call: yields rank 0's outputs; the other ranks follow, and wait up to `patience_s` for a message."""
         if self._broken is not None:
             self.comm.abort(self._broken)  # others may be waiting for this rank
             raise RuntimeError(
@@ -353,7 +353,7 @@ class Engine:
             self._calling = False
 
     def _follow(self, patience_s: float | None) -> None:
-        """Does what rank 0 decides until it says that this was all."""
+        """Executes rank 0's decisions until it sends None."""
         decision: Decision | None = None
         before: torch.cuda.Event | None = None
         with self._together():
@@ -361,7 +361,7 @@ class Engine:
             while (decision := self.comm.broadcast_object(decision)) is not None:
                 self.runner.execute(decision)
                 if before is not None:
-                    before.synchronize()  # no further ahead than rank 0
+                    before.synchronize()  # launches no further ahead than rank 0
                 if self.comm.device.type == "cuda":
                     (before := torch.cuda.Event()).record()
                 self.runner.check(wait=False)
@@ -369,7 +369,7 @@ class Engine:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Around what all ranks do alike: others wait for a rank that fails there, so that none of them can go on."""
+        """Marks the engine broken if a collective section raises: the other ranks wait in it and cannot go on."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Requests on their way to an engine that serves, and words about them, from any thread."""
+"""Queue of requests and aborts to a serving engine, from any thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from helix.events.request import Request
 
 @dataclass(frozen=True)
 class Abort:
-    """The request with this id is to end now."""
+    """Message that ends the request with this id."""
 
     id: str | int
 
 
 class Inbox:
-    """What `Engine.serve` reads on rank 0; every method may be called from any thread."""
+    """Queue that `Engine.serve` reads on rank 0; every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -25,34 +25,34 @@ class Inbox:
         self._closed = False
 
     def submit(self, request: Request) -> None:
-        """Raises RuntimeError where the inbox is closed."""
+        """Queues a request; raises RuntimeError if the inbox is closed."""
         self._put(request)
 
     def abort(self, request_id: str | int) -> None:
-        """Ends a request, wherever it is; one that has ended already stays as it is."""
+        """Queues the abort of a request; it has no effect on a request that has ended."""
         self._put(Abort(request_id))
 
     def close(self) -> None:
-        """Nothing more will come: the engine ends once all requests have. Aborts may still come."""
+        """Closes the inbox to requests: the engine ends once all requests have. Aborts are still accepted."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def take(self) -> list[Request | Abort]:
-        """All that has come since the last time, in order."""
+        """Returns everything queued since the last call, in order."""
         with self._changed:
             items = list(self._items)
             self._items.clear()
             return items
 
     def wait(self, seconds: float) -> bool:
-        """Sleeps until something has come or the inbox is closed; False where nothing does within `seconds`."""
+        """Waits until an item is queued or the inbox is closed; returns False if neither happens within `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._items) or self._closed, seconds)
 
     @property
     def pending(self) -> bool:
-        """Whether something has come since the last time."""
+        """Whether items are queued."""
         with self._changed:
             return bool(self._items)
 

@@ -1,11 +1,11 @@
-"""The control plane's choices, made on rank 0's host alone: who is admitted, what is prefilled, how far decode runs.
+"""Scheduler, on rank 0's host alone: chooses which requests are admitted, what is prefilled, and how long decode runs.
 
-Pure bookkeeping, no torch: a `Decision` is all that the ranks need to do the same thing. They carry decisions out in
-order, on one stream, and each in the order of its fields: retire, write tables, admit and copy, prefill, decode.
+Pure bookkeeping, no torch: a `Decision` is all that the ranks need to act alike. They execute decisions in order, on
+one stream, and each in the order of its fields: retire, write tables, admit and copy, prefill, decode.
 
-So the next decision may be made, and launched, while the one before is still computed. A sequence whose tokens are not
-read yet counts with the most that it may have taken. A slot and its pages are free as soon as a decision says so: what
-was launched before may still write to them, and is over before anything that was launched later begins.
+So the next decision may be made, and launched, while the previous one is still computed. A sequence whose tokens are
+not read yet counts with the most that it may have taken. A slot and its pages are free as soon as a decision frees
+them: earlier launches may still write to them, but end before any later launch begins.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from helix.control.prefill_time import PrefillTime
 from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
 from helix.events.request import Request
 
-LEAST_CHUNK = 32  # tokens: shorter chunks cost as much, whatever time there is
-LOOK_AHEAD = 32  # so many of those that wait are looked at for one decision
-UNTIMED_STEPS = 2  # in a run, where nobody knows how long they take: who comes meanwhile waits for all of them
-RETRY_S = 1.0  # after so long, others may have computed what one that does not fit begins with
+LEAST_CHUNK = 32  # tokens: a shorter chunk costs as much
+LOOK_AHEAD = 32  # waiting requests that one decision considers
+UNTIMED_STEPS = 2  # most steps of a run of unknown duration: new requests wait for all of them
+RETRY_S = 1.0  # interval after which a request that did not fit is tried again: its prefix may be cached by then
 
 
 @dataclass(eq=False, slots=True)
 class Scheduled:
-    """A request that waits, or runs in a slot.
+    """A waiting or running request.
 
     Attributes:
-        order: who comes first: by priority, then by arrival.
-        prompt_tokens: of the request.
-        drawn: tokens that it has drawn and rank 0 has read.
-        least, most, likely: further tokens that it has drawn in what is under way.
-        slot: None while it waits.
-        held: its pages, while it runs.
-        tokens: what goes through prefill, int32 [n]: the prompt, and what it had drawn when it was admitted.
-        prefilled: of these, what is computed once all that was launched is.
-        reserved: tokens for which it has pages.
-        ended: nothing that it draws counts any more.
-        leased: it was preempted, and is not once more before it needs more pages than it comes back with.
-        refused: when it was found not to fit.
-        room, again: it is worth trying again where so many pages can be had, or at that time.
+        order: sort key: priority, then arrival.
+        prompt_tokens: length of the request's prompt.
+        drawn: its drawn tokens that rank 0 has read.
+        least, most, likely: bounds and estimate of its tokens in launched decisions that are not read yet.
+        slot: its slot; None while it waits.
+        held: its block table while it runs.
+        tokens: input of its prefill, int32 [n]: the prompt, and the tokens drawn before its admission.
+        prefilled: number of these computed by all launched decisions.
+        reserved: tokens that its pages have room for.
+        ended: it has ended; later tokens are discarded.
+        leased: resumed after a preemption; exempt from another until its pages run out.
+        refused: time at which it first did not fit.
+        room, again: retry once `room` pages are free, or at time `again`.
     """
 
     request: Request
@@ -72,61 +72,61 @@ class Scheduled:
 
     @property
     def known(self) -> int:
-        """Tokens of prompt and continuation that rank 0 knows."""
+        """Number of tokens of prompt and continuation that rank 0 has read."""
         return self.prompt_tokens + len(self.drawn)
 
     @property
-    def undrawn(self) -> int:
-        """Tokens that it may still draw, as far as rank 0 has read."""
+    def remaining(self) -> int:
+        """Number of tokens left to draw, after those that rank 0 has read."""
         return self.request.max_new_tokens - len(self.drawn)
 
     @property
     def left(self) -> int:
-        """Tokens that it may still draw behind those under way, at most."""
-        return self.undrawn - self.least
+        """Upper bound of the tokens left to draw, after those of launched decisions."""
+        return self.remaining - self.least
 
     @property
     def decoding(self) -> bool:
         return self.prefilled == len(self.tokens) and not self.ended and self.left > 0
 
     def text(self) -> np.ndarray:
-        """All tokens that rank 0 knows, int32 [n]."""
+        """Returns all tokens that rank 0 has read, int32 [n]."""
         more = self.known - len(self.tokens)
         return np.concatenate((self.tokens, self.drawn[-more:])) if more else self.tokens
 
     @property
     def cached(self) -> int:
-        """Tokens in the cache, as far as rank 0 knows: the last one drawn is not, until the next step appends it."""
+        """Number of tokens in the cache, after those that rank 0 has read; the next step appends the last one drawn."""
         return self.prefilled if self.known == len(self.tokens) else self.known - 1
 
 
 class Scheduler:
-    """Decides for all ranks. Nothing that it does costs by length of context but numpy over tokens that are matched.
+    """Scheduler of all ranks. No cost grows with the context, except numpy passes over matched tokens.
 
-    The engine calls `decide` and launches what it says, maybe again before that is over. Of the first decision whose
-    tokens it has not read it reads them, calls `record_token` for each, `end` where one ends its request, and `landed`.
+    The engine calls `decide` and launches the decision; it may do so again before the decision has run. Then it reads
+    the tokens of the oldest unread decision, calls `record_token` for each, `end` where one ends its request, `landed`.
 
     Args:
-        tables: hands out pages.
-        times: predicts chunks, and orders preemptions.
-        max_batch: slots.
+        tables: allocates pages.
+        times: predicts the time of prompt chunks; its work orders preemptions.
+        max_batch: number of slots.
         prefill_chunk: most prompt tokens in one prefill step.
-        run_steps: most decode steps under one decision.
-        run_s: most seconds of the decode steps under one decision.
-        stall_s: most seconds of a chunk while somebody decodes.
-        decode_share: of the time that decode steps have while somebody decodes.
-        patience_s: so long others may pass a request that does not fit; then pages are kept for it.
-        lease: tokens beyond those that are known for which pages are taken at a time.
-        drafts: the most tokens that a step appends beyond those that may count.
-        keep_drawn: whether what was drawn is kept for others, like prompts.
-        pace: how steps of so many rows go on, of which some slots take no drafts; called before each run of them.
-        sparse_from: tokens from which on a sequence's decode steps are sparse; None: none are.
-        lacking: tokens before the end of what is found in pages that are computed again.
-        remedy: what makes room for more pages.
+        run_steps: most decode steps in one decision.
+        run_s: most seconds of the decode steps in one decision.
+        stall_s: most seconds of a prompt chunk while any sequence decodes.
+        decode_share: share of the time for decode steps, while prompts are prefilled and any sequence decodes.
+        patience_s: time for which others may overtake a request that does not fit; then pages are kept for it.
+        lease: tokens for which pages are allocated ahead, at a time.
+        drafts: most drafts that a step appends, which may be refused.
+        keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
+        pace: chooses drafts and steps for a batch size, given the slots without drafts; called before each run.
+        sparse_from: length from which decode steps of a sequence are sparse; None: none are.
+        lacking: tokens before the end of a prefix hit that are computed again.
+        remedy: advice for an error: how to make room for more pages.
 
     Attributes:
-        running: by slot.
-        preemptions: how many there were.
+        running: running requests by slot.
+        preemptions: number of preemptions.
     """
 
     def __init__(
@@ -158,15 +158,15 @@ class Scheduler:
         self._keep_drawn = keep_drawn
         self._lacking = lacking
         self._run_tokens = run_steps * (1 + drafts)
-        self._lease = max(lease, 1 + self._run_tokens)  # a prompt that ends decodes in the same decision
+        self._lease = max(lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
         self._sparse_from = math.inf if sparse_from is None else sparse_from
         self._free_slots = list(range(max_batch))  # a heap: low slots first, so that steps have few rows
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
         self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
-        self._undrawn = 0  # the most tokens that a sequence takes of the last decision's step, where that is undrawn
-        self._changed: list[_Change] = []  # by the chunk of the last decision
-        self._owed = 0.0  # seconds of decode steps before the next chunk
+        self._held_tokens = 0  # most tokens per sequence of the last decision's step if it is held, else 0
+        self._changed: list[_Change] = []  # table changes by the prompt chunk of the last decision
+        self._owed = 0.0  # seconds of decode steps before the next prompt chunk
         self._number = self._submitted = 0
         self.running: dict[int, Scheduled] = {}
         self.preemptions = 0
@@ -174,7 +174,7 @@ class Scheduler:
     # ---- requests
 
     def submit(self, request: Request, now: float) -> str | None:
-        """Queues a request; returns the reason where it can never be served."""
+        """Queues a request; returns the reason if it can never be served."""
         if request.id in self._requests:
             return f"a request with id={request.id!r} is under way: take another id"
         pool, stripes = self._tables.pool, self._tables.tree.stripes
@@ -195,9 +195,9 @@ class Scheduler:
         return None
 
     def end(self, request_id: str | int) -> bool:
-        """Ends a request, whether it waits or runs: it was aborted, or what it drew says so; False if it is not there.
+        """Ends a waiting or running request, because of its tokens or an abort; returns whether it existed.
 
-        The next decision frees what it holds.
+        The next decision frees its slot and pages.
         """
         s = self._requests.pop(request_id, None)
         if s is None:
@@ -213,9 +213,9 @@ class Scheduler:
             self.end(request_id)
 
     def record_token(self, slot: int, token: int) -> Scheduled | None:
-        """Notes a token of the first decision that has not landed; None where it does not count: its request has ended.
+        """Records a token of the oldest unread decision; returns its request, or None if that has ended.
 
-        A request ends here with its last token by `max_new_tokens`, else by `end`.
+        The token that reaches `max_new_tokens` ends the request here; all other ends come by `end`.
         """
         drawing = self._launched[0][slot]
         s = drawing.s
@@ -230,13 +230,13 @@ class Scheduler:
         return s
 
     def landed(self) -> None:
-        """All tokens of the first decision that had not landed are recorded."""
+        """Marks the oldest unread decision as read: all its tokens are recorded."""
         for drawing in self._launched.popleft().values():
             drawing.expect(-drawing.least, -drawing.most, -drawing.likely)
 
     @property
     def under_way(self) -> int:
-        """Decisions that have not landed."""
+        """Number of launched decisions that are not read yet."""
         return len(self._launched)
 
     @property
@@ -245,24 +245,24 @@ class Scheduler:
 
     @property
     def prefills(self) -> bool:
-        """Whether a prompt that runs is not computed to its end."""
+        """Whether the prompt of any running request is not fully prefilled."""
         return any(s.prefilled < len(s.tokens) for s in self.running.values())
 
     # ---- decisions
 
     def decide(self, now: float) -> Decision | None:
-        """The next decision, or None where nothing can be done until a decision lands or a request comes.
+        """Makes the next decision; returns None if nothing can be done before a decision is read or a request arrives.
 
-        Where none is under way and None is returned, no request is left. Steps in which somebody has a grammar are left
-        undrawn, and the next decision waits for what was drawn before: on it depends what may be drawn.
+        None without any unread decision means that no request is left. A step in which any request has a grammar is
+        held, and the next decision waits for the tokens before it: the allowed tokens depend on them.
         """
         guided = [s for s in self.running.values() if s.request.grammar is not None]
-        if any(s.most > self._undrawn and not s.ended for s in guided):
+        if any(s.most > self._held_tokens and not s.ended for s in guided):
             return None
-        undrawn = self._launched[-1] if self._undrawn else {}
+        waiting = self._launched[-1] if self._held_tokens else {}
         masks = {
             slot: drawing.s.request.grammar.allowed()
-            for slot, drawing in undrawn.items()
+            for slot, drawing in waiting.items()
             if drawing.s.request.grammar is not None and drawing.most and not drawing.s.ended
         }
         retire = [slot for slot, s in self.running.items() if s.ended]
@@ -272,7 +272,7 @@ class Scheduler:
         decoding = [s for s in self.running.values() if s.decoding]
         short = [s for s in decoding if s.reserved < self._room(s, self._run_tokens)]
         for s in sorted(short, key=lambda s: s.order):
-            if s.slot is not None:  # else it was preempted for one before it
+            if s.slot is not None:  # else it was preempted for an earlier one
                 retire += self._extend(s, writes)
         if short:
             decoding = [s for s in decoding if s.slot is not None]
@@ -286,12 +286,12 @@ class Scheduler:
         rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
         masked = any(s.request.grammar is not None for s in decoding)
         plan, steps = StepPlan(), 0
-        # Who has most likely drawn all that it may needs no further step; what is under way will tell.
+        # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
             plan = self._pace(rows, {slot for slot, s in self.running.items() if s.request.sampling.is_shaped})
             steps = self._steps(plan, min(left), 1 if masked else self._run_steps)
         most = steps * (1 + plan.drafts)
-        held, self._undrawn = bool(self._undrawn), most if masked else 0
+        held, self._held_tokens = bool(self._held_tokens), most if masked else 0
         for s in decoding:
             assert s.slot is not None
             drawing.setdefault(s.slot, _Drawing(s)).expect(steps, most, int(steps * plan.tokens))
@@ -311,11 +311,11 @@ class Scheduler:
                 [s.request.sampling for s in self.running.values()],
                 rows=rows,
                 drafts=plan.drafts,
-                # Shorter ones read everything in a sparse step as well: who shares the batch changes nothing.
+                # Shorter sequences read all keys in a sparse step too, so the batch does not affect their tokens.
                 sparse=any(s.known + s.most > self._sparse_from for s in decoding),
             ),
             draft_limits=plan.draft_limits,
-            undrawn=self._undrawn > 0,
+            holds_draw=self._held_tokens > 0,
             masks=masks,
         )
 
@@ -342,7 +342,7 @@ class Scheduler:
                 len(s.tokens),
                 s.tokens if self._drafts or request.sampling.changes_logits else s.tokens[:0],
                 held.start,
-                held.pages.copy(),  # the table changes while this is carried out
+                held.pages.copy(),  # the table changes while the decision runs
                 s.reserved,
                 s.prompt_tokens + request.max_new_tokens - 1,  # the last token is never appended
                 request.sampling,
@@ -355,14 +355,14 @@ class Scheduler:
             )
 
     def _fit(self, s: Scheduled, now: float) -> BlockTable | None:
-        """Pages for one that waits; None where they do not fit, or it has drawn tokens that are not read yet."""
+        """Allocates pages for a waiting request; returns None if they do not fit or it has unread tokens."""
         pool = self._tables.pool
         if s.most or (pool.room < s.room and now < s.again):
             return None
         s.tokens = s.text()
         s.reserved = self._room(s, self._lease)
         stripes = self._tables.tree.stripes
-        # Any kvp rank may have the first block; prompts that begin alike share pages if it is the same one.
+        # Any kvp rank may own the first block; equal prefixes share pages only if it is the same rank.
         start = crc32(s.tokens[: stripes.tokens].tobytes()) % stripes.layout.kvp
         held = self._tables.admit(s.tokens, s.reserved, start, s.request.salt)
         if held is None:
@@ -370,7 +370,7 @@ class Scheduler:
         return held
 
     def _extend(self, s: Scheduled, writes: list[_Change]) -> list[int]:
-        """Gets a sequence the pages of its next run, at best of a lease; returns slots of those preempted for it."""
+        """Allocates pages for a sequence's next lease, or at least its next run; returns slots preempted for it."""
         gone: list[int] = []
         while s.held is not None:
             column = len(s.held.pages)
@@ -384,7 +384,7 @@ class Scheduler:
         return gone
 
     def _preempt_for(self, s: Scheduled) -> int:
-        """Preempts whoever is the cheapest to compute again, of no higher priority, maybe `s` itself."""
+        """Preempts the sequence of no higher priority that is cheapest to recompute, maybe `s`; returns its slot."""
 
         def loss(other: Scheduled) -> tuple[int, float]:
             assert other.held is not None
@@ -404,7 +404,7 @@ class Scheduler:
         return slot
 
     def _leave(self, s: Scheduled) -> None:
-        """Frees a slot and its pages, whose tokens stay known."""
+        """Frees a sequence's slot and pages; their content stays in the prefix cache."""
         assert s.slot is not None and s.held is not None
         known = s.text() if self._keep_drawn else s.tokens
         self._tables.end(s.held, known[: s.cached])
@@ -413,7 +413,7 @@ class Scheduler:
         s.slot, s.held, s.prefilled = None, None, 0
 
     def _room(self, s: Scheduled, more: int) -> int:
-        """Tokens for which it needs pages to draw so many more."""
+        """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
         return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._drafts
 
     def _place(self, s: Scheduled) -> int:
@@ -422,7 +422,7 @@ class Scheduler:
     # ---- time
 
     def _chunk(self, decoding: bool, writes: list[_Change]) -> Iterator[Segment]:
-        """A chunk of prompts, where it is time for one: half of it the oldest one's, then the shortest ones first."""
+        """Yields the segments of a prompt chunk if one is due: half for the oldest prompt, then the shortest first."""
         prompts = [s for s in self.running.values() if s.prefilled < len(s.tokens)]
         if not decoding:
             self._owed = 0.0
@@ -446,7 +446,7 @@ class Scheduler:
             self._advance(s, writes)
             stripe = self._next_stripe(s)
             if stripe is not None and stripe in computed:
-                continue  # it will take over what another one computes now
+                continue  # it will share the pages that another prompt computes now
             computed.add(stripe)
             count = self._cut(s, tokens, work)
             tokens, work = tokens - count, work - self._times.work(s.prefilled, s.prefilled + count)
@@ -466,7 +466,7 @@ class Scheduler:
             self._owed += self._times.seconds(done) * self._owed_per_second
 
     def _advance(self, s: Scheduled, writes: list[_Change]) -> None:
-        """Takes over what others have computed of a prompt meanwhile."""
+        """Shares pages of a prompt that other sequences have computed since."""
         assert s.held is not None
         known, columns = self._tables.advance(s.held, s.tokens, max(s.prefilled, s.held.known))
         if known > s.held.known and known > s.prefilled:
@@ -474,7 +474,7 @@ class Scheduler:
         writes.append(_Change(s, s.held, columns.start, len(columns)))
 
     def _resumes(self, known: int) -> int:
-        """Where a prompt goes on of which so many tokens are in its pages."""
+        """Returns the position at which a prompt's prefill resumes, with `known` tokens in its pages."""
         return int(max(known - self._lacking, 0))
 
     def _next_stripe(self, s: Scheduled) -> Hashable:
@@ -482,12 +482,12 @@ class Scheduler:
         return self._tables.next_stripe(s.held, s.tokens)
 
     def _cut(self, s: Scheduled, tokens: int, work: float) -> int:
-        """How much of a prompt comes next, within so many tokens and so much work."""
+        """Returns the number of a prompt's next tokens, within limits of tokens and work."""
         tokens = min(tokens, len(s.tokens) - s.prefilled)
         return tokens if math.isinf(work) else min(tokens, self._times.tokens(s.prefilled, work))
 
     def _steps(self, plan: StepPlan, left: int, bound: int) -> int:
-        """Decode steps under one decision, at least one: until the first sequence must end, which frees its slot."""
+        """Returns the decode steps of one decision, at least one: at most until the first sequence must end."""
         most = min(bound, math.ceil(left / plan.tokens), plan.steps or bound)
         prompts = self.prefills
         if plan.seconds is None:
@@ -502,7 +502,7 @@ class Scheduler:
 
 @dataclass(eq=False, slots=True)
 class _Drawing:
-    """What a sequence draws at least, at most and likely in a decision, as far as it is not recorded yet."""
+    """Bounds and estimate of the tokens of a sequence in one decision that are not recorded yet."""
 
     s: Scheduled
     least: int = 0
@@ -510,14 +510,14 @@ class _Drawing:
     likely: int = 0
 
     def expect(self, least: int, most: int, likely: int) -> None:
-        """So many more."""
+        """Adds to the bounds and the estimate, here and in the sequence's totals."""
         for each in (self, self.s):
             each.least, each.most, each.likely = each.least + least, each.most + most, each.likely + likely
 
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """Columns `[first, first + count)` of a table that the ranks do not have yet."""
+    """Changed columns `[first, first + count)` of a table, not sent to the ranks yet."""
 
     s: Scheduled
     held: BlockTable
@@ -525,7 +525,7 @@ class _Change:
     count: int
 
     def write(self) -> TableWrite | None:
-        """What tells them; None where there is nothing to tell, or the sequence has left."""
+        """Returns the write for the ranks; None if nothing changed or the sequence has left."""
         if not self.count or self.s.held is not self.held or self.s.slot is None:
             return None
         return TableWrite(self.s.slot, self.first, self.held.pages[self.first : self.first + self.count].copy())

@@ -1,8 +1,8 @@
-"""Rank 0's loop: what comes in, what is decided, what comes out.
+"""Rank 0's serving loop: reads requests, makes decisions, yields updates of requests.
 
-The next decision is made and launched before what was launched before it has ended, so that the device never drains
-between two. So a decision knows of tokens that are not read yet only how many there may be, and what a sequence draws
-behind its end is thrown away. Nothing here costs by length of context.
+The next decision is made and launched before the previous one has ended, so that the device never idles between two.
+So a decision knows only an upper bound on the unread tokens, and tokens that a sequence draws after its end are
+discarded. No cost grows with the context.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from helix.control.prefill_time import PrefillTime
 from helix.control.scheduler import Scheduled, Scheduler
 from helix.control.timings import Timings
 from helix.events.decision import Decision
-from helix.events.request import Delta, Logprobs, Request
+from helix.events.request import Logprobs, Request, RequestUpdate
 from helix.run.model_runner import ModelRunner, StepTokens
-from helix.speculation.adaptive import DraftPolicy, Outcome
+from helix.speculation.adaptive import DraftOutcome, DraftPolicy
 
-AHEAD_S = 0.004  # before the end of what is launched, the next decision is made: more than that takes
-LOOK_S = 0.001  # between looks whether what is launched has ended sooner than predicted
+AHEAD_S = 0.004  # time before the predicted end of a run at which the next decision is made; more than one takes
+LOOK_S = 0.001  # polling interval for runs that end sooner than predicted
 
 
 @dataclass
 class Run:
-    """A decision that is under way.
+    """A launched decision whose tokens are not all read.
 
     Attributes:
-        rows: who is in which slot.
-        steps: whose tokens are not read yet; the first of all are those of the chunk, if there is one.
-        limits: drafts of each slot that are verified, where they are limited.
-        begin: when it was launched.
-        undrawn: its step's tokens come with the next decision.
-        in_chunk: those of its chunk are not read yet.
+        rows: requests by slot.
+        steps: steps whose tokens are not read yet; that of the prompt chunk, if any, comes first.
+        limits: most drafts verified per slot, if limited.
+        begin: time of its launch.
+        holds_draw: its step is held: the tokens come with the next decision.
+        in_chunk: the tokens of its prompt chunk are not read yet.
     """
 
     decision: Decision
@@ -44,46 +44,46 @@ class Run:
     steps: deque[StepTokens]
     limits: tuple[int, ...]
     begin: float
-    undrawn: bool
+    holds_draw: bool
     in_chunk: bool
     seconds: list[float] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[DraftOutcome] = field(default_factory=list)
 
     @property
     def left(self) -> int:
-        """How often it has tokens yet."""
-        return len(self.steps) + self.undrawn
+        """Number of steps still to be read."""
+        return len(self.steps) + self.holds_draw
 
 
 @dataclass
-class Progress:
-    """How far a request is that waits or runs; attributes as of `Delta`."""
+class RequestProgress:
+    """Progress of a request that waits or runs; attributes as in `RequestUpdate`."""
 
     prompt_tokens: int
     ends: Collection[int]  # tokens that end it
     cached_tokens: int = 0
     prefilled: int = 0
 
-    def delta(
+    def update(
         self,
         name: str | int,
         new_ids: tuple[int, ...] = (),
         finish_reason: str | None = None,
         reason: str | None = None,
         logprobs: tuple[Logprobs, ...] = (),
-    ) -> Delta:
+    ) -> RequestUpdate:
         done = self.prompt_tokens, self.cached_tokens, self.prefilled
-        return Delta(name, *done, new_ids, finish_reason, reason, logprobs)
+        return RequestUpdate(name, *done, new_ids, finish_reason, reason, logprobs)
 
 
 class Serving:
-    """One call of `Engine.generate` or `Engine.serve`.
+    """State of one call of `Engine.generate` or `Engine.serve`.
 
     Args:
-        refusal: why a request cannot be served, None where it can.
-        launch: gives a decision to all ranks and launches it here.
-        beat_s: seconds until the others hear from rank 0 also where nothing happens.
-        on_prefill: as in `Engine`.
+        refusal: returns the reason why a request cannot be served; None if it can.
+        launch: sends a decision to all ranks and launches it here.
+        beat_s: most seconds between messages to the other ranks while idle.
+        on_prefill: see `Engine`.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class Serving:
         self._policy, self._timings = policy, timings
         self._refusal, self._launch, self._beat_s, self._on_prefill = refusal, launch, beat_s, on_prefill
         self._eos = runner.model.spec.eos
-        self._open: dict[str | int, Progress] = {}
+        self._open: dict[str | int, RequestProgress] = {}
         self._runs: deque[Run] = deque()
         self._limits: tuple[int, ...] = ()
-        self._came = 0.0  # when the last tokens were there
-        self._chunk_launch_s = 0.0  # on a GPU: kernel by kernel, where a decode step is one launch
-        self._to_prefill = 0  # prompt tokens of all that were admitted
+        self._came = 0.0  # time at which the last tokens were read
+        self._chunk_launch_s = 0.0  # on a GPU: a prompt chunk is launched kernel by kernel, a decode step at once
+        self._to_prefill = 0  # prompt tokens of all admitted requests
         self._most_held = 0
 
-    def outputs(self, inbox: Inbox) -> Iterator[Delta]:
-        """What becomes of all that comes in, until the inbox is closed and everything has ended."""
-        known: list[Delta] = []  # handed out once the next decision is launched
+    def outputs(self, inbox: Inbox) -> Iterator[RequestUpdate]:
+        """Yields updates of all requests, until the inbox is closed and all requests have ended."""
+        known: list[RequestUpdate] = []  # yielded once the next decision is launched
         while True:
             known += self._take(inbox)
             self._forget(self._scheduler.running)
@@ -137,24 +137,24 @@ class Serving:
             elif not inbox.wait(self._beat_s):
                 self._launch(Decision.nothing())
 
-    def _take(self, inbox: Inbox) -> Iterator[Delta]:
+    def _take(self, inbox: Inbox) -> Iterator[RequestUpdate]:
         for item in inbox.take():
             if isinstance(item, Abort):
                 if self._scheduler.end(item.id):
-                    yield self._open.pop(item.id).delta(item.id, finish_reason="abort")
+                    yield self._open.pop(item.id).update(item.id, finish_reason="abort")
                 continue
-            progress = Progress(len(item.prompt), item.sampling.ends(self._eos))
+            progress = RequestProgress(len(item.prompt), item.sampling.ends(self._eos))
             try:
                 reason = self._refusal(item) or self._scheduler.submit(item, perf_counter())
-            except Exception as error:  # nobody else has heard of it yet, and nobody else has to
+            except Exception as error:  # no other rank knows the request yet, so the call goes on
                 reason = f"it could not be read: {type(error).__name__}: {error}"
             if reason:
-                yield progress.delta(item.id, finish_reason="error", reason=reason)
+                yield progress.update(item.id, finish_reason="error", reason=reason)
             else:
                 self._open[item.id] = progress
 
-    def _begin(self, decision: Decision) -> list[Delta]:
-        """Launches a decision; says who is admitted with it."""
+    def _begin(self, decision: Decision) -> list[RequestUpdate]:
+        """Launches a decision; returns updates of the requests that it admits."""
         for admission in decision.admit:
             self._to_prefill += admission.length - admission.resumes
             if not admission.drawn:
@@ -163,17 +163,17 @@ class Serving:
         self._limits = decision.draft_limits or self._limits
         rows, begin = dict(self._scheduler.running), perf_counter()
         steps = deque(self._launch(decision))
-        if self._runs and self._runs[-1].undrawn:
+        if self._runs and self._runs[-1].holds_draw:
             self._runs[-1].steps.append(steps.popleft())
-            self._runs[-1].undrawn = False
+            self._runs[-1].holds_draw = False
         chunk = bool(decision.prefill)
-        self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.undrawn, chunk))
+        self._runs.append(Run(decision, rows, steps, self._limits, begin, decision.holds_draw, chunk))
         if decision.prefill and self._runner.device.type == "cuda":
             self._chunk_launch_s += (perf_counter() - begin - self._chunk_launch_s) / 2
-        return [self._open[admission.id].delta(admission.id) for admission in decision.admit]
+        return [self._open[admission.id].update(admission.id) for admission in decision.admit]
 
     def _is_early(self, inbox: Inbox) -> bool:
-        """Whether the run that is under way goes on for so long that the next decision can wait; may wait itself."""
+        """Returns whether the next decision can wait for the current run; sleeps until the time to make it."""
         if not self._runs or inbox.pending:
             return False
         run = self._runs[0]
@@ -188,13 +188,13 @@ class Serving:
             return left_s > ahead_s
         until = now + left_s - ahead_s
         while run.left and perf_counter() < until:
-            if self._runner.is_computed if run.undrawn else run.steps[0].there:
+            if self._runner.is_computed if run.holds_draw else run.steps[0].there:
                 break
             time.sleep(min(LOOK_S, max(until - perf_counter(), 0.0)))
-        return not run.left  # of one without any, nothing is to be read
+        return not run.left  # a run without steps has nothing to read
 
-    def _read(self) -> Iterator[Delta]:
-        """What the next tokens come to that are under way."""
+    def _read(self) -> Iterator[RequestUpdate]:
+        """Reads the next step's tokens; yields the updates that follow from them."""
         run = self._runs[0]
         if run.steps:
             in_chunk, step = run.in_chunk, run.steps.popleft()
@@ -206,14 +206,14 @@ class Serving:
             if in_chunk:
                 yield from self._after_chunk(run, seconds)
             else:
-                run.seconds.append(step.busy_seconds)  # or a grammar's time would delay what follows more and more
+                run.seconds.append(step.busy_seconds)  # without a grammar's time, which would delay later decisions
             outcomes = []
             for slot, drawn in tokens.items():
                 sequence = run.rows[slot]
                 if sequence.ended:
-                    continue  # computed behind its end, thrown away
+                    continue  # computed after its end, discarded
                 left = sequence.request.max_new_tokens - len(sequence.drawn)
-                outcomes.append(Outcome(slot, min(self._tried(run, slot), left - 1), len(drawn) - 1))
+                outcomes.append(DraftOutcome(slot, min(self._tried(run, slot), left - 1), len(drawn) - 1))
                 wanted = sequence.request.sampling.logprobs
                 logprobs = () if wanted is None else (step.logprobs(slot, wanted),)
                 yield self._record(sequence, slot, drawn, logprobs)
@@ -228,17 +228,17 @@ class Serving:
             self._note_kv()
 
     def _forget(self, rows: dict[int, Scheduled]) -> None:
-        """Whose sequence has ended begins anew with its drafts."""
+        """Resets draft statistics of slots whose request ended."""
         for slot, sequence in rows.items():
             if sequence.ended:
                 self._policy.forget(slot)
 
     def _tried(self, run: Run, slot: int) -> int:
-        """Drafts of a slot that each step of a run verifies."""
+        """Returns the number of drafts that each step of a run verifies for a slot."""
         drafts = run.decision.kind.drafts
         return min(drafts, run.limits[slot]) if slot < len(run.limits) else drafts
 
-    def _after_chunk(self, run: Run, seconds: float) -> Iterator[Delta]:
+    def _after_chunk(self, run: Run, seconds: float) -> Iterator[RequestUpdate]:
         timings, prefill = self._timings, run.decision.prefill
         self._times.observe(sum(self._times.work(s.begin, s.end) for s in prefill), seconds)
         timings.prefill_s += seconds
@@ -251,10 +251,12 @@ class Serving:
                 progress = self._open[sequence.request.id]
                 progress.prefilled = segment.end
                 if not segment.last:  # else its first token says so
-                    yield progress.delta(sequence.request.id)
+                    yield progress.update(sequence.request.id)
 
-    def _record(self, sequence: Scheduled, slot: int, drawn: list[int], logprobs: tuple[Logprobs, ...]) -> Delta:
-        """Takes tokens of a sequence up to its end."""
+    def _record(
+        self, sequence: Scheduled, slot: int, drawn: list[int], logprobs: tuple[Logprobs, ...]
+    ) -> RequestUpdate:
+        """Records a sequence's tokens up to its end; returns the update."""
         request = sequence.request
         progress = self._open[request.id]
         new: list[int] = []
@@ -271,10 +273,10 @@ class Serving:
                 break
         if reason is not None:
             del self._open[request.id]
-        return progress.delta(request.id, tuple(new), reason, logprobs=logprobs)
+        return progress.update(request.id, tuple(new), reason, logprobs=logprobs)
 
     def _note_kv(self) -> None:
-        """Keeps how many tokens were held when they were most."""
+        """Updates the highest number of tokens in the cache."""
         held = [(s.cached, s.held.start) for s in self._scheduler.running.values() if s.held is not None]
         if (total := sum(cached for cached, _ in held)) > self._most_held:
             self._most_held, self._timings.held = total, held

@@ -1,4 +1,4 @@
-"""Tokens to outputs while they arrive."""
+"""Outputs with text, from tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from helix.events.request import Logprobs, Output, Request
 
 
 class OutputStream:
-    """The outputs of one request, token by token.
+    """Outputs of one request, token by token.
 
     Args:
         eos: the model's end tokens.
-        tokenizer: as of `TextStream`.
+        tokenizer: see `TextStream`.
 
     Attributes:
-        ended: whether the last output was that of its end.
+        ended: whether the last output was the final one.
     """
 
     def __init__(self, request: Request, eos: Collection[int], tokenizer: Any | None) -> None:
@@ -29,7 +29,7 @@ class OutputStream:
         self.ended = False
 
     def push(self, token: int, logprobs: Sequence[Logprobs] = ()) -> Output:
-        """The output of one more token, with its log-probabilities where they are wanted."""
+        """Returns the output of one more token, with its log-probabilities if requested."""
         self._ids.append(token)
         self._logprobs += logprobs
         delta, stopped = self._text.push(token)

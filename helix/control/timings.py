@@ -1,4 +1,4 @@
-"""What rank 0 notes of the requests that it serves."""
+"""Statistics that rank 0 keeps of the requests it serves."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from helix.speculation.adaptive import Acceptance, Outcome
+from helix.speculation.adaptive import Acceptance, DraftOutcome
 
-LAST = 1 << 20  # decode steps that are remembered one by one
+LAST = 1 << 20  # decode steps of which each time is kept
 
 
 @dataclass
 class Timings:
-    """What rank 0 saw of a call of `generate` or `serve`.
+    """Statistics of one call of `generate` or `serve`, on rank 0.
 
     Attributes:
         prefill_s: seconds in prefill steps.
-        prefill_tokens: prompt tokens in them.
-        ttl_s: seconds between decode steps' tokens, one entry a step; of the last ones, where there were many.
-        decode_tokens: tokens that decode steps gave to requests.
-        sequence_steps: decode steps of all sequences, each counted by itself.
-        kv_tokens: tokens held when they were most, for each kvp rank.
-        held: of each sequence then, how many it had and where its first block was.
-        decisions: how many there were.
-        preemptions: how often a sequence lost its pages for another one.
-        decide_s: seconds of rank 0's host in making them.
-        drafts: decode steps by how many tokens they proposed for a sequence.
-        kept: sequence steps by how many drafts were kept.
-        acceptance: by the place of a draft.
+        prefill_tokens: prompt tokens in prefill steps.
+        ttl_s: seconds between the tokens of consecutive decode steps, one entry a step; the last LAST steps.
+        decode_tokens: tokens that requests took from decode steps.
+        sequence_steps: decode steps, counted once per sequence in each.
+        kv_tokens: tokens in the cache of each kvp rank, when the total was highest.
+        held: (tokens, kvp rank of the first block) of each sequence at that time.
+        decisions: number of decisions.
+        preemptions: number of preemptions.
+        decide_s: seconds of rank 0's host in making decisions.
+        drafts: decode steps by the number of drafts per sequence.
+        kept: sequence steps by the number of accepted drafts.
+        acceptance: acceptance by the index of a draft.
     """
 
     prefill_s: float = 0.0
@@ -45,8 +45,8 @@ class Timings:
     kept: Counter[int] = field(default_factory=Counter)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
 
-    def step(self, seconds: float, drafts: int, outcomes: Sequence[Outcome]) -> None:
-        """Notes a decode step and what it gave to each sequence that has not ended."""
+    def step(self, seconds: float, drafts: int, outcomes: Sequence[DraftOutcome]) -> None:
+        """Records a decode step and its outcome for each sequence that has not ended."""
         self.ttl_s.append(seconds)
         self.sequence_steps += len(outcomes)
         self.drafts[drafts] += 1

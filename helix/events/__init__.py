@@ -1,1 +1,1 @@
-"""What happens to sequences: what rank 0 decides, and whom it concerns."""
+"""Requests, decisions, and the events in the life of sequences."""

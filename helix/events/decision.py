@@ -1,6 +1,6 @@
-"""What rank 0 tells all ranks to do next.
+"""Decisions of rank 0, which all ranks execute.
 
-Plain data, no torch: a `Decision` is all that the ranks need to do the same thing.
+Plain data, no torch: a `Decision` is all that the ranks need to act alike.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from helix.placement import NO_PAGES
 
 @dataclass(frozen=True, eq=False)
 class Admission:
-    """A sequence that takes a slot.
+    """Admission of a sequence to a slot.
 
     Attributes:
-        length: tokens of its prompt and, where it comes back after a preemption, those that it had drawn as well.
-        text: these tokens, int32 [length], where ranks look back at them, for drafts or penalties; else int32 [0].
+        length: tokens of its prompt and, after a preemption, those that it had drawn.
+        text: these tokens, int32 [length], if ranks need them for drafts or penalties; else int32 [0].
         start: kvp rank of its first block.
         pages: the beginning of its table, int32 [m], the same on every rank.
-        reserved: tokens for which these are taken.
+        reserved: tokens that these pages have room for.
         limit: tokens in the cache at which it ends.
-        known: the first so many tokens are in its pages already, or in those to copy.
-        resumes: position of the first token that is computed: behind these, or before, where pages are not all that
-            layers keep.
+        known: number of its first tokens that are in its pages already, or in those to copy.
+        resumes: position of the first token to compute: `known`, or less if layers keep more than pages.
         copy_from, copy_to: pages to copy on every rank, in the order of admissions.
-        drawn: so many of `length` were drawn, the last ones.
-        allowed: which tokens it may draw behind them, int32 [W], as of `Grammar`; None: all.
+        drawn: number of the last tokens of `length` that were drawn.
+        allowed: mask of the tokens that it may draw next, int32 [W], see `Grammar`; None: all.
     """
 
     id: str | int
@@ -53,7 +52,7 @@ class Admission:
 
 @dataclass(frozen=True, eq=False)
 class TableWrite:
-    """Pages, int32 [n], that a slot's table has from a column on; the others stay."""
+    """New pages, int32 [n], of a slot's table from a column on; other columns stay."""
 
     slot: int
     column: int
@@ -65,8 +64,8 @@ class Segment:
     """Prompt tokens `[begin, end)` of a slot, int32 [end - begin].
 
     Attributes:
-        last: the prompt ends with them.
-        known: the first so many tokens of the sequence are in its pages already.
+        last: whether the prompt ends with them.
+        known: number of the sequence's first tokens that are in its pages already.
     """
 
     slot: int
@@ -79,16 +78,16 @@ class Segment:
 
 @dataclass(frozen=True, order=True)
 class StepKind:
-    """A kind of decode step: what its captured graph is made for.
+    """Kind of a decode step: the key of its captured graph.
 
     Attributes:
-        rows: slots [0, rows) take part: a power of two, or all, so that few graphs serve all.
+        rows: slots [0, rows) take part: a power of two, or all slots, so that few graphs suffice.
         drafts: tokens that the step verifies for each sequence.
-        stochastic: some sequence has a temperature above 0.
-        filtered: some sequence has top-k, top-p or min-p.
-        shaped: some sequence wants something of its logits, or log-probabilities.
-        sparse: attention chooses which keys it reads: some sequence is long enough.
-        chunks: runs of sequences whose attention and exchange take turns (HOP-B).
+        stochastic: any sequence has a temperature above 0.
+        filtered: any sequence has top-k, top-p or min-p.
+        shaped: any sequence changes its logits or requests log-probabilities.
+        sparse: attention reads a selection of keys: any sequence is long enough.
+        chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
     """
 
     rows: int = 0
@@ -101,7 +100,7 @@ class StepKind:
 
     @classmethod
     def of(cls, sampling: Collection[SamplingParams], **more: Any) -> StepKind:
-        """Makes the kind of a step that draws for all of these; `more` is its other attributes."""
+        """Creates the kind of a step that draws with all of these parameters; `more` has the other attributes."""
         return cls(
             stochastic=any(not s.is_greedy for s in sampling),
             filtered=any(s.is_filtered for s in sampling),
@@ -112,14 +111,14 @@ class StepKind:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How a run of decode steps goes on.
+    """Plan of a run of decode steps.
 
     Attributes:
         drafts: tokens that each step proposes for each sequence.
-        tokens: how many a sequence is expected to take of a step.
-        steps: at most so many under one decision; None for as many as there may be.
-        draft_limits: drafts of slots 0, 1, .. that are verified, empty where they stay what they were.
-        seconds: of a step; None where it is not known.
+        tokens: expected tokens per sequence and step.
+        steps: most steps in one decision; None: no limit.
+        draft_limits: most drafts verified in slots 0, 1, ..; empty: unchanged.
+        seconds: predicted seconds of a step; None if unknown.
     """
 
     drafts: int = 0
@@ -131,17 +130,17 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do next, in this order; the decode steps follow each other back to back.
+    """Work of all ranks, in the order of the attributes; the decode steps run back to back.
 
-    First of all they draw the tokens of the step that the decision before has left `undrawn`, if it has.
+    If the previous decision has a held step, its tokens are drawn first. A held step is one whose logits are computed
+    and whose tokens are not drawn yet.
 
     Attributes:
-        masks: which tokens slots may draw in that step, int32 [W], as of `Grammar`.
-        tables: of slots that are in use before `admit`.
-        kind: of the decode steps; the prompts' first tokens are drawn alike.
-        draft_limits: of the decode steps; see `StepPlan`.
-        undrawn: the decode step, a single one, ends with its logits: what may be drawn depends on tokens before it that
-            rank 0 has not read.
+        masks: masks of the tokens that slots may draw in the held step, int32 [W], see `Grammar`.
+        tables: table writes of slots that are in use before `admit`.
+        kind: kind of the decode steps; the prompts' first tokens are drawn in the same way.
+        draft_limits: limits of the decode steps; see `StepPlan`.
+        holds_draw: the only decode step is held: the allowed tokens depend on tokens that rank 0 has not read.
     """
 
     number: int
@@ -152,10 +151,10 @@ class Decision:
     decode_steps: int
     kind: StepKind = StepKind()
     draft_limits: tuple[int, ...] = ()
-    undrawn: bool = False
+    holds_draw: bool = False
     masks: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def nothing(cls, retire: tuple[int, ...] = ()) -> Decision:
-        """A decision that computes nothing."""
+        """Creates a decision that computes nothing."""
         return cls(0, retire, (), (), (), 0)

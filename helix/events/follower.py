@@ -1,7 +1,8 @@
-"""Events in the life of the sequences in a batch's slots, for what keeps something of them on a rank.
+"""Events in the life of a batch's sequences, and the interface of components that follow them.
 
-Caches, the device's state of the slots, shaping and drafters implement the events that they need. A model runner calls
-them on every rank alike, in the order of its decisions: pages are copied before those who take them are admitted.
+Caches, the slots' device state, logit shaping and drafters implement the events that they need. A model runner calls
+them on every rank alike, in the order of its decisions: pages are copied before the sequences that use them are
+admitted.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from helix.placement import ChunkPart, PromptChunk
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Tokens that n sequences have come to hold in their pages.
+    """Tokens that n sequences added to their pages.
 
     Attributes:
         tables: pages [n, P] int32.
-        starts: kvp rank of the first block [n] int64.
-        before, after: tokens in the cache, over all ranks [n] int64.
-        most: the most that one of them has taken in between.
+        starts: kvp rank of each first block [n] int64.
+        before, after: tokens in the cache before and after, over all ranks [n] int64.
+        most: upper bound of the tokens that one of them added.
     """
 
     tables: Tensor
@@ -35,13 +36,13 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Prefilled:
-    """A chunk of prompts that has gone through the model.
+    """Event: a chunk of prompts was computed.
 
     Attributes:
         prompts: the chunk of each sequence.
-        span: what their pages have come to hold.
-        parts: where their tokens lie, of layers that keep a window.
-        hidden: [N, H], of all their tokens.
+        span: the tokens added to their pages.
+        parts: locations of their tokens in layers that keep a window.
+        hidden: [N, H], hidden states of all their tokens.
     """
 
     prompts: Sequence[PromptChunk]
@@ -52,12 +53,12 @@ class Prefilled:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """A decode step whose tokens have been taken; part of a captured step.
+    """Event: the tokens of a decode step were committed; part of a captured step.
 
     Attributes:
-        span: of slots 0, 1, ..; `most` counts drafts that were refused as well.
-        live: sequences that decode on [n] bool.
-        hidden: [n * (1 + drafts), H].
+        span: the tokens added in slots 0, 1, ..; `most` includes refused drafts.
+        live: whether each sequence continues [n] bool.
+        hidden: hidden states [n * (1 + drafts), H].
     """
 
     kind: StepKind
@@ -68,7 +69,7 @@ class Taken:
 
 @dataclass(frozen=True, eq=False)
 class Retired:
-    """A slot whose sequence leaves, with its pages [P] int32, start [1] and tokens in the cache [1], int64."""
+    """Event: a sequence leaves its slot; its pages [P] int32, start [1] and tokens in the cache [1], int64."""
 
     slot: int
     table: Tensor
@@ -77,26 +78,26 @@ class Retired:
 
 
 class Follower:
-    """What follows the sequences; each event does nothing unless it is overridden."""
+    """Component that follows the events of sequences; events that it does not override do nothing."""
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
-        """Copies pages `sources` [n] int32 to the pages `to`, which nobody has yet."""
+        """Copies pages `sources` [n] int32 to the pages `to`, which no sequence uses yet."""
 
     def admit(self, admission: Admission) -> None:
-        """Takes a sequence into its slot."""
+        """Sets up the slot of an admitted sequence."""
 
     def write(self, table: TableWrite) -> None:
-        """Takes other pages into a slot's table."""
+        """Writes new pages to a slot's table."""
 
     def prefilled(self, chunk: Prefilled) -> None:
-        """Follows a chunk of prompts."""
+        """Handles a computed chunk of prompts."""
 
     def takes(self, kind: StepKind) -> bool:
-        """Says whether `taken` is to be called after steps of a kind."""
+        """Returns whether `taken` is called after steps of this kind."""
         return False
 
     def taken(self, step: Taken) -> None:
-        """Follows a decode step."""
+        """Handles the committed tokens of a decode step."""
 
     def retire(self, gone: Retired) -> None:
-        """Lets go of a sequence."""
+        """Releases the state of a sequence that leaves."""

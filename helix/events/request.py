@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out."""
+"""Requests to the engine, and its updates and outputs."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from helix.events.sampling_params import SamplingParams
 
 
 class Grammar(Protocol):
-    """What an answer has to look like, told token by token; of one request, on rank 0."""
+    """Grammar that an answer must follow, token by token; one per request, on rank 0."""
 
     def allowed(self) -> np.ndarray:
-        """A bit for each token of the vocabulary that may come next, lowest first, int32 [W]; at least one is set."""
+        """Returns the mask of the allowed next tokens, a bit per token, lowest first, int32 [W]; never empty."""
 
     def take(self, token: int) -> None:
-        """The next token is this one."""
+        """Advances the grammar by the drawn token."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One prompt to continue.
+    """A prompt to continue.
 
     Attributes:
-        id: names the request in what comes out, and when it is to be aborted; no other one under way has the same.
-        prompt: token ids, from any sequence of integers; kept as int32 [n] where they fit.
-        max_new_tokens: at most so many tokens are drawn, the EOS token included.
+        id: identifies the request in outputs and aborts; unique among running requests.
+        prompt: token ids, from any sequence of integers; stored as int32 [n] if they fit.
+        max_new_tokens: most tokens to draw, the EOS token included.
         stop: texts that end the continuation; they are not part of the text.
-        priority: a higher one is admitted first.
-        drawn: so many of the prompt's last tokens are the answer of an engine that ended: penalties and a least length
-            count them as drawn.
-        salt: what is cached under another one is not seen, so that nobody learns from a fast answer what others sent.
-        grammar: what the answer has to look like; None: anything.
+        priority: higher ones are admitted first.
+        drawn: number of the prompt's last tokens that an earlier engine drew for this request: penalties and the least
+            length count them as drawn.
+        salt: only requests of the same salt share cached prefixes, so that response times reveal no other prompts.
+        grammar: grammar of the answer; None: unconstrained.
     """
 
     id: str | int
@@ -55,18 +55,18 @@ class Request:
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int32):
             try:
                 ids = np.asarray(array("i", ids))
-            except OverflowError:  # no vocabulary has such an id: the engine refuses the request
+            except OverflowError:  # beyond any vocabulary: the engine refuses the request
                 ids = np.array(ids, dtype=object)
         object.__setattr__(self, "prompt", ids)
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """How likely a drawn token was, by the model alone.
+    """Log-probabilities at a drawn token, of the unmodified model.
 
     Attributes:
-        drawn: log-probability of the token that was drawn.
-        best: (token id, log-probability) of the most likely ones, best first.
+        drawn: log-probability of the drawn token.
+        best: (token id, log-probability) of the most likely tokens, best first.
     """
 
     drawn: float
@@ -74,16 +74,16 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """New tokens of one request; the first one without any says that it is admitted.
+class RequestUpdate:
+    """News of a request: tokens, prefill progress, or its end; the first one reports its admission.
 
     Attributes:
-        cached_tokens: of the prompt, so many were in the cache when it was admitted.
-        prefilled: of the prompt, so many are in the cache.
-        new_ids: tokens drawn since the last one, the EOS token included.
-        finish_reason: None while it goes on, then `stop` (EOS), `length`, `abort` or `error`.
-        reason: why, where finish_reason is `error`.
-        logprobs: of `new_ids`, where the request wants them.
+        cached_tokens: prompt tokens found in the cache at admission.
+        prefilled: prompt tokens in the cache now.
+        new_ids: tokens drawn since the last update, the EOS token included.
+        finish_reason: None while it runs, then `stop` (EOS), `length`, `abort` or `error`.
+        reason: the cause of an `error`.
+        logprobs: those of `new_ids`, if requested.
     """
 
     id: str | int
@@ -98,16 +98,16 @@ class Delta:
 
 @dataclass(frozen=True)
 class Output:
-    """What is new of one request, and all of it where it has ended: what an output costs does not grow with the text.
+    """News of a request with text; complete only once it has ended, so that an output's cost does not grow.
 
     Attributes:
         new_ids: tokens drawn since the last output of this request, the EOS token included.
-        delta: the text that is new since then.
+        delta: the new text since then.
         output_ids: all tokens, once the request has ended; empty before.
-        text: all the text, once the request has ended; empty before, and without a tokenizer.
-        finish_reason: None while it goes on, then `stop` (EOS or a stop text), `length` or `error`.
-        reason: why, where finish_reason is `error`.
-        logprobs: of `output_ids`, where the request wants them.
+        text: all text, once the request has ended; empty before, and without a tokenizer.
+        finish_reason: None while it runs, then `stop` (EOS or a stop text), `length` or `error`.
+        reason: the cause of an `error`.
+        logprobs: those of `output_ids`, if requested.
     """
 
     id: str | int

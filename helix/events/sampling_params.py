@@ -1,4 +1,4 @@
-"""How a request draws its tokens."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kernels.tokens.top_tokens import TOP
 _FP32_MAX = torch.finfo(torch.float32).max
 _INT32_MAX, _INT64_MAX = torch.iinfo(torch.int32).max, torch.iinfo(torch.int64).max
 
-MOST_TOKENS = 300  # of which a request may say something each
+MOST_TOKENS = 300  # most tokens with a setting of their own in a request
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request draws its tokens; real numbers are used as fp32.
+    """Sampling parameters of a request; real numbers are used as fp32.
 
-    What changes logits comes before the temperature, in the order in which it stands here. Probabilities reported are
-    those of the model, before anything changes them.
+    Changes of logits precede the temperature, in the order of the attributes. Reported probabilities are those of the
+    unmodified model.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token (smallest id among equals).
@@ -30,15 +30,15 @@ class SamplingParams:
         top_p: of those, only the fewest best tokens whose probabilities sum to top_p; 1 is off.
         min_p: of those, only tokens at least min_p times as likely as the best one; 0 is off.
         seed: fixes, with the position, every draw: what else is in the batch and the layout change nothing.
-        logit_bias: token id -> what is added to its logit.
-        min_tokens: before so many tokens, neither the model's end tokens nor `stop_token_ids` are drawn.
+        logit_bias: token id -> number added to its logit.
+        min_tokens: least length of the answer before the model's end tokens or `stop_token_ids` can be drawn.
         repetition_penalty: divides positive logits of tokens in the prompt or the answer, multiplies others; 1 is off.
         frequency_penalty: subtracted from a token's logit for each time that it is in the answer.
         presence_penalty: subtracted from the logit of a token that is in the answer.
-        masked: rank 0 says before each draw which tokens are allowed.
-        stop_token_ids: tokens that end the answer, beside the model's own.
+        masked: rank 0 sends a mask of the allowed tokens before each draw.
+        stop_token_ids: tokens that end the answer, besides the model's own.
         ignore_eos: the model's own end tokens do not end the answer.
-        logprobs: how many of the most likely tokens are reported beside each that is drawn; None: nothing is.
+        logprobs: number of most likely tokens reported besides each drawn one; None: no log-probabilities.
 
     Raises:
         ValueError: a value is outside its range.
@@ -60,7 +60,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # Ranges are written so that NaN, which compares false, is outside.
+        # Ranges exclude NaN, which compares false.
         real, integer = (int, float), (int,)
         self._require("temperature", real, lambda x: 0 <= x <= _FP32_MAX, "a finite number >= 0 (fp32), 0 = greedy")
         self._require("top_k", integer, lambda x: 0 <= x <= _INT64_MAX, "an integer in [0, 2**63), 0 = off")
@@ -99,7 +99,7 @@ class SamplingParams:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k or top-p have something to do; min-p costs nothing and does not count."""
+        """Whether top-k or top-p is on; min-p costs nothing and does not count."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
@@ -113,7 +113,7 @@ class SamplingParams:
         return self.changes_logits or self.logprobs is not None
 
     def ends(self, eos: Collection[int]) -> set[int]:
-        """Tokens that end the answer, where `eos` are the model's own."""
+        """Returns the tokens that end the answer, given the model's end tokens `eos`."""
         return {*self.stop_token_ids, *(() if self.ignore_eos else eos)}
 
 

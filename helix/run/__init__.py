@@ -1,1 +1,1 @@
-"""What every rank does alike."""
+"""Execution of decisions, which every rank does alike."""

@@ -35,7 +35,7 @@ from kernels.reference.top_tokens import logprobs
 
 
 @dataclass(frozen=True)
-class Undrawn:
+class ComputedStep:
     """A decode step up to its logits [N, V_local] fp32, of hidden [N, H]."""
 
     logits: Tensor
@@ -45,7 +45,7 @@ class Undrawn:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStep:
     """The step of a decision that the next one draws.
 
     Attributes:
@@ -56,7 +56,7 @@ class Held:
 
     decision: Decision
     kind: StepKind
-    undrawn: Undrawn
+    step: ComputedStep
     begin: Moment
     computed: Moment
 
@@ -123,7 +123,7 @@ class ModelRunner:
         self.mark: Callable[[str | None], None] = lambda phase: None
         self.graphs = StepGraphs() if comm.capturable else None
         self.shaper: Shaper | None = None
-        self._held: Held | None = None
+        self._held: HeldStep | None = None
         self._drafting = True  # whether the last steps had drafts
         self._slots = torch.arange(max_batch, device=self.device)
 
@@ -145,7 +145,7 @@ class ModelRunner:
         drawn: list[StepTokens] = []
         begin = Moment(self.device)
 
-        def keep(tokens: Tensor, slots: Sequence[int] | None = None, held: Held | None = None) -> None:
+        def keep(tokens: Tensor, slots: Sequence[int] | None = None, held: HeldStep | None = None) -> None:
             if self.comm.rank == 0:
                 of = decision if held is None else held.decision
                 summaries = self.shaper.summaries if of.kind.shaped and self.shaper is not None else None
@@ -177,10 +177,10 @@ class ModelRunner:
         if decision.draft_limits:
             limits = to_device(torch.tensor(decision.draft_limits), self.device)
             self.state.draft_limits[: len(limits)] = limits
-        if decision.undrawn:
+        if decision.holds_draw:
             kind = self._in_chunks(decision.kind)
-            undrawn = self._captured(self._compute, kind)
-            self._held = Held(decision, kind, undrawn, drawn[-1].end if drawn else begin, Moment(self.device))
+            computed = self._captured(self._compute, kind)
+            self._held = HeldStep(decision, kind, computed, drawn[-1].end if drawn else begin, Moment(self.device))
             return drawn
         for _ in range(decision.decode_steps):
             keep(self.decode(decision.kind))
@@ -272,9 +272,9 @@ class ModelRunner:
     def _draw_held(self, kind: StepKind) -> Tensor:
         """Launches the rest of the step that is held; both parts have one key, so that they share a graph's tensors."""
         assert self._held is not None
-        return self._complete(self._held.undrawn, kind)
+        return self._complete(self._held.step, kind)
 
-    def _compute(self, kind: StepKind) -> Undrawn:
+    def _compute(self, kind: StepKind) -> ComputedStep:
         draft = None
         self.mark("draft")
         if kind.drafts:
@@ -288,15 +288,15 @@ class ModelRunner:
             policy = self.drafter.verification or policy
         hidden = self.model.hidden(self.cache, step, policy)
         self.mark("accept")
-        return Undrawn(self.model.logits(hidden), hidden, step, draft)
+        return ComputedStep(self.model.logits(hidden), hidden, step, draft)
 
-    def _complete(self, undrawn: Undrawn, kind: StepKind) -> Tensor:
+    def _complete(self, computed: ComputedStep, kind: StepKind) -> Tensor:
         """Draws a step's tokens and takes them."""
-        step, draft, rows, drafts = undrawn.step, undrawn.draft, kind.rows, kind.drafts
+        step, draft, rows, drafts = computed.step, computed.draft, kind.rows, kind.drafts
         tokens = None if draft is None else draft.tokens
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
         shaping = (self._slots[:rows], self.state.uncounted(rows)) if kind.shaped else None
-        drawn = self._draw(undrawn.logits, slots, step.positions + 1, step.live, kind, shaping, draft)
+        drawn = self._draw(computed.logits, slots, step.positions + 1, step.live, kind, shaping, draft)
         drawn = drawn.view(rows, -1)
         if draft is not None and draft.outcome is not None:
             drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
@@ -307,7 +307,7 @@ class ModelRunner:
             self.mark("choose")
             span = state.span(rows, before, state.lengths[:rows], step.max_q)
             for follower in followers:
-                follower.taken(Taken(kind, span, state.active[:rows], undrawn.hidden))
+                follower.taken(Taken(kind, span, state.active[:rows], computed.hidden))
         self.mark(None)
         return taken
 

@@ -15,7 +15,7 @@ from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
 from helix.simulate.points import Options, Points, Speculation
 from helix.simulate.search import layouts
-from helix.simulate.step import Step, memory_of, predict
+from helix.simulate.step import StepCost, memory_of, predict
 
 MODES = ("tp", "medha", "helix")  # those that the runtime has
 CHUNKS = (1, 2, 4, 8)  # of HOP-B, that the runtime takes
@@ -243,7 +243,7 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     return best[1], None
 
 
-def _fastest(q: Question, step: Step) -> int | None:
+def _fastest(q: Question, step: StepCost) -> int | None:
     """Which batch of a layout: the question's, or that of most tokens/s/GPU within the limit, else the smallest."""
     fits = np.flatnonzero(step.fits)  # drafts take a few tokens more
     if not len(fits):
@@ -255,7 +255,7 @@ def _fastest(q: Question, step: Step) -> int | None:
     return int(in_time[np.argmax(step.gpu[in_time])]) if len(in_time) else int(fits[0])
 
 
-def _choice(q: Question, step: Step, i: int, chunks: int, gamma: int, options: Options) -> Choice:
+def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, options: Options) -> Choice:
     weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
     free = q.hardware.memory_bytes.value - weights
     tokens = cost.tokens_per_step(gamma, q.acceptance or 0.0)
@@ -279,7 +279,7 @@ def _choice(q: Question, step: Step, i: int, chunks: int, gamma: int, options: O
     )
 
 
-def _longest(q: Question, step: Step, i: int, room_bytes: float, options: Options) -> int:
+def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
     """Tokens of a sequence that fill the room on the fullest rank: `memory_of`, the other way round."""
     if options.tier is not None:  # of two memories
         point = step.points[np.array([i])]

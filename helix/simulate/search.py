@@ -12,7 +12,7 @@ from helix.models import DecoderSpec
 from helix.simulate.hardware import Array, Hardware
 from helix.simulate.layer import Phase
 from helix.simulate.points import DP, HELIX, MEDHA, MODES, TP, Options, Points, problems
-from helix.simulate.step import Memory, Step, memory_of, predict
+from helix.simulate.step import Memory, StepCost, memory_of, predict
 
 PIECE = 4096  # points at a time: their arrays stay in the processor's cache
 MANTISSA = 2.0**40  # times are compared to 12 digits: the last bits depend on where in an array a point stands
@@ -62,7 +62,7 @@ def search(
     gpus: Sequence[int],
     batches: Array,
     modes: Sequence[str] = MODES,
-) -> Step:
+) -> StepCost:
     """Every layout with every batch that has memory for it.
 
     Raises:
@@ -86,7 +86,7 @@ def search(
     return joined(pieces)
 
 
-def joined(steps: Sequence[Step]) -> Step:
+def joined(steps: Sequence[StepCost]) -> StepCost:
     """Points of several predictions, one after the other. All have the same phases."""
 
     def one(parts: Sequence[Any], kind: type) -> Any:
@@ -98,10 +98,10 @@ def joined(steps: Sequence[Step]) -> Step:
     ]
     arrays = (np.concatenate([getattr(step, name) for step in steps]) for name in ("step_s", "ttl_s", "level"))
     points, memory = one([step.points for step in steps], Points), one([step.memory for step in steps], Memory)
-    return Step(points, memory, phases, *arrays)
+    return StepCost(points, memory, phases, *arrays)
 
 
-def ordered(step: Step, *speeds: Array) -> Array:
+def ordered(step: StepCost, *speeds: Array) -> Array:
     """Indices from the best to the worst by the first of `speeds`, then by the next ones.
 
     Equal points stand by layout and batch, fewest GPUs first, whatever their order.
@@ -110,7 +110,7 @@ def ordered(step: Step, *speeds: Array) -> Array:
     return np.lexsort((*ties, step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))))
 
 
-def frontier(step: Step) -> Array:
+def frontier(step: StepCost) -> Array:
     """Indices of the points that no other beats in both speeds, from the slowest for a user to the fastest."""
     order = ordered(step, step.user, step.gpu)
     gpu = _rounded(step.gpu)[order]
@@ -118,7 +118,7 @@ def frontier(step: Step) -> Array:
     return order[better][::-1]
 
 
-def best_at(step: Step, user: float) -> tuple[int | None, int | None]:
+def best_at(step: StepCost, user: float) -> tuple[int | None, int | None]:
     """The index of the highest throughput, and of the most users in flight, of points at least as fast for a user."""
     fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
     if not len(fast):

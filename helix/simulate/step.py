@@ -41,7 +41,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCost:
     """Arrays [n] over points.
 
     Attributes:
@@ -75,13 +75,13 @@ class Step:
     def provenance(self, i: int) -> str:
         return PROVENANCE[self.level[i]]
 
-    def __getitem__(self, chosen: Array) -> Step:
+    def __getitem__(self, chosen: Array) -> StepCost:
         phases = [phase[chosen] for phase in self.phases]
         arrays = (array[chosen] for array in (self.step_s, self.ttl_s, self.level))
-        return Step(self.points[chosen], self.memory[chosen], phases, *arrays)
+        return StepCost(self.points[chosen], self.memory[chosen], phases, *arrays)
 
 
-def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Step:
+def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> StepCost:
     """Every point's decode step with `length` tokens of each sequence in the cache, whether or not there is memory.
 
     Raises:
@@ -99,7 +99,7 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
             step_s = step_s + sum(phase.seconds for phase in phases[-2:])
         ttl_s = (step_s + s.gamma * s.draft_s) / cost.tokens_per_step(s.gamma, s.acceptance)
     level = np.maximum(INTERPOLATED, np.max([phase.level for phase in phases], axis=0))
-    return Step(points, memory, phases, step_s, ttl_s, level)
+    return StepCost(points, memory, phases, step_s, ttl_s, level)
 
 
 def _pass(layer: Layer) -> tuple[list[Phase], Array]:

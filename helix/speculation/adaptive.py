@@ -30,7 +30,7 @@ def draft_sizes(limit: int, adaptive: bool) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DraftOutcome:
     """One sequence in one step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Acceptance:
         self.tried = [0.0] * places
         self.kept = [0.0] * places
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: DraftOutcome) -> None:
         for place in range(min(outcome.kept + 1, outcome.tried)):
             self.tried[place] += 1
             self.kept[place] += place < outcome.kept
@@ -131,7 +131,7 @@ class DraftPolicy:
         """The sequence of a slot has ended."""
         self._rows_keep.pop(slot, None)
 
-    def observe(self, rows: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[Outcome]) -> None:
+    def observe(self, rows: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[DraftOutcome]) -> None:
         """A run of steps has ended.
 
         Args:
@@ -158,7 +158,7 @@ class DraftPolicy:
         if drafts:
             self._learn(outcomes)
 
-    def _learn(self, outcomes: Sequence[Outcome]) -> None:
+    def _learn(self, outcomes: Sequence[DraftOutcome]) -> None:
         memory = EVIDENCE if self._in_use == 0 else MEMORY
         self._acceptance.keep(min(1.0, memory / max(self._acceptance.tried[0], memory)))
         for outcome in outcomes:

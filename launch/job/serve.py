@@ -29,9 +29,9 @@ from helix.events.sampling_params import SamplingParams
 from launch.job.task import Done, Task
 from launch.serving.frames import (
     Abort,
-    Decoder,
     Delta,
     Failed,
+    FrameDecoder,
     Message,
     Progress,
     Queued,
@@ -99,9 +99,9 @@ def serve(engine: Engine, inbox: Inbox, link: Link | None, model: Path | None, r
         link.open(ready, lambda: _stats(engine))
     gc.freeze()  # permanent objects: scanning them again would pause all ranks for some 10 ms
     try:
-        for delta in engine.serve(inbox):
+        for update in engine.serve(inbox):
             assert link is not None  # the other ranks have none
-            link.pass_on(delta)
+            link.pass_on(update)
     except Exception as error:
         if link is not None:
             link.fail(f"{type(error).__name__}: {error}")
@@ -166,24 +166,24 @@ class Link:
         with suppress(OSError):
             self._path.unlink()
 
-    def pass_on(self, delta: helix.events.request.Delta) -> None:
+    def pass_on(self, update: helix.events.request.RequestUpdate) -> None:
         """Sends the news of a request to the front end that submitted it."""
-        name = self._names.get(delta.id)
+        name = self._names.get(update.id)
         if name is None:
             return
-        finish_reason, reason = delta.finish_reason, delta.reason
+        finish_reason, reason = update.finish_reason, update.reason
         if finish_reason is not None:
-            self._names.pop(delta.id, None)
-            followed = self._followed.pop(delta.id, None)
+            self._names.pop(update.id, None)
+            followed = self._followed.pop(update.id, None)
             if followed is not None and followed.mistake is not None and finish_reason in ("stop", "length"):
                 finish_reason, reason = "error", followed.mistake
-        if delta.new_ids or finish_reason is not None:
-            ids = np.asarray(delta.new_ids, dtype=np.int32)
-            logprobs = tuple((of.drawn, of.best) for of in delta.logprobs)
-            told: Message = Delta(name, finish_reason, reason, delta.cached_tokens, logprobs, ids)
+        if update.new_ids or finish_reason is not None:
+            ids = np.asarray(update.new_ids, dtype=np.int32)
+            logprobs = tuple((of.drawn, of.best) for of in update.logprobs)
+            told: Message = Delta(name, finish_reason, reason, update.cached_tokens, logprobs, ids)
         else:
-            told = Progress(name, delta.prefilled, delta.prompt_tokens, delta.cached_tokens)
-        self._send(told, delta.id)
+            told = Progress(name, update.prefilled, update.prompt_tokens, update.cached_tokens)
+        self._send(told, update.id)
 
     def _tell(self, stats: Callable[[], dict[str, float]]) -> None:
         while not self._closed:
@@ -223,7 +223,7 @@ class Link:
                     self._abort(left)
 
     def _read(self, peer: socket.socket) -> None:
-        decoder = Decoder()
+        decoder = FrameDecoder()
         while data := peer.recv(PIECE):
             for message in decoder.feed(data):
                 match message:

@@ -25,7 +25,7 @@ from helix.run.autotune import choose_chunks
 from helix.run.graphs import StepGraphs
 from helix.run.model_runner import ModelRunner
 from helix.speculation import DraftModel, ModelDrafter
-from helix.speculation.adaptive import Acceptance, Outcome
+from helix.speculation.adaptive import Acceptance, DraftOutcome
 from helix.steps.step import PAST
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.variants import variants
@@ -160,7 +160,7 @@ def _time_drafts(
     timings = Timings(acceptance=Acceptance(gamma))
     kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
     for step_s, of_rows in zip(slowest, kept, strict=True):
-        timings.step(step_s, gamma, [Outcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
+        timings.step(step_s, gamma, [DraftOutcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
     return timings, traced
 
 

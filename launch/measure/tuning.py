@@ -32,7 +32,7 @@ from helix.run.graphs import StepGraphs
 from helix.run.model_runner import StepTokens
 from helix.simulate.cost import tokens_per_step
 from helix.speculation import NoDrafts
-from helix.speculation.adaptive import Acceptance, Outcome
+from helix.speculation.adaptive import Acceptance, DraftOutcome
 from launch.inputs.preflight import CheckedRun
 from launch.inputs.prompts import to_request
 from launch.inputs.tuning import MeasuredFile
@@ -319,7 +319,7 @@ class PromptSample(_Sample):
             for slot, new in enumerate(of_slots):
                 if not new or left[slot] <= 0:
                     continue
-                outcomes.append(Outcome(slot, min(gamma, left[slot] - 1), len(new) - 1))
+                outcomes.append(DraftOutcome(slot, min(gamma, left[slot] - 1), len(new) - 1))
                 tokens[slot] += len(new)
                 iterations[slot] += 1
                 left[slot] = 0 if eos & set(new) else left[slot] - len(new)

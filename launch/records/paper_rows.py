@@ -16,7 +16,7 @@ from helix.simulate import cost
 from helix.simulate.hardware import BYTES, PROVENANCE, Hardware
 from helix.simulate.points import DP, MEDHA, TP, Options
 from helix.simulate.search import best_at, frontier, ordered, search
-from helix.simulate.step import Step
+from helix.simulate.step import StepCost
 
 Row = dict[str, Any]
 PAPER = Options(queries="all", shared="dense")  # section 2.1.1: every rank projects the queries of all its heads
@@ -57,7 +57,7 @@ class Setting:
     gpus: tuple[int, ...] = GPUS
     batches: tuple[int, ...] = tuple(map(int, BATCHES))
 
-    def run(self, spec: DecoderSpec, modes: tuple[str, ...]) -> Step:
+    def run(self, spec: DecoderSpec, modes: tuple[str, ...]) -> StepCost:
         return search(
             spec, self.hardware, self.length, self.options, gpus=self.gpus, batches=np.array(self.batches), modes=modes
         )
@@ -68,7 +68,7 @@ def baseline_modes(spec: DecoderSpec) -> tuple[str, ...]:
     return ("tp", "dp") if spec.attention.latent is not None else ("tp", "dp", "medha")
 
 
-def components(base: Step) -> dict[str, Step]:
+def components(base: StepCost) -> dict[str, StepCost]:
     """The baseline's points by strategy."""
     p = base.points
     chosen = {
@@ -80,7 +80,7 @@ def components(base: Step) -> dict[str, Step]:
     return {name: base[mask] for name, mask in chosen.items() if mask.any()}
 
 
-def compare(base: Step, helix: Step, fraction: float = 1.0) -> Row:
+def compare(base: StepCost, helix: StepCost, fraction: float = 1.0) -> Row:
     """Helix over baseline at `fraction` of the baseline's largest interactivity."""
     top = float(base.user.max())
     user = fraction * top * LOOSE
@@ -100,7 +100,7 @@ def compare(base: Step, helix: Step, fraction: float = 1.0) -> Row:
     return row
 
 
-def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, Step, Step]:
+def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, StepCost, StepCost]:
     """Largest interactivity, throughput and batch of Helix over the baseline, with both sets of points."""
     base, helix = setting.run(spec, baseline_modes(spec)), setting.run(spec, ("helix",))
     fastest = int(ordered(helix, helix.user)[0])
@@ -112,12 +112,12 @@ def headline(spec: DecoderSpec, setting: Setting) -> tuple[Row, Step, Step]:
     return row, base, helix
 
 
-def curve(base: Step, helix: Step) -> list[Row]:
+def curve(base: StepCost, helix: StepCost) -> list[Row]:
     """The gain over interactivity: what a headline looks like away from the baseline's fastest point."""
     return [compare(base, helix, fraction) for fraction in FRACTIONS]
 
 
-def frontier_rows(name: str, step: Step, base: Step) -> list[Row]:
+def frontier_rows(name: str, step: StepCost, base: StepCost) -> list[Row]:
     """A frontier's points, absolute and in units of the baseline's extremes, as the paper draws them."""
     top_user, top_gpu = base.user.max(), base.gpu.max()
     rows = []
@@ -231,6 +231,6 @@ def sensitivity(spec: DecoderSpec, setting: Setting) -> list[Row]:
     return rows
 
 
-def _words(step: Step, i: int) -> str:
+def _words(step: StepCost, i: int) -> str:
     p = step.points
     return f"{p.describe(i)}, batch {p.batch[i]}, {p.gpus[i]} GPUs"

@@ -16,9 +16,9 @@ import numpy as np
 from launch.serving.errors import ApiError
 from launch.serving.frames import (
     Abort,
-    Decoder,
     Delta,
     Failed,
+    FrameDecoder,
     Message,
     Progress,
     Queued,
@@ -190,7 +190,7 @@ class Core:
         Raises:
             ValueError: the model's tokenizer or other files cannot be read.
         """
-        decoder = Decoder()
+        decoder = FrameDecoder()
         why = ""
         try:
             while data := await reader.read(PIECE):

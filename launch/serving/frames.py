@@ -188,7 +188,7 @@ def pieces(message: Message) -> tuple[bytes, memoryview]:
     return HEAD.pack(len(header), ids.nbytes, getattr(message, "id", 0)) + header, ids.view(np.uint8).data
 
 
-class Decoder:
+class FrameDecoder:
     """Incremental decoder of frames to messages."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.control.scheduler import Scheduler
 from helix.events.decision import Decision
-from helix.events.request import Delta, Request
+from helix.events.request import Request, RequestUpdate
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.models import Decoder
@@ -51,7 +51,7 @@ class Served:
     cached: dict[Any, int] = field(default_factory=dict)
     prefilled: dict[Any, list[int]] = field(default_factory=dict)
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: RequestUpdate) -> None:
         assert delta.id not in self.ends, "nothing comes behind the end"
         self.tokens.setdefault(delta.id, []).extend(delta.new_ids)
         self.cached[delta.id] = delta.cached_tokens

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
-from helix.events.request import Delta
+from helix.events.request import RequestUpdate
 from launch.job.serve import Link, serve
 
 
@@ -31,7 +31,7 @@ class DyingLink(Link):
         self._lives, self._among = lives, among
         self._came: set[str | int] = set()
 
-    def pass_on(self, delta: Delta) -> None:
+    def pass_on(self, update: RequestUpdate) -> None:
         self._came.update(list(self._names))  # copied at once: another thread adds to them
         if self._lives == 0:
             with self._lock:
@@ -39,7 +39,7 @@ class DyingLink(Link):
                 self._peer.shutdown(socket.SHUT_RDWR)
             self.close()
             raise Died
-        super().pass_on(delta)
+        super().pass_on(update)
         if self._lives is not None and len(self._came) >= self._among:
             self._lives -= 1
 

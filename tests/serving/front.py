@@ -16,7 +16,7 @@ import uvloop
 
 from helix.config import ServeConfig
 from launch.serving.core import Core
-from launch.serving.frames import Abort, Decoder, Delta, Message, Ready, Submit, encode
+from launch.serving.frames import Abort, Delta, FrameDecoder, Message, Ready, Submit, encode
 from launch.serving.http import listen, make_server
 from launch.serving.routes import Api
 from launch.serving.security import Keys
@@ -82,7 +82,7 @@ class FakeJob:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
         self.send(self.ready)
-        decoder, tasks = Decoder(), []
+        decoder, tasks = FrameDecoder(), []
         with suppress(ConnectionError, asyncio.CancelledError):
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):

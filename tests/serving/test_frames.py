@@ -14,9 +14,9 @@ from launch.serving.frames import (
     HEAD,
     MOST_HEADER,
     Abort,
-    Decoder,
     Delta,
     Failed,
+    FrameDecoder,
     Message,
     Progress,
     Queued,
@@ -55,7 +55,7 @@ def same(a: Message, b: Message) -> bool:
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(1, 200)))
 def test_messages_come_out_as_they_went_in(messages: list[Message], cuts: list[int]) -> None:
-    data, decoder, got = b"".join(map(encode, messages)), Decoder(), []
+    data, decoder, got = b"".join(map(encode, messages)), FrameDecoder(), []
     for cut in [*cuts, len(data)]:
         got += decoder.feed(data[:cut])
         data = data[cut:]
@@ -64,14 +64,14 @@ def test_messages_come_out_as_they_went_in(messages: list[Message], cuts: list[i
 
 def test_a_million_tokens_are_copied_and_not_parsed() -> None:
     ids = np.arange(1_000_000, dtype=np.int32)
-    (message,) = Decoder().feed(encode(Submit(1, 16, ids=ids)))
+    (message,) = FrameDecoder().feed(encode(Submit(1, 16, ids=ids)))
     assert isinstance(message, Submit) and np.array_equal(message.ids, ids)
 
 
 @pytest.mark.parametrize("data", [HEAD.pack(1 << 30, 0, 1), HEAD.pack(2, 3, 1) + b"{}...", b"GET / HTTP/1.1\r\n\r\n"])
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
-        Decoder().feed(data)
+        FrameDecoder().feed(data)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 def test_a_frame_that_is_no_message_is_its_own_matter(header: bytes) -> None:
     """Its request is known, and those before and behind it are read."""
     bad = HEAD.pack(len(header), 4, 17) + header + b"tail"
-    first, unread, last = Decoder().feed(encode(MESSAGES[0]) + bad + encode(MESSAGES[2]))
+    first, unread, last = FrameDecoder().feed(encode(MESSAGES[0]) + bad + encode(MESSAGES[2]))
     assert same(first, MESSAGES[0]) and same(last, MESSAGES[2])
     assert isinstance(unread, Unread) and unread.id == 17 and unread.reason
 
@@ -89,7 +89,7 @@ def test_what_is_written_can_be_read() -> None:
     """A grammar as large as may be compiled, however its characters are written; one that may not is not sent."""
     for character in '"', "\U0001f600":
         grammar = character * MOST_BYTES
-        (message,) = Decoder().feed(encode(Submit(1, 1, grammar=grammar)))
+        (message,) = FrameDecoder().feed(encode(Submit(1, 1, grammar=grammar)))
         assert isinstance(message, Submit) and message.grammar == grammar
     with pytest.raises(ValueError, match=str(MOST_HEADER)):
         encode(Submit(1, 1, grammar="x" * MOST_HEADER))

@@ -11,9 +11,21 @@ import numpy as np
 import pytest
 
 from helix.control.inbox import Inbox
-from helix.events.request import Delta as Said
+from helix.events.request import RequestUpdate
 from launch.job.serve import Link
-from launch.serving.frames import HEAD, Decoder, Delta, Failed, Message, Progress, Queued, Ready, Stats, Submit, encode
+from launch.serving.frames import (
+    HEAD,
+    Delta,
+    Failed,
+    FrameDecoder,
+    Message,
+    Progress,
+    Queued,
+    Ready,
+    Stats,
+    Submit,
+    encode,
+)
 from tests.serving.front import DEMO, READY
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,7 +57,7 @@ class Front:
         self._socket.close()
 
     def _read(self) -> Iterator[Message]:
-        decoder = Decoder()
+        decoder = FrameDecoder()
         while data := self._socket.recv(1 << 16):
             yield from (message for message in decoder.feed(data) if not isinstance(message, Stats))
 
@@ -106,7 +118,7 @@ def test_a_request_is_said_to_be_read_and_then_to_be_admitted(link: tuple[Link, 
     front.send(Submit(1, 4, ids=IDS))
     (request,) = requests(inbox, 1)
     assert isinstance(queued := front.next(), Queued) and queued.id == 1
-    made.pass_on(Said(request.id, 2, 1, 1, (), None, None))
+    made.pass_on(RequestUpdate(request.id, 2, 1, 1, (), None, None))
     admitted = front.next()
     assert isinstance(admitted, Progress) and (admitted.done, admitted.total, admitted.cached) == (1, 2, 1)
     made.fail("RuntimeError: planted")

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from helix.speculation import adaptive
-from helix.speculation.adaptive import Acceptance, DraftPolicy, Outcome, draft_sizes
+from helix.speculation.adaptive import Acceptance, DraftOutcome, DraftPolicy, draft_sizes
 
 RUN_STEPS = 8
 LIMIT = 16
@@ -48,7 +48,7 @@ class World:
                     tried = min(pace.drafts, self.policy.limit(slot))
                     chance = chances[slot % len(chances)]
                     kept = next((i for i in range(tried) if self.random.random() >= chance), tried)
-                    outcomes.append(Outcome(slot, tried, kept))
+                    outcomes.append(DraftOutcome(slot, tried, kept))
                     if tried:
                         self.verified[slot].append(tried)
             self.policy.observe(self.rows, pace.drafts, took, outcomes)
@@ -123,7 +123,7 @@ def test_limits_are_sent_when_they_change() -> None:
             known = pace.draft_limits or known
             assert known == (policy.limit(0), policy.limit(1))
         tried = min(pace.drafts, policy.limit(0))
-        kept = [Outcome(0, tried, 0), Outcome(1, pace.drafts, pace.drafts)]
+        kept = [DraftOutcome(0, tried, 0), DraftOutcome(1, pace.drafts, pace.drafts)]
         policy.observe(2, pace.drafts, [0.01] * 4, kept)
     assert known == (2, LIMIT) and 2 <= sent <= 6
     policy.forget(0)
@@ -149,7 +149,7 @@ def test_sizes() -> None:
 def test_acceptance_is_conditional() -> None:
     acceptance = Acceptance(4)
     for tried, kept in ((4, 4), (4, 2), (2, 2), (3, 0), (0, 0)):
-        acceptance.add(Outcome(0, tried, kept))
+        acceptance.add(DraftOutcome(0, tried, kept))
     assert acceptance.tried == [4, 3, 2, 1] and acceptance.kept == [3, 3, 1, 1]
     # One more try of each place, as good as the one before it: 3/5, 3.6/4, ..
     expected = acceptance.expected_tokens()

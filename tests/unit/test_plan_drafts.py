@@ -17,7 +17,7 @@ from helix.simulate.drafting import compared, pays_from
 from helix.simulate.hardware import EXTRAPOLATED, Constant
 from helix.simulate.plan import Question, Ranking, plan
 from helix.simulate.points import Options, Points, Speculation
-from helix.simulate.step import Step, predict
+from helix.simulate.step import StepCost, predict
 from launch.inputs.arguments import parse
 from launch.inputs.hardware import load_hardware
 from launch.inputs.preflight import preflight
@@ -40,12 +40,12 @@ H200 = replace(
 EIGHT = {"kvp": 2, "tpa": 4}
 
 
-def step(model: str, batch: int, length: int, drafts: Speculation | None, **widths: int) -> Step:
+def step(model: str, batch: int, length: int, drafts: Speculation | None, **widths: int) -> StepCost:
     points = Points.of("helix", batch, **widths)
     return predict(load_spec(model), H200, points, length, replace(RECORDED, speculation=drafts))
 
 
-def phases(found: Step) -> dict[str, float]:
+def phases(found: StepCost) -> dict[str, float]:
     return {phase.name: float(phase.seconds[0]) for phase in found.phases}
 
 

@@ -17,7 +17,7 @@ from helix.control.timings import Timings
 from helix.errors import RankError
 from helix.events.request import Output
 from helix.layout import HelixLayout
-from helix.speculation.adaptive import Acceptance, Outcome
+from helix.speculation.adaptive import Acceptance, DraftOutcome
 from launch.inputs.files import check_record
 from launch.inputs.needles import ANSWER_TOKENS, make, score
 from launch.inputs.needles import main as needles
@@ -109,9 +109,9 @@ def test_summary_is_the_closed_formula() -> None:
 
 def test_what_became_of_drafts() -> None:
     timings = Timings(kv_tokens=[0], acceptance=Acceptance(4))
-    timings.step(0.01, 0, [Outcome(0, 0, 0), Outcome(1, 0, 0)])
-    timings.step(0.02, 2, [Outcome(0, 2, 2), Outcome(1, 2, 0)])
-    timings.step(0.02, 2, [Outcome(0, 1, 1)])
+    timings.step(0.01, 0, [DraftOutcome(0, 0, 0), DraftOutcome(1, 0, 0)])
+    timings.step(0.02, 2, [DraftOutcome(0, 2, 2), DraftOutcome(1, 2, 0)])
+    timings.step(0.02, 2, [DraftOutcome(0, 1, 1)])
     found = summary(HelixLayout.create(), timings, [1])
     assert found["decode_tokens"] == 8 and found["tokens_per_step"] == pytest.approx(8 / 5)
     assert found["speculation"] == {

@@ -241,9 +241,9 @@ def test_steps_in_which_somebody_has_a_grammar_are_drawn_by_the_next_decision() 
         if decision is None:
             seen.append("read")
         else:
-            seen.append(f"{decision.decode_steps} {'undrawn' if decision.undrawn else 'drawn'} {len(decision.masks)}")
+            seen.append(f"{decision.decode_steps} {'held' if decision.holds_draw else 'drawn'} {len(decision.masks)}")
     # Of a decision that is read behind the next one, nothing is under way that this waits for.
-    assert seen == ["1 undrawn 0", "read", "1 undrawn 1", "1 undrawn 1", "10 drawn 1"]
+    assert seen == ["1 held 0", "read", "1 held 1", "1 held 1", "10 drawn 1"]
     assert serving.served[1].drawn == serving.served[1].reply
 
 

@@ -18,7 +18,7 @@ from helix.placement import BlockBudget, Placement
 from helix.simulate import cost
 from helix.simulate.hardware import PROVENANCE, Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation, Tier
-from helix.simulate.step import CHUNK_TOKENS, Memory, Step, memory_of, predict
+from helix.simulate.step import CHUNK_TOKENS, Memory, StepCost, memory_of, predict
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
@@ -55,7 +55,7 @@ def reading(hardware: Hardware | None = None) -> Hardware:
     return (hardware or gb200()).scaled(kernel=0, collective=0, link=1e30)
 
 
-def step(model: str, hardware: Hardware, mode: str, batch: int = 1, length: int = M, **more: object) -> Step:
+def step(model: str, hardware: Hardware, mode: str, batch: int = 1, length: int = M, **more: object) -> StepCost:
     widths = {key: more.pop(key) for key in ("pp", "dp", "kvp", "tpa", "tpf", "ep") if key in more}
     return predict(load_spec(model), hardware, Points.of(mode, batch, **widths), length, Options(**more))  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ FAULTS = [
     ),
     Fault(
         "a step that is held is waited for as long as predicted", "helix/control/serving.py",
-        "self._runner.is_computed if run.undrawn", "False if run.undrawn",
+        "self._runner.is_computed if run.holds_draw", "False if run.holds_draw",
         (WISHES + "test_what_a_grammar_takes_does_not_delay_the_next_decision",),
     ),
     Fault(
@@ -106,14 +106,14 @@ FAULTS = [
     ),
     Fault(
         "a grammar is not waited for", "helix/control/scheduler.py",
-        "if any(s.most > self._undrawn and not s.ended for s in guided):", "if False:", SCHEDULER,
+        "if any(s.most > self._held_tokens and not s.ended for s in guided):", "if False:", SCHEDULER,
     ),
     Fault(
         "a step with grammars is drawn at once", "helix/control/scheduler.py",
-        "undrawn=self._undrawn > 0", "undrawn=False", SCHEDULER,
+        "holds_draw=self._held_tokens > 0", "holds_draw=False", SCHEDULER,
     ),
     Fault(
-        "what is left undrawn stays so", "helix/control/scheduler.py",
+        "a held step is never drawn", "helix/control/scheduler.py",
         "or prefill or steps or held):", "or prefill or steps):", SCHEDULER,
     ),
     Fault(
@@ -126,12 +126,12 @@ FAULTS = [
         SCHEDULER,
     ),
     Fault(
-        "what is left undrawn is drawn without masks", "helix/run/model_runner.py",
+        "a held step is drawn without masks", "helix/run/model_runner.py",
         "                self._shaper().allow(decision.masks)\n", "                pass\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
     Fault(
-        "tokens of an undrawn step count as those of the next", "helix/control/serving.py",
+        "tokens of a held step count as those of the next", "helix/control/serving.py",
         "            self._runs[-1].steps.append(steps.popleft())\n", "            steps.append(steps.popleft())\n",
         (WISHES + "test_tokens_are_those_of_the_walk[all at once]",),
     ),
@@ -146,7 +146,7 @@ FAULTS = [
     ),
     Fault(
         "tokens behind the end", "helix/control/serving.py",
-        "                    continue  # computed behind its end, thrown away\n",
+        "                    continue  # computed after its end, discarded\n",
         "                    pass\n", (ENGINE + "test_eos_ends_a_request_and_gives_its_slot_on",),
     ),
     Fault(
