@@ -1,6 +1,6 @@
-"""What rank 0 cannot know beforehand and times at the start: how long steps take, and into how many chunks they pay.
+"""Timing at start: durations of steps, and the best number of HOP-B chunks.
 
-All functions are collectives, to be called while nothing is served.
+All functions are collectives, to be called while no request is served.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from helix.run.clock import seconds_of_each
 from helix.run.graphs import StepGraphs
 from helix.run.model_runner import ModelRunner
 
-CHUNKS = 2, 4, 8  # of HOP-B, for `auto` to choose from
-GAIN = 0.01  # the least share of a step that cutting it has to save
+CHUNKS = 2, 4, 8  # numbers of HOP-B chunks that `auto` tries
+GAIN = 0.01  # least share of a step's time that HOP-B must save
 
 
 def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
-    """Sequences of `tokens` tokens, whatever these are, in the first `rows` slots; none in the others."""
+    """Fills the first `rows` slots with sequences of `tokens` arbitrary tokens, and empties the others."""
     state = runner.state
     for tensor in (state.tokens, state.lengths, state.starts, state.limits, state.active, state.block_tables):
         tensor.zero_()
@@ -29,7 +29,7 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
         state.active[:rows] = True
         state.lengths[:rows] = tokens
         state.limits[:rows] = tokens + runner.drafts + 1
-        tables = state.block_tables[:rows]  # different pages: what is read twice stays in the GPU's cache
+        tables = state.block_tables[:rows]  # distinct pages: shared ones would be read from the GPU's L2 cache
         most = runner.cache.pages
         first = torch.arange(rows, dtype=torch.int32, device=runner.device) * (most // rows)
         tables.copy_((first[:, None] + torch.arange(tables.shape[1], dtype=torch.int32, device=runner.device)) % most)
@@ -37,16 +37,16 @@ def fill(runner: ModelRunner, rows: int, tokens: int) -> None:
 
 
 def tried_chunks(runner: ModelRunner, rows: int) -> list[int]:
-    """Into how many chunks steps of `rows` rows may be cut: one number, but where that is `auto`."""
+    """Returns the numbers of HOP-B chunks to try for steps of `rows` rows: one number unless it is `auto`."""
     if runner.hopb != "auto" or runner.layout.kvp == 1 or not runner.comm.capturable:
         return [runner.chunks(rows)]
     return [1, *(n for n in CHUNKS if n <= rows)]
 
 
 def choose_chunks(runner: ModelRunner, rows: int) -> None:
-    """Chooses the chunks of steps of `rows` rows where that is `auto`, by timing at the slots' present lengths.
+    """Chooses the HOP-B chunks of steps of `rows` rows if that is `auto`, by timing at the slots' current lengths.
 
-    On a CPU, which does one thing at a time, there is nothing to choose.
+    On a CPU nothing overlaps, so there is nothing to choose.
     """
     _, *more = tried_chunks(runner, rows)
     if not more:
@@ -56,16 +56,16 @@ def choose_chunks(runner: ModelRunner, rows: int) -> None:
     for chunks in more:
         seconds = step_seconds(runner, replace(kind, chunks=chunks))
         if runner.comm.broadcast_object(seconds >= least):
-            break  # more chunks cost more launches: where these do not pay, others will not
+            break  # even more chunks cost more launches and would not pay either
         best, least = chunks, seconds
     runner.hopb_chunks[rows] = best
 
 
 @torch.inference_mode()
 def step_seconds(runner: ModelRunner, kind: StepKind, steps: int = 8, kept: bool = False) -> float:
-    """Times decode steps, sparse where sequences are long enough: median seconds, each step with its slowest rank.
+    """Times decode steps, sparse if sequences are long enough; returns the median seconds of the slowest rank.
 
-    The slots' tokens and lengths stay what they are. What is captured for it stays where it is `kept`.
+    The slots' tokens and lengths stay unchanged. The captured graph is freed unless it is `kept`.
     """
     state = runner.state
     before = state.tokens.clone(), state.lengths.clone()

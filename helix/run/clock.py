@@ -1,4 +1,4 @@
-"""Time as the device sees it: between points of its stream, however late the host looks."""
+"""Timing between points of a device's stream, independent of the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Moment:
-    """A point of the current stream, reached once the device has come so far; on a CPU, the time of its making."""
+    """A point of the current stream, reached once the device has run so far; on a CPU, its time of creation."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -27,7 +27,7 @@ class Moment:
             self._event.synchronize()
 
     def since(self, other: Moment) -> float:
-        """Seconds since another moment of the same stream; both are reached."""
+        """Returns the seconds since another moment of the same stream; both must be reached."""
         if self._event is None or other._event is None:
             return self._at - other._at
         return float(other._event.elapsed_time(self._event)) / 1e3
@@ -36,7 +36,7 @@ class Moment:
 def seconds_of_each(
     call: Callable[[], Any], times: int, device: torch.device, between: Callable[[], Any] = lambda: None
 ) -> list[float]:
-    """Seconds of each of `times` calls on the device, with no wait for the host; `between` runs after each, untimed."""
+    """Times each of `times` calls on the device, without host delays; `between` runs after each call, untimed."""
     pairs: list[tuple[Moment, Moment]] = []
     for _ in range(times):
         begin = Moment(device)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch a step, or part of one, whatever it consists of."""
+"""Decode steps as CUDA graphs: a whole step, or a part of one, in one launch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class StepGraphs:
-    """Runs a step eagerly the first time, captures it the second time and replays it from then on, for each key.
+    """Captured steps by key: the first run of a key is eager, the second is captured, later ones are replayed.
 
-    A step must read and write device tensors that stay where they are, and wait for nothing. Every rank has to call
+    A step must read and write device tensors at fixed addresses, and must not wait for the device. Every rank calls
     with the same keys in the same order: the first run and the capture are collective.
     """
 
@@ -21,14 +21,14 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, step: Callable[..., Any], *args: Hashable) -> Any:
-        """What `step` returns for its arguments, which are the key with it; the next run of that key overwrites it."""
+        """Runs a step, keyed by function and arguments; returns its result, which the next such run overwrites."""
         key = step, *args
         if key not in self._warm:  # compiles kernels and sets up communication, which capture cannot
             self._warm.add(key)
             return step(*args)
         if key not in self._captured:
             graph = torch.cuda.CUDAGraph()
-            # Thread-local: the watchdogs of NCCL query events from threads of their own meanwhile.
+            # Thread-local, since NCCL's watchdog threads query events during capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = step(*args)
             self._captured[key] = graph, result
@@ -37,7 +37,7 @@ class StepGraphs:
         return result
 
     def close(self) -> None:
-        """Gives the captured graphs up: NCCL waits for them when its communicator is destroyed, for ever."""
+        """Frees the captured graphs: NCCL would wait for them forever when its communicator is destroyed."""
         torch.cuda.synchronize()
         for graph, _ in self._captured.values():
             graph.reset()

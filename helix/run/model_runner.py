@@ -1,7 +1,7 @@
-"""What every rank does alike: it carries rank 0's decisions out over its part of the model and of the cache.
+"""Execution of rank 0's decisions on every rank, over its part of the model and of the cache.
 
-Steps of a decision are launched back to back; tokens are drawn on every rank from the same gathered values, so they are
-the same everywhere, and only rank 0 reads them.
+Steps of a decision are launched back to back. Every rank draws tokens from the same gathered values, so they agree, and
+only rank 0 reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kernels.reference.top_tokens import logprobs
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """A decode step up to its logits [N, V_local] fp32, of hidden [N, H]."""
+    """A decode step up to its logits [N, V_local] fp32, with the hidden states [N, H]."""
 
     logits: Tensor
     hidden: Tensor
@@ -46,12 +46,12 @@ class ComputedStep:
 
 @dataclass(frozen=True)
 class HeldStep:
-    """The step of a decision that the next one draws.
+    """A step whose logits are computed and whose tokens are not drawn yet: the next decision draws them.
 
     Attributes:
-        kind: of the step.
-        begin: when it could begin.
-        computed: when its logits are there.
+        kind: kind of the step.
+        begin: moment at which it could begin.
+        computed: moment at which its logits are ready.
     """
 
     decision: Decision
@@ -62,28 +62,28 @@ class HeldStep:
 
 
 class ModelRunner:
-    """This rank's part of everything that a decision needs: the model, its pages, the slots' state on the device.
+    """Executor of decisions on this rank, with its parts of the model and the cache, and the slots' device state.
 
     Args:
         model: this rank's part of the model.
         cache: this rank's pages.
-        max_batch: slots.
-        max_length: the most tokens of one sequence, prompt and new ones.
-        policy: which keys a query reads in steps that are `sparse`; None where all are dense.
+        max_batch: number of slots.
+        max_length: most tokens of one sequence, prompt and new ones.
+        policy: chooses the keys that a query reads in `sparse` steps; None: all steps are dense.
         drafter: proposes tokens that decode steps verify.
-        hopb: chunks of a decode step's batch that take turns in attention and exchange: none, a number, or auto, which
-            is none where `hopb_chunks` says nothing.
-        observer: called on every rank before each draw with (slots [n], positions [n] that the tokens will have,
-            logits [n, V_local] fp32).
+        hopb: batch chunks whose exchange overlaps the next chunk's attention: none, a number, or auto: as
+            `hopb_chunks` says, else none.
+        observer: called on every rank before each draw with (slots [n], positions [n] of the tokens to draw, logits
+            [n, V_local] fp32).
 
     Attributes:
-        admitted: what each slot in use serves.
-        drafts: the most tokens that a step verifies for each sequence.
-        graphs: captured steps; None where steps cannot be captured.
-        hopb_chunks: chunks of a step of so many rows, where `helix.run.autotune` has chosen.
-        shaper: what sequences want of their logits; None until the first one wants something.
-        mark: called where a phase of a step with drafts begins, with its name, and with None where the step ends; for
-            benchmarks.
+        admitted: admissions by slot, of the slots in use.
+        drafts: most tokens that a step verifies for each sequence.
+        graphs: captured steps; None if steps cannot be captured.
+        hopb_chunks: HOP-B chunks by rows of a step, as chosen by `helix.run.autotune`.
+        shaper: changes logits as requested; None until the first sequence requests it.
+        mark: called at the beginning of each phase of a step with drafts, with its name, and at the end of the step
+            with None; for benchmarks.
     """
 
     def __init__(
@@ -128,19 +128,18 @@ class ModelRunner:
         self._slots = torch.arange(max_batch, device=self.device)
 
     def chunks(self, rows: int) -> int:
-        """Into how many chunks the attention of a step of `rows` rows is cut."""
+        """Returns the number of HOP-B chunks of a step of `rows` rows."""
         if self.layout.kvp == 1 or self.hopb == "none":  # a kvp group of one has nothing to exchange
             return 1
         return self.hopb_chunks.get(rows, 1) if self.hopb == "auto" else min(int(self.hopb), rows)
 
     def execute(self, decision: Decision) -> list[StepTokens]:
-        """Launches what a decision says.
+        """Launches the work of a decision.
 
-        The host waits for nothing that was launched before.
+        The host does not wait for earlier launches.
 
         Returns:
-            On rank 0, tokens: of the step that the decision before has left undrawn, if it has, of the prefill, if any,
-            and of each step.
+            On rank 0, tokens: those of the held step, if any, of the prefill, if any, and of each decode step.
         """
         drawn: list[StepTokens] = []
         begin = Moment(self.device)
@@ -188,31 +187,31 @@ class ModelRunner:
 
     @property
     def lacking(self) -> float:
-        """Tokens before the end of what was found in pages that are computed again."""
+        """Number of tokens before the end of a prefix hit that are computed again."""
         return max(self.cache.lacking, self.drafter.lacking)
 
     @property
     def is_computed(self) -> bool:
-        """Says whether the device waits for the decision that draws the step which is held."""
+        """Whether the held step's logits are ready, so that the device waits for the decision that draws it."""
         return self._held is not None and self._held.computed.reached
 
     def sparse_at(self, tokens: int) -> bool:
-        """Whether steps of sequences of so many tokens read a part of them."""
+        """Returns whether steps of sequences of this length read only a part of the keys."""
         return self.policy.from_tokens is not None and tokens >= self.policy.from_tokens
 
     def check(self, wait: bool = True) -> None:
-        """Looks at all collectives of a step, by `Communicator.check`."""
+        """Checks all collectives of a step, by `Communicator.check`."""
         self.comm.check(wait)
         self.drafter.check(wait)
 
     @property
     def followers(self) -> list[Follower]:
-        """Everything that keeps something of a sequence, in the order in which events reach it."""
+        """Components that follow the events of sequences, in the order in which events reach them."""
         shaping = [] if self.shaper is None else [self.shaper]
         return [self.state, *shaping, self.cache, self.drafter]
 
     def admit(self, admission: Admission) -> None:
-        """Takes a slot, with the pages of its sequence, into some of which others are copied."""
+        """Admits a sequence to its slot, and copies the pages that it reuses in part."""
         self.admitted[admission.slot] = admission
         if admission.sampling.is_shaped:
             self._shaper()
@@ -225,7 +224,7 @@ class ModelRunner:
             follower.admit(admission)
 
     def _prefill(self, segments: tuple[Segment, ...], decision: Decision) -> tuple[Tensor, list[int]]:
-        """One chunk of prompts: the first tokens [n, 1] of those that end with it, and their slots."""
+        """Launches a chunk of prompts; returns the first tokens [n, 1] of prompts that end with it, and their slots."""
         prompts = [PromptChunk(s.slot, s.begin, torch.from_numpy(s.tokens).long(), s.known) for s in segments]
         step = self.state.prefill_step(prompts)
         hidden = self.model.hidden(self.cache, step, self.policy)
@@ -248,10 +247,10 @@ class ModelRunner:
         return tokens[:, None], [segments[i].slot for i in last]
 
     def decode(self, kind: StepKind) -> Tensor:
-        """Launches a decode step, cut as `chunks` says; a collective that waits for nothing.
+        """Launches a decode step, in HOP-B chunks as `chunks` says; a collective for which the host does not wait.
 
         Returns:
-            Tokens [rows, 1 + drafts], as of `DecodeState.commit`; a later step overwrites them.
+            Tokens [rows, 1 + drafts], see `DecodeState.commit`; a later step overwrites them.
         """
         taken: Tensor = self._captured(self.step, self._in_chunks(kind))
         return taken
@@ -260,17 +259,17 @@ class ModelRunner:
         return replace(kind, chunks=self.chunks(kind.rows))
 
     def _captured(self, part: Callable[[StepKind], Any], kind: StepKind) -> Any:
-        """Runs a part of a step, captured where that can be."""
+        """Runs a part of a step, from a captured graph if possible."""
         if self.graphs is None or self.observer is not None:
             return part(kind)
         return self.graphs.run(part, kind)
 
     def step(self, kind: StepKind) -> Tensor:
-        """Launches all kernels of a step, as in `decode`."""
+        """Launches all kernels of a step; arguments and result as in `decode`."""
         return self._complete(self._compute(kind), kind)
 
     def _draw_held(self, kind: StepKind) -> Tensor:
-        """Launches the rest of the step that is held; both parts have one key, so that they share a graph's tensors."""
+        """Draws the held step; both parts share a graph key, and so the graph's tensors."""
         assert self._held is not None
         return self._complete(self._held.step, kind)
 
@@ -291,7 +290,7 @@ class ModelRunner:
         return ComputedStep(self.model.logits(hidden), hidden, step, draft)
 
     def _complete(self, computed: ComputedStep, kind: StepKind) -> Tensor:
-        """Draws a step's tokens and takes them."""
+        """Draws a computed step's tokens and commits them."""
         step, draft, rows, drafts = computed.step, computed.draft, kind.rows, kind.drafts
         tokens = None if draft is None else draft.tokens
         slots = self._slots[:rows].repeat_interleave(step.max_q) if drafts else slice(0, rows)
@@ -299,7 +298,7 @@ class ModelRunner:
         drawn = self._draw(computed.logits, slots, step.positions + 1, step.live, kind, shaping, draft)
         drawn = drawn.view(rows, -1)
         if draft is not None and draft.outcome is not None:
-            drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # a broken row stays one
+            drawn[:, :-1] = torch.where(drawn[:, :-1] < 0, drawn[:, :-1], draft.outcome)  # broken rows stay broken
         state, followers = self.state, [f for f in self.followers if f.takes(kind)]
         before = state.lengths[:rows].clone() if followers else None
         taken = state.commit(drawn, tokens)
@@ -321,10 +320,10 @@ class ModelRunner:
         shaping: tuple[Tensor, Tensor] | None,
         draft: Draft | None = None,
     ) -> Tensor:
-        """Next tokens [n] of `slots`, for global `positions` [n], from logits [n, V_local].
+        """Draws the next tokens [n] of `slots`, for global `positions` [n], from logits [n, V_local].
 
-        Rows that are not `live` are padding. Where logits are shaped, `shaping` are the slots of the
-        sequences and their last tokens, as in `shape_logits`.
+        Rows that are not `live` are padding. `shaping` has the slots of the sequences and their last tokens, as in
+        `shape_logits`; None: logits stay as they are.
         """
         if self.observer:
             self.observer(self._slots[slots][live], positions[live], logits[live])
@@ -333,14 +332,14 @@ class ModelRunner:
         shaper, sequences = self._shaper(), shaping[0]
         shaped = shaper.shape(logits, *shaping, positions)
         tokens = self._sampled(shaped, slots, positions, kind, draft)
-        of_first = slice(None, None, len(logits) // len(sequences))  # behind it are drafts, which others have
+        of_first = slice(None, None, len(logits) // len(sequences))  # then drafts, only of sequences without shaping
         shaper.report(logits[of_first], tokens[of_first].contiguous(), sequences, self.comm)
         return tokens
 
     def _sampled(
         self, logits: Tensor, slots: Tensor | slice, positions: Tensor, kind: StepKind, draft: Draft | None
     ) -> Tensor:
-        """Tokens [n] drawn from logits [n, V_local]."""
+        """Draws tokens [n] from logits [n, V_local]."""
         first, sampling = self.model.embedding.rows.start, self.state.sampling
         if draft is not None and draft.sampled_from is not None:
             of_rows = sampling.rows(slice(0, len(draft.tokens)))
@@ -352,32 +351,32 @@ class ModelRunner:
         return sample(logits, first, positions, of_slots, self.comm, **flags)
 
     def _shaper(self) -> Shaper:
-        """Made when it is first wanted, on all ranks alike, and never again: captured steps write to it."""
+        """Returns the shaper, created at its first use on all ranks alike and kept: captured steps write to it."""
         if self.shaper is None:
             spec = self.model.spec
             self.shaper = Shaper(self.max_batch, spec.vocab, self.model.embedding.rows, spec.eos, self.device)
         return self.shaper
 
     def close(self) -> None:
-        """Gives captured steps up; to be called before the communicator is closed."""
+        """Frees captured steps; to be called before the communicator is closed."""
         if self.graphs is not None:
             self.graphs.close()
 
 
 class StepTokens:
-    """A step's tokens on their way to rank 0's host; the other ranks have them on the device and read nothing.
+    """A step's tokens, copied to rank 0's host; the other ranks keep them on the device.
 
     Args:
-        tokens: [n, m], in each row those that a sequence takes, then PAST.
-        slots: of the rows; None for 0, 1, ..
-        check: called with wait=False once the step has ended; raises where its tokens are none.
-        before: when the step could begin.
-        summaries: of all slots, as of `Shaper`; None where nobody wants log-probabilities.
-        idle: between which moments the device waited for rank 0; None: it did not.
+        tokens: [n, m]: in each row the tokens of a sequence, then PAST.
+        slots: slots of the rows; None: 0, 1, ..
+        check: called with wait=False once the step has ended; raises if a collective of it failed.
+        before: moment at which the step could begin.
+        summaries: summaries of all slots, see `Shaper`; None if no log-probabilities are requested.
+        idle: moments between which the device waited for rank 0; None: it did not wait.
 
     Attributes:
-        end: when the step's tokens are on the host.
-        came: when they were read, by `time.perf_counter`.
+        end: moment at which the step's tokens are on the host.
+        came: time at which they were read, by `time.perf_counter`.
     """
 
     def __init__(
@@ -400,22 +399,22 @@ class StepTokens:
 
     @property
     def there(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether the tokens are on the host, so that `read` does not wait."""
         return self.end.reached
 
     @property
     def seconds(self) -> float:
-        """How long the step took; to be called after `read`."""
+        """Duration of the step; valid after `read`."""
         return self.end.since(self._before)
 
     @property
     def busy_seconds(self) -> float:
-        """How long it took, without what the device waited for rank 0 in the middle of it; as `seconds`."""
+        """Duration of the step without the time that the device waited for rank 0; valid after `read`."""
         idle = self._idle
         return self.seconds - (0.0 if idle is None else idle[1].since(idle[0]))
 
     def read(self) -> list[tuple[int, int]]:
-        """(slot, token) of each token."""
+        """Waits for the tokens; returns (slot, token) of each."""
         self.end.wait()
         self.came = time.perf_counter()
         self._check(False)
@@ -424,8 +423,8 @@ class StepTokens:
         return _checked(list(zip(slots, self._tokens[taken].tolist(), strict=True)))
 
     def logprobs(self, slot: int, count: int) -> Logprobs:
-        """How likely were the one token that a slot took, and the `count` best ones; to be called after `read`."""
-        assert self._summaries is not None, "of steps that are not shaped, nothing is known"
+        """Returns log-probabilities of a slot's token and of the `count` most likely ones; valid after `read`."""
+        assert self._summaries is not None, "only shaped steps have log-probabilities"
         ids, values = (x[0].tolist() for x in logprobs(self._summaries[slot : slot + 1]))
         best = tuple(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True))
         return Logprobs(values[0], tuple((token, value) for token, value in best if token >= 0))

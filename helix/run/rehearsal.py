@@ -1,4 +1,4 @@
-"""A rehearsal of the steps to come: it launches no kernel, and when it is over all of them are compiled."""
+"""Rehearsal of later steps: compiles all their kernels without launching any."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def rehearse(
     chunks: Iterable[tuple[int, int, int]],
     steps: Iterable[StepKind],
 ) -> None:
-    """Goes through chunks of prompts and decode steps; a collective, to be called while nothing is served.
+    """Runs chunks of prompts and decode steps without launches; a collective, to be called while idle.
 
-    What pages and slots hold is lost.
+    The content of pages and slots is lost.
 
     Args:
-        chunks: prompts in one, tokens of each, and tokens before these.
-        steps: each of them once.
+        chunks: (prompts, tokens of each, tokens before these) of each chunk.
+        steps: kinds of decode steps, each once.
     """
     with compiled_ahead():
         for prompts, count, known in chunks:
