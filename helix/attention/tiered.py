@@ -116,14 +116,14 @@ class TieredAttention(BlockSparseAttention):
             torch.cuda.current_stream(side.device).wait_stream(side)
 
     def _prefill(self, q: Tensor, cache: TieredLayer, step: Step, layer: LayerAttention) -> PartialAttention:
-        assert step.cu_q is not None and step.chunk is not None
+        assert step.cu_q is not None and step.staged is not None
         lo, hi = step.bounds(None)
-        for part in step.chunk.parts:
+        for part in step.staged.parts:
             cache.begin(part)
         most = cache.pieces.shape[1] // cache.keys.shape[2] // 2  # pages: one piece comes while another is read
         pieces = [
             piece
-            for part, table in zip(step.chunk.parts, step.block_tables, strict=True)
+            for part, table in zip(step.staged.parts, step.block_tables, strict=True)
             for piece in _before(part, table, cache.keys.shape[1], most)
         ]
 
@@ -138,8 +138,8 @@ class TieredAttention(BlockSparseAttention):
         if pieces:
             bring(0)
         out, lse = q.new_empty(2, *q.shape), q.new_empty(2, *q.shape[:2], dtype=torch.float32)
-        newest = torch.maximum(lo, step.chunk.edges)
-        own = PagedKeys(cache.keys, cache.values, step.chunk.tables, newest, hi, layer.scale, layer.sinks)
+        newest = torch.maximum(lo, step.staged.edges)
+        own = PagedKeys(cache.keys, cache.values, step.staged.tables, newest, hi, layer.scale, layer.sinks)
         flash_prefill(q, own, step.cu_q, step.max_q, step.max_q, out=out[0], lse=lse[0])
         for i, piece in enumerate(pieces):
             self._join(self._side)
@@ -152,7 +152,7 @@ class TieredAttention(BlockSparseAttention):
             cu_q = to_device(torch.tensor([0, len(first)], dtype=torch.int32), q.device)
             flash_prefill(q[at], keys, cu_q, len(first), tokens, out=out[1, at], lse=lse[1, at])
             lse_combine(out[:, at], lse[:, at], out=out[0, at], out_lse=lse[0, at], return_lse=True)
-        for part, table in zip(step.chunk.parts, step.block_tables, strict=True):
+        for part, table in zip(step.staged.parts, step.block_tables, strict=True):
             cache.end(part, table)
         return PartialAttention(out[0], lse[0])
 

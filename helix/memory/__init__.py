@@ -1,1 +1,1 @@
-"""What layers keep of sequences, and who has which page."""
+"""Memory of sequences: contents by layer, pages, and their owners."""

@@ -1,9 +1,9 @@
-"""Host memory that a GPU's kernels read and write as their own: pinned, mapped, and exactly as large as wanted.
+"""Host memory that a GPU's kernels read and write like their own: pinned, mapped, and of exact size.
 
 torch's pinned allocator rounds up to a power of two, so the memory is mapped here and registered with CUDA piece by
-piece. Under unified addressing a GPU sees registered memory at the host's own address, and torch takes such an address
-for the GPU's own (`__cuda_array_interface__`): the tensor is one of the GPU, whatever is launched over it runs there,
-in the order of its stream, and goes over PCIe.
+piece. Under unified addressing a GPU sees registered memory at the host's own address, and torch accepts such an
+address as the GPU's (`__cuda_array_interface__`). So the tensor is a GPU tensor: kernels over it run on the GPU, in the
+order of the stream, and access it over PCIe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from comm.base import Communicator
 from helix.errors import ConfigError
 
-PIECE = 1 << 30  # bytes registered at once: half a second, after which progress can be shown
+PIECE = 1 << 30  # bytes registered at once: half a second, between updates of the progress
 PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 PREFERRED = 1  # MPOL_PREFERRED
 MBIND = {"x86_64": 237, "aarch64": 235}  # the system call's number
@@ -31,16 +31,16 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 class HostStore:
-    """A tensor of `device` that lies in host memory; on a CPU, memory like any other.
+    """A tensor of `device` that lies in host memory; on a CPU, ordinary memory.
 
     Args:
-        progress: called with (bytes pinned, bytes in all).
+        progress: called with (bytes pinned, bytes in total).
 
     Attributes:
-        tensor: [*shape]; gone after `close`.
+        tensor: [*shape]; None after `close`.
 
     Raises:
-        OSError: the memory cannot be had; nothing stays pinned.
+        OSError: the memory cannot be pinned; nothing stays pinned.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HostStore:
             progress(begin + size, self.bytes)
 
     def close(self) -> None:
-        """Gives the memory back; no kernel may use it any more. A second call does nothing."""
+        """Frees the memory; no kernel may use it any more. A second call does nothing."""
         self.tensor = None
         while self._pinned:
             self._runtime.cudaHostUnregister(self._pinned.pop())
@@ -88,15 +88,15 @@ def host_store(
     comm: Communicator,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> HostStore:
-    """This rank's store, of whatever shape; a collective call.
+    """Creates this rank's store, whose shape may differ between ranks; a collective call.
 
     Raises:
-        ConfigError: some rank cannot have its memory; raised on every rank, and no rank keeps any.
+        ConfigError: a rank cannot pin its memory; raised on every rank, and no rank keeps any.
     """
     store, reason = None, ""
     try:
         store = HostStore(shape, dtype, comm.device, progress)
-    except (OSError, ValueError, OverflowError) as error:  # a mapping of more than there are addresses is the last two
+    except (OSError, ValueError, OverflowError) as error:  # the last two: a mapping beyond the address space
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         reason = (
@@ -113,13 +113,13 @@ def host_store(
 
 
 def mapped(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """`size` bytes of registered memory as a tensor of the GPU, uint8."""
+    """Returns `size` bytes of registered memory as a GPU tensor, uint8."""
     said = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=said), device=device)
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node that a GPU's PCIe link leads to; None where the machine does not say."""
+    """Returns the NUMA node of a GPU's PCIe link; None if the machine does not report it."""
     of = torch.cuda.get_device_properties(device)
     address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"  # type: ignore[attr-defined]
     file = DEVICES / address / "numa_node"
@@ -128,7 +128,7 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def place_on(node: int, address: int, size: int) -> None:
-    """Lets pages that are not there yet come from a NUMA node, while it has any; where Linux refuses, from anywhere."""
+    """Makes a NUMA node preferred for memory pages that are not allocated yet; has no effect if Linux refuses."""
     if number := MBIND.get(platform.machine()):
         nodes = (ctypes.c_ulong * (node // 64 + 1))()
         nodes[node // 64] = 1 << node % 64

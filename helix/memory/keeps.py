@@ -1,4 +1,4 @@
-"""What a layer keeps of sequences: the only source of what memory holds."""
+"""Declarations of the data that layers keep of sequences: the only source of the memory's layout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 @dataclass(frozen=True)
 class Keeps:
-    """One thing that a layer keeps on a rank.
+    """One kind of data that a layer keeps on a rank.
 
     Attributes:
-        name: such as keys, values, latents, bounds, state.
+        name: for example keys, values, latents, bounds, state.
         entry: shape of one entry.
-        per: what has an entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
+        per: unit with one entry. `token`: each token that the rank owns. `page`: each page of such tokens. `slot`: each
             sequence of the batch. `row`: each token of a sequence's last decode step, drafts included.
-        reach: tokens that queries read of it at most, the query's own included: a sliding window; None: all.
+        reach: size of the sliding window, in tokens, the query's own included; None: queries read all entries.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Keeps:
 
     @property
     def is_paged(self) -> bool:
-        """Whether sequences share it, by pages."""
+        """Whether it lies in pages, which sequences can share."""
         return self.per in ("token", "page") and self.reach is None
 
 
 def token_bytes(keeps: Iterable[Keeps]) -> int:
-    """Counts the bytes that a token takes in paged memory on the rank that owns it, those of pages left out."""
+    """Counts the bytes of a token in paged memory on the rank that owns it, without entries per page."""
     return sum(k.bytes for k in keeps if k.is_paged and k.per == "token")
 
 
@@ -50,12 +50,12 @@ def page_bytes(keeps: Iterable[Keeps], page_size: int) -> int:
 
 
 def lacking(keeps: Iterable[Iterable[Keeps]]) -> float:
-    """Counts the tokens before a place that are computed again where pages are all there is of them.
+    """Counts the tokens before a position that are computed again if only their pages are cached.
 
-    A layer with a window is right again a window behind where its input is; a state is right from the first token on.
+    A layer with a window is exact one window after its input is exact; a state needs all tokens from the first on.
 
     Args:
-        keeps: what each layer keeps, in order.
+        keeps: data that each layer keeps, in order.
     """
     tokens = 0.0
     for layer in keeps:

@@ -1,9 +1,9 @@
-"""This rank's memory of sequences: what each layer keeps of them, in pages, rings and slots.
+"""Memory of sequences on a rank: the data that each layer keeps, in pages, rings and slots.
 
-Pages hold all tokens of a sequence, and sequences share them. What a layer keeps for a sliding window lies in a ring of
-pages that each slot has: local page i of its sequence is page `i % ring` of the ring. Nobody shares that, and what was
-found in pages is computed again as far as the window lacks it. Tokens of a prompt's chunk that a ring has no room for
-lie in pages of the chunk meanwhile. A state of a sequence has one place in each slot.
+Pages hold all tokens of a sequence, and sequences share them. Layers with a sliding window store the window in a ring
+of pages per slot: local page i of the sequence is page `i % ring` of the ring. Rings are not shared: after a prefix
+hit, the tokens that windows lack are computed again. Tokens of a prompt chunk beyond the ring's size lie in pages of
+the chunk until it ends. A state of a sequence has one place per slot.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LayerCache:
     """One layer's part of the memory on this rank.
 
     Attributes:
-        index: of the layer.
-        kept: what it keeps, by name. Of tokens [pages, page_size, *entry], of pages [pages, *entry], of slots
-            [slots, *entry], of rows [slots, rows, *entry].
-        accepted: [slots] int64, rows of a sequence's last step that are a part of it; empty where nobody keeps rows.
+        index: index of the layer.
+        kept: its data by name: per token [pages, page_size, *entry], per page [pages, *entry], per slot
+            [slots, *entry], per row [slots, rows, *entry].
+        accepted: [slots] int64, accepted rows of a sequence's last step; empty if no layer keeps rows.
     """
 
     index: int
@@ -58,7 +58,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that keep the same, and their memory: by name [layers, ...], each layer's part as in `LayerCache`."""
+    """Layers that keep the same data, and its memory: by name [layers, ...], each layer's part as in `LayerCache`."""
 
     layers: tuple[int, ...]
     keeps: tuple[Keeps, ...]
@@ -66,25 +66,25 @@ class Group:
 
 
 class KVCache(Follower):
-    """What this rank stores of the tokens that it owns, and of the sequences in its slots, for every layer.
+    """Data of the tokens that this rank owns, and of the sequences in its slots, for every layer.
 
-    Rank 0 says who has which page (`helix.control.block_tables`). Memory is left uninitialised: whatever reads it masks
+    Rank 0 assigns pages to sequences (`helix.control.block_tables`). Memory is left uninitialised: all reads are masked
     by length.
 
     Args:
-        keeps: of each layer.
-        slots: sequences of the batch.
-        rows: tokens of a sequence in a decode step, at most.
-        chunk: tokens of a prefill step, at most.
-        score: what the bounds of a page are, as `kernels.sparse.block_bounds` has it, in layers that keep some.
+        keeps: data that each layer keeps.
+        slots: number of slots.
+        rows: most tokens of a sequence in a decode step.
+        chunk: most tokens of a prefill step.
+        score: kind of the per-page key bounds, see `kernels.sparse.block_bounds`; None without block selection.
 
     Attributes:
-        groups: the memory.
-        rings: pages of a slot's ring, by the window that it serves; by None where it serves those without.
-        lacking: tokens before the end of what was found in pages that are computed again.
-        has_states: whether a layer keeps a state of each sequence.
-        bytes_per_token: of a token that this rank owns, in pages.
-        remedy: what makes room for more.
+        groups: the memory, by layers that keep the same data.
+        rings: pages of a slot's ring, by window; by None for layers without one.
+        lacking: tokens before the end of a prefix hit that are computed again.
+        has_states: whether any layer keeps a state of each sequence.
+        bytes_per_token: bytes in pages of a token that this rank owns.
+        remedy: advice for an error: how to make room for more.
     """
 
     remedy = "raise kv.tokens or kv.memory_fraction, or use a larger layout.kvp"
@@ -124,12 +124,12 @@ class KVCache(Follower):
         self.accepted = torch.zeros(slots if self._replays else 0, dtype=torch.int64, device=device)
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
-        """Memory of one thing that so many layers keep."""
+        """Allocates the memory of one kind of data, for `layers` layers."""
         count = entries(kept, self.placement, self.pages, self._slots, self._rows, self._chunk_pages)
         return torch.empty(layers, *count, *kept.entry, dtype=kept.dtype, device=self.device)
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
-        """Returns one layer's part; `prefill`: for a step of prompts."""
+        """Returns one layer's part; `prefill`: for a prefill step."""
         group, place = self._places[index]
         return LayerCache(index, {name: tensor[place] for name, tensor in group.tensors.items()}, self.accepted)
 
@@ -140,11 +140,11 @@ class KVCache(Follower):
 
     @property
     def bounds(self) -> Tensor | None:
-        """Bounds [layers, pages, Hkv, 2, D] of the layers that keep some."""
+        """Per-page key bounds [layers, pages, Hkv, 2, D]; None without block selection."""
         return next((group.tensors["bounds"] for group in self.groups if "bounds" in group.tensors), None)
 
     def fold(self, span: Span) -> None:
-        """Writes the bounds of pages that are full now, in all layers that keep some."""
+        """Writes the key bounds of newly full pages, in all layers that keep bounds."""
         for group in self.groups:
             if (bounds := group.tensors.get("bounds")) is not None:
                 assert self.score is not None
@@ -163,7 +163,7 @@ class KVCache(Follower):
                 if kept.per == "slot":
                     tensor[:, slot].fill_(0)
                 elif kept.reach is not None and admission.resumes:
-                    # What goes before is not there: of any numbers, so that what is computed of them is some.
+                    # The window before the resumed token is lost: zeros keep the recomputed tokens' inputs finite.
                     pages = self.rings[kept.reach]
                     tensor[:, slot * pages : (slot + 1) * pages].fill_(0)
 
@@ -195,7 +195,7 @@ class KVCache(Follower):
         self.fold(step.span)
 
     def close(self) -> None:
-        """Gives back what is not torch's; no kernel may use the cache any more. A second call does nothing."""
+        """Frees memory outside torch's allocator; no kernel may use the cache any more. A second call does nothing."""
 
     def copy(self, sources: Tensor, to: Tensor) -> None:
         for group in self.groups:
@@ -205,7 +205,7 @@ class KVCache(Follower):
 
 
 def with_bounds(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
-    """Adds bounds of the keys of each page to what layers keep that read whole sequences."""
+    """Adds per-page key bounds to the data of layers that read whole sequences."""
 
     def more(kept: tuple[Keeps, ...]) -> tuple[Keeps, ...]:
         keys = [k for k in kept if k.name == "keys" and k.reach is None]
@@ -215,14 +215,14 @@ def with_bounds(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
 
 
 def ring(placement: Placement, reach: int, rows: int) -> int:
-    """Counts the pages of a slot's ring that a window of `reach` tokens needs, where steps have `rows` tokens."""
+    """Counts the pages of a slot's ring for a window of `reach` tokens and steps of `rows` tokens."""
     return placement.touched(reach + rows - 1)
 
 
 def entries(
     kept: Keeps, placement: Placement, pages: int, slots: int, rows: int, chunk_pages: int
 ) -> tuple[int, ...]:  # fmt: skip
-    """Shape of the entries of one thing that a layer keeps, for so many pages and slots."""
+    """Returns the shape of the entries of one kind of data, for these numbers of pages and slots."""
     if kept.reach is not None:
         return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
     return {"token": (pages, placement.page_size), "page": (pages,), "slot": (slots,), "row": (slots, rows)}[kept.per]
@@ -231,14 +231,14 @@ def entries(
 def slot_bytes(
     keeps: Sequence[tuple[Keeps, ...]], placement: Placement, slots: int, rows: int, chunk: int
 ) -> int:  # fmt: skip
-    """Counts the bytes of all that is not in pages; arguments as of `KVCache`."""
+    """Counts the bytes of all data outside pages; arguments as in `KVCache`."""
     chunk_pages = placement.chunk_pages(chunk, slots)
     others = (k for kept in keeps for k in kept if not k.is_paged)
     return sum(k.bytes * math.prod(entries(k, placement, 0, slots, rows, chunk_pages)) for k in others)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses now: the GPU's, or an equal share of this host's for each of the ranks on it."""
+    """Returns the free bytes: the GPU's, or this host's divided equally among its ranks."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Pages as rank 0 hands them out: one number is a page on every rank of the layout, so that admission is one count.
+"""Pages as rank 0 allocates them: a number means a page on every rank of the layout, so one count decides admission.
 
-A sequence has one table of pages. Column i of it holds what is i-th of the sequence's local order on each kvp rank;
-ranks that store fewer of its tokens leave the last columns empty. `helix.placement.Stripes` has the columns.
+A sequence has one table of pages. Column i is the i-th page of the sequence's local tokens on each kvp rank; ranks that
+store fewer of its tokens leave the last columns empty. `helix.placement.Stripes` computes the columns.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import numpy as np
 
 
 class PagePool:
-    """Who has which page. Sequences that use a page are counted; the prefix cache keeps a page by a mark beside that.
+    """Reference-counted pages. Each page counts the sequences that use it; the prefix cache keeps pages by a mark.
 
-    A page is free, cached (kept, and used by nobody: it can be freed at once) or used.
+    A page is free, cached (kept and unused: it can be freed at once) or used.
 
     Args:
-        pages: of each rank; where ranks differ, the least.
+        pages: number of pages of each rank; if ranks differ, the least.
 
     Attributes:
-        free: how many are nobody's.
-        cached: how many are kept and not used.
+        free: number of free pages.
+        cached: number of cached pages.
     """
 
     def __init__(self, pages: int) -> None:
         self.pages = self.free = pages
         self.cached = 0
-        self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)  # the first `free` are; the last is taken first
+        self._stack = np.arange(pages - 1, -1, -1, dtype=np.int32)  # the first `free` entries are free; a stack
         self._users = np.zeros(pages, dtype=np.int32)
         self._kept = np.zeros(pages, dtype=bool)
 
     @property
     def room(self) -> int:
-        """How many are free or can be freed at once."""
+        """Number of pages that are free or can be freed at once."""
         return self.free + self.cached
 
     @property
@@ -39,19 +39,19 @@ class PagePool:
         return self.pages - self.free - self.cached
 
     def users(self, page: int) -> int:
-        """How many sequences use a page."""
+        """Returns the number of sequences that use a page."""
         return int(self._users[page])
 
     def idle(self, pages: np.ndarray) -> int:
-        """How many of these pages nobody uses."""
+        """Counts those of these pages that no sequence uses."""
         return len(pages) - int(np.count_nonzero(self._users[pages]))
 
     def shared(self, pages: np.ndarray) -> int:
-        """How many of these pages several sequences use."""
+        """Counts those of these pages that several sequences use."""
         return int(np.count_nonzero(self._users[pages] > 1))
 
     def take(self, count: int) -> np.ndarray:
-        """Pages [count] int32 for a sequence that is their only user."""
+        """Allocates pages [count] int32 for a sequence, their only user."""
         assert 0 <= count <= self.free, f"{count} pages wanted, {self.free} free: admission let too much in"
         pages = self._stack[self.free - count : self.free][::-1].copy()
         self.free -= count
@@ -60,14 +60,14 @@ class PagePool:
         return pages
 
     def share(self, pages: np.ndarray) -> None:
-        """Notes one more user of each page; none is free, and none occurs twice."""
+        """Adds a user to each page; none is free, and none occurs twice."""
         users = self._users[pages]
         assert (self._kept[pages] | (users > 0)).all(), "a free page was shared"
         self.cached -= len(pages) - int(np.count_nonzero(users))
         self._users[pages] = users + 1
 
     def release(self, pages: np.ndarray) -> None:
-        """Takes one user off each page; what nobody uses then is cached where it is kept, and free elsewhere."""
+        """Removes a user from each page; pages without users become cached if they are kept, else free."""
         users = self._users[pages] - 1
         assert (users >= 0).all(), "a page was released by more than its users"
         self._users[pages] = users
@@ -77,12 +77,12 @@ class PagePool:
         self._push(idle[~kept])
 
     def keep(self, pages: np.ndarray) -> None:
-        """Marks pages that are used: they outlive their users."""
+        """Marks used pages as kept, so that they outlive their users."""
         assert (self._users[pages] > 0).all() and not self._kept[pages].any(), "a page to keep is kept, or nobody's"
         self._kept[pages] = True
 
     def drop(self, pages: np.ndarray) -> None:
-        """Takes the mark off pages; those that nobody uses are free then."""
+        """Removes the mark of kept pages; those without users become free."""
         assert self._kept[pages].all(), "a page was dropped that was not kept"
         self._kept[pages] = False
         idle = pages[self._users[pages] == 0]

@@ -1,20 +1,20 @@
-"""Which tokens the cache knows already: a tree of prefixes over the pages, on rank 0's host alone.
+"""Prefix cache: a tree of token prefixes over the pages, on rank 0's host alone.
 
-Whole stripes (`helix.placement`) are shared: a sequence that begins like one before it has the same page numbers in its
-table. The rest, a part of a stripe, can only be copied, page by page on every rank, because its new owner writes behind
-it. So a hit counts in tokens. Stripes of 8 tokens, 21 of which are cached; a prompt begins with 19 of them:
+Whole stripes (`helix.placement`) are shared: sequences with an equal prefix have the same page numbers in their tables.
+The rest, a part of a stripe, must be copied, page by page on every rank, because the new owner appends after it. So a
+hit counts in tokens. Example: stripes of 8 tokens; 21 tokens are cached, and a prompt begins with 19 of them:
 
     cached     [ 0 .. 7 ] [ 8 .. 15 ] [ 16 .. 20 )
     prompt     [ shared ] [ shared  ] [ 3 copied ) computed from token 19 on
 
-Which rank has a token depends on its sequence's `start`, so a hit takes the `start` of what it hits. The last token
-of a prompt is always computed: what follows it is drawn from its logits.
+The owner of a token depends on its sequence's `start`, so a hit takes over the `start`. The last token of a prompt is
+always computed, since the next token is drawn from its logits.
 
 A node is a run of whole stripes, or a tail: a part of one, which has no children. Keys, values and bounds belong to the
 page and are shared with it. Choices, scores and lengths belong to a sequence.
 
-Pages are freed from the ends of runs that nobody uses, by greedy-dual: what was used last counts as much as what was
-freed last, plus what it takes to compute it again (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
+Pages are freed from the ends of unused runs, by greedy-dual: a used node's value is the value of the last freed one
+plus the cost of computing the node again (Cao and Irani, Cost-aware WWW proxy caching algorithms, 1997).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ HEAD = attrgetter("head")
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of whole stripes behind its parent's, or a tail.
+    """A run of whole stripes after its parent's, or a tail.
 
     Attributes:
-        head: its first stripe's tokens, or the tail's, in bytes.
-        depth: tokens before it.
-        tokens: in it.
-        pages: [n] int32 that hold them; none once it has left the tree.
-        children: in the order of their heads, of which none begins with another.
-        base, tick: when it was used last, as the eviction counts, and in order.
-        queued: whether the eviction has an entry for it.
-        root: salt and start, of a root.
+        head: tokens of its first stripe, or of the tail, in bytes.
+        depth: number of tokens before it.
+        tokens: number of tokens in it.
+        pages: [n] int32, pages of its tokens; empty once it has left the tree.
+        children: child nodes, sorted by head; no head is a prefix of another.
+        base, tick: value of the last freed node, and time, at its last use.
+        queued: whether it is in the eviction queue.
+        root: salt and start; of roots only.
     """
 
     parent: Node | None
@@ -66,14 +66,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Hit:
-    """What is known of a prompt.
+    """Prefix hit of a prompt.
 
     Attributes:
-        start: that its sequence has to take; None where nothing is known.
-        shared: tokens in whole stripes.
-        copied: further tokens, that can be copied.
-        node: where the whole stripes end, maybe before the node does.
-        source: whose first stripe, or the next of `node`, has the tokens to copy.
+        start: kvp rank of the first block, which the sequence takes over; None without a hit.
+        shared: tokens in whole stripes, whose pages are shared.
+        copied: further tokens, whose pages are copied.
+        node: node in which, or at the end of which, the whole stripes end.
+        source: node with the tokens to copy: in its first stripe, or in the next one of `node`.
     """
 
     start: int | None = None
@@ -88,12 +88,12 @@ class Hit:
 
 
 class PrefixTree:
-    """What pages hold, as far as it may be of use again, and which of them goes first.
+    """Prefix tree of the cached tokens, with the order of eviction.
 
     Args:
-        cost: what a token at this depth takes to compute, in any unit.
-        least: the fewest tokens that are worth a copy, and the choice of a start. Prompts that agree in a few tokens of
-            their template alone should not all begin on one rank.
+        cost: cost of computing a token at a depth, in any unit.
+        least: fewest tokens worth a copy and a forced start. Prompts that share only a few template tokens should not
+            all start on one rank.
     """
 
     def __init__(self, pool: PagePool, stripes: Stripes, cost: Callable[[int], float], least: int = 16) -> None:
@@ -106,11 +106,11 @@ class PrefixTree:
         self._roots: dict[tuple[Hashable, int], Node] = {}
         self._queue: list[tuple[float, int, int, Node]] = []  # a heap of leaves
         self._pushed = 0
-        self._freed = 0.0  # what counted of the last one that was freed
+        self._freed = 0.0  # value of the last freed node
         self._ticks = 0
 
     def match(self, tokens: np.ndarray, salt: Hashable = None) -> Hit:
-        """The most tokens of a prompt, int32 [n], that one start has; changes nothing."""
+        """Finds the longest prefix hit of a prompt, int32 [n], over all starts; changes nothing."""
         assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
         best, prompt = Hit(), tokens[:-1]
         for start in range(self._kvp):
@@ -130,7 +130,7 @@ class PrefixTree:
     # ---- the way down
 
     def follow(self, node: Node, tokens: np.ndarray, at: int) -> tuple[Node, int]:
-        """Where whole stripes of `tokens` end that follow the first `at`, at which `node` ends."""
+        """Descends from `node`, which ends at token `at`, along whole stripes of `tokens`; returns node and token."""
         while at + self._tokens <= len(tokens):
             head = tokens[at : at + self._tokens].tobytes()
             place = self._place(node, head)
@@ -143,7 +143,7 @@ class PrefixTree:
         return node, at
 
     def _equal(self, node: Node, tokens: np.ndarray) -> int:
-        """How many tokens agree, in whole stripes, the first of which does; looks at few more than that."""
+        """Counts equal tokens in whole stripes, the first of which is equal; reads few tokens beyond."""
         most = min(node.tokens, len(tokens) // self._tokens * self._tokens)
         done, size = self._tokens, 8 * self._tokens
         while done < most:
@@ -157,14 +157,14 @@ class PrefixTree:
         return done
 
     def _common(self, node: Node, at: int, tokens: np.ndarray) -> int:
-        """How many tokens behind the first `at` agree with the stripe of `node` there."""
+        """Counts the tokens after the first `at` that equal those of `node`'s stripe at that position."""
         known = self._stripe(node, at - node.depth)
         rest = tokens[at : at + len(known)]
         differ = np.flatnonzero(known[: len(rest)] != rest)
         return int(differ[0]) if len(differ) else len(rest)
 
     def _neighbours(self, node: Node, tokens: np.ndarray) -> list[Node]:
-        """Children before and behind these tokens: no other one has more of them."""
+        """Returns the children sorted before and after these tokens: no other child has a longer common prefix."""
         place = self._place(node, tokens.tobytes())
         return node.children[max(place - 1, 0) : place + 1]
 
@@ -172,18 +172,18 @@ class PrefixTree:
         return bisect_left(node.children, head, key=HEAD)
 
     def _stripe(self, node: Node, begin: int) -> np.ndarray:
-        """Tokens of a stripe, or of a tail, that begins `begin` tokens behind a node's first."""
+        """Returns the tokens of the stripe or tail that begins `begin` tokens into a node."""
         pages = node.pages[self.stripes.columns(begin, begin + self._tokens)]
         return self._held[pages].ravel()[: node.tokens - begin]
 
     # ---- what is in the tree
 
     def root(self, salt: Hashable, start: int) -> Node:
-        """Above all sequences of a salt and a start; it is in the tree as long as something is below."""
+        """Returns the root of a salt and a start; it is in the tree while it has children."""
         return self._roots.get((salt, start)) or Node(None, root=(salt, start))
 
     def pages_of(self, hit: Hit) -> tuple[np.ndarray, np.ndarray]:
-        """Pages that are shared, and those with what is copied."""
+        """Returns the shared pages of a hit, and the pages to copy."""
         shared, source = NO_PAGES, NO_PAGES
         if hit.node is not None:
             shared = np.concatenate([NO_PAGES, *reversed([n.pages for n in path(hit.node)])])
@@ -193,7 +193,7 @@ class PrefixTree:
         return shared[self.stripes.columns(0, hit.shared)], source
 
     def add(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> Node:
-        """The node that ends with these tokens, whole stripes or a tail, which follow `parent` and are not there."""
+        """Adds new tokens after `parent`, whole stripes or a tail; returns the node that ends with them."""
         assert tokens.dtype == np.int32, f"tokens of {tokens.dtype}: nothing would be found"
         self.pool.keep(pages)
         rows = np.zeros((len(pages), self.stripes.page_tokens), dtype=np.int32)
@@ -202,13 +202,13 @@ class PrefixTree:
         head = tokens[: self._tokens].tobytes()
         place = self._place(parent, head)
         tail = parent.children[place - 1] if place else None
-        if tail is not None and head.startswith(tail.head):  # what it has is there again, and more
+        if tail is not None and head.startswith(tail.head):  # the new tokens include the tail's
             self.pool.drop(tail.pages)
             tail.pages, place = NO_PAGES, place - 1
             del parent.children[place]
         whole = len(tokens) >= self._tokens
         if whole and parent.parent is not None and not parent.children and self.pool.users(parent.pages[-1]) == 1:
-            parent.pages = np.concatenate((parent.pages, pages))  # nobody else ends there
+            parent.pages = np.concatenate((parent.pages, pages))  # no other sequence ends there
             parent.tokens += len(tokens)
             return parent
         if parent.root is not None:
@@ -218,14 +218,14 @@ class PrefixTree:
         return node
 
     def add_tail(self, parent: Node, tokens: np.ndarray, pages: np.ndarray) -> None:
-        """Keeps a part of a stripe that follows `parent`, unless the same is there, and maybe more."""
+        """Adds a part of a stripe after `parent`, unless a child begins with the same tokens."""
         head = tokens.tobytes()
         place = self._place(parent, head)
         if not any(child.head.startswith(head) for child in parent.children[place : place + 1]):
             self.touch(self.add(parent, tokens, pages))
 
     def ending(self, node: Node, at: int) -> Node:
-        """The node that ends at `at`: `node`, or a new one with its beginning; the rest and all users stay with it."""
+        """Returns the node that ends at `at`: `node`, or a new parent split off it, which has its first tokens."""
         if at == node.end:
             return node
         assert node.parent is not None and node.depth < at < node.end
@@ -246,17 +246,17 @@ class PrefixTree:
             worth, tick, _, node = heappop(self._queue)
             node.queued = False
             if node.children or not len(node.pages) or self.pool.users(node.pages[-1]):
-                continue  # it is queued again once it can be freed
+                continue  # queued again once it can be freed
             if (worth, tick) == self._worth(node):
                 self._freed = max(self._freed, worth)
                 gone.append(self._cut(node, lacking))
-                lacking -= self.pool.idle(gone[-1])  # one may be waiting to be copied
+                lacking -= self.pool.idle(gone[-1])  # a page to be copied still has a user
             else:
                 self.queue_up(node)
         self.pool.drop(np.concatenate(gone))
 
     def touch(self, node: Node) -> None:
-        """Notes that a node was used until now."""
+        """Marks a node as used now."""
         self._ticks += 1
         node.base, node.tick = self._freed, self._ticks
         self.queue_up(node)
@@ -265,14 +265,14 @@ class PrefixTree:
         return node.base + self._cost(node.end), node.tick
 
     def queue_up(self, node: Node) -> None:
-        """Lets a node be found when pages are wanted; nothing where something is behind it."""
+        """Queues a leaf for eviction; does nothing if it is queued or has children."""
         if not node.queued and not node.children and len(node.pages):
             node.queued = True
             self._pushed += 1
             heappush(self._queue, (*self._worth(node), self._pushed, node))
 
     def _cut(self, node: Node, count: int) -> np.ndarray:
-        """Takes at least `count` pages from a leaf's end, or all it has."""
+        """Removes at least `count` pages from a leaf's end, or all its pages; returns them."""
         parent = node.parent
         assert parent is not None
         left = max(len(node.pages) - -(-count // self._pages) * self._pages, 0)
@@ -283,14 +283,14 @@ class PrefixTree:
         else:
             del parent.children[self._place(parent, node.head)]
             node.pages = NO_PAGES
-            self.queue_up(parent)  # it counts less than what was behind it, and goes next
+            self.queue_up(parent)  # its value is lower than its child's, so it is freed next
             if parent.root is not None and not parent.children:
                 del self._roots[parent.root]
         return gone
 
 
 def path(node: Node | None, until: Node | None = None) -> Iterator[Node]:
-    """A node and those above it, up to `until`."""
+    """Yields a node and its ancestors, up to `until`."""
     while node is not None and node is not until:
         yield node
         node = node.parent

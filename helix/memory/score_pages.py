@@ -1,4 +1,4 @@
-"""What verification leaves of each key of a sequence, in pages as those of the cache."""
+"""Pages of key scores, which verification writes for each key of a sequence."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kernels.paged_keys import KeyScores
 
 
 class ScorePages:
-    """Planes of scores of the layers that read whole sequences, their pages, and who has which.
+    """Score planes of the layers that read whole sequences, with the block table of each slot.
 
-    A score belongs to a sequence, and so does its page: sequences that share pages of keys judge them apart.
+    Scores belong to one sequence, and so do their pages: sequences that share pages of keys score them separately.
 
     Args:
         layers: indices of those layers.
-        planes: of a layer; `kernels.attention.flash_decode.score_planes` says how many queries fill.
-        pages: of a plane.
+        planes: planes per layer; `kernels.attention.flash_decode.score_planes` computes how many a step's queries need.
+        pages: pages per plane.
         heads: KV heads of this rank.
-        max_batch: slots.
-        max_pages: of a sequence.
-        rows: which queries count, as in `KeyScores`.
+        max_batch: number of slots.
+        max_pages: most pages of a sequence.
+        rows: queries that count, see `KeyScores`.
 
     Attributes:
         planes: [layers, planes, pages, Hkv, page_size] fp16.
@@ -49,7 +49,7 @@ class ScorePages:
         self._held: dict[int, list[int]] = {}
 
     def grow(self, slot: int, count: int) -> None:
-        """Gives a slot pages until it has as many as its sequence has in the cache."""
+        """Allocates pages to a slot until it has `count`, as many as its sequence has in the cache."""
         held = self._held.setdefault(slot, [])
         begin, count = len(held), max(count - len(held), 0)
         assert count <= len(self._free), f"{count} pages of scores wanted, {len(self._free)} free"
@@ -62,10 +62,10 @@ class ScorePages:
         self._free.extend(reversed(self._held.pop(slot)))
 
     def layer(self, index: int, slots: slice) -> KeyScores:
-        """Where the sequences of `slots` leave what they make of a layer's keys."""
+        """Returns the score buffers of a layer's keys, for the sequences of `slots`."""
         return KeyScores(self.planes[self._places[index]], self.tables[slots], self.rows)
 
 
 def score_bytes(layers: int, planes: int, heads: int, page_size: int) -> int:
-    """Bytes of a page of scores in all layers."""
+    """Counts the bytes of a page of scores in all layers."""
     return layers * planes * heads * page_size * torch.float16.itemsize

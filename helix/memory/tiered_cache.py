@@ -1,8 +1,8 @@
-"""A KV cache in host memory, and what of it is on the GPU: what is being written, and the blocks that were chosen last.
+"""A KV cache in host memory, with the newest tokens and the last chosen blocks on the GPU.
 
-A page goes to the host once it is full of committed tokens, in blocks: a page of one KV head, its keys and then its
-values, in one piece. Until then it lies on the GPU in a ring of pages that its sequence has: local page i is page
-`i % ring_pages` of the ring. Where blocks have places is `kernels.hot_blocks`' matter, layer by layer.
+A page moves to the host once it is full of committed tokens, in blocks: the keys of one KV head in a page, then its
+values, contiguous. Until then it lies on the GPU in its sequence's ring of pages: local page i is page `i % ring_pages`
+of the ring. `kernels.hot_blocks` assigns GPU places to chosen blocks, layer by layer.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.write_back import write_back
 
-LISTS = 3  # of what has to come: for a choice, and for the guesses of two layers
+LISTS = 3  # lists of blocks to fetch: for the choice, and for the guesses of two layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class TieredLayer(LayerCache):
-    """One layer's part on this rank. `keys` and `values` are where new tokens go: rings, or pages of a prompt's chunk.
+    """One layer's part on this rank. New tokens go to `keys` and `values`: rings, or pages of a prompt chunk.
 
     Attributes:
         host: [1, pages * Hkv, 2, page_size, D], the layer's blocks in host memory.
         places: [1, places, 2, page_size, D]: rings, then hot places.
-        hot: which blocks have a place.
-        chunk: [1, n * Hkv, 2, page_size, D], pages of a prompt's chunk, for all layers in turn.
-        pieces: like `chunk`: pages of what is before it.
-        misses: what has to come, for all layers in turn.
-        ahead: what has to come for a guess, for every other layer in turn.
-        lane: which of the two these are.
-        counted: [2] int64: blocks chosen that had a place, and blocks that came.
-        counted_ahead: like `counted`, of guesses.
-        ring_pages: of a sequence.
+        hot: assignment of hot places to blocks.
+        chunk: [1, n * Hkv, 2, page_size, D], pages of a prompt chunk, used by all layers in turn.
+        pieces: like `chunk`: pages of the tokens before it.
+        misses: blocks to fetch for the choice, used by all layers in turn.
+        ahead: blocks to fetch for a guess, used by every other layer in turn.
+        lane: index of `ahead` among its two lists.
+        counted: [2] int64: chosen blocks that had a place, and fetched blocks.
+        counted_ahead: like `counted`, for guesses.
+        ring_pages: pages of a sequence's ring.
     """
 
     host: Tensor
@@ -58,22 +58,22 @@ class TieredLayer(LayerCache):
 
     @property
     def every_place(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [places, page_size, Hkv, D] in which every head finds a place's block."""
+        """Keys and values [places, page_size, Hkv, D], in which each place's block appears under every head."""
         keys, values = (self.places[0, :, i, :, None].expand(-1, -1, self.keys.shape[2], -1) for i in range(2))
         return keys, values
 
     def blocks(self, source: Tensor, target: Tensor) -> BlockList:
-        """All blocks of pages `source` [n], for those of pages `target` [n]; both int, on the device."""
+        """Lists the copies of all blocks of pages `source` [n] to pages `target` [n]; both int, on the device."""
         heads = torch.arange(self.keys.shape[2], dtype=torch.int32, device=source.device)
         count = torch.full((1,), len(source) * len(heads), dtype=torch.int32, device=source.device)
         source, target = ((pages.int()[:, None] * len(heads) + heads).view(1, -1) for pages in (source, target))
         return BlockList(source, target, count)
 
     def begin(self, part: ChunkPart) -> None:
-        """Takes the page that earlier chunks have left unfinished out of its ring; new tokens are in the chunk already.
+        """Copies the unfinished page of earlier chunks from its ring to the chunk, which has the new tokens already.
 
         Args:
-            part: of a step whose tokens were appended.
+            part: part of a step whose tokens were appended.
         """
         page_size, heads = self.keys.shape[1:3]
         if known := part.begin % page_size:
@@ -82,7 +82,7 @@ class TieredLayer(LayerCache):
             of_chunk[:, :, :known] = of_ring[:, :, :known]
 
     def end(self, part: ChunkPart, table: Tensor) -> None:
-        """Writes a chunk's full pages to the host's of `table` [P], and puts the unfinished one into its ring."""
+        """Writes a chunk's full pages to the host pages of `table` [P], and the unfinished one to its ring."""
         page_size, heads = self.keys.shape[1:3]
         first, last = part.begin // page_size, part.end // page_size
         if last > first:
@@ -95,27 +95,26 @@ class TieredLayer(LayerCache):
             self.places[0, ring : ring + heads] = self.chunk[0, here : here + heads]
 
     def _ring(self, row: int, column: int) -> int:
-        """The first place of a local page in its sequence's ring."""
+        """Returns the first place of a local page in its sequence's ring."""
         return (row * self.ring_pages + column % self.ring_pages) * self.keys.shape[2]
 
 
 class TieredCache(KVCache):
-    """What this rank stores, with the pages of layers that read whole sequences in host memory.
+    """Cache with the pages of layers that read whole sequences in host memory.
 
     Other arguments are as in `KVCache`.
 
     Args:
         store: host memory, [layers, pages * Hkv, 2, page_size, D], of these layers.
-        ring_pages: of each slot; `ring_pages` says how many.
-        hot: places of each KV head in each layer, for at least as many blocks as a step can choose.
-        chunk: tokens of a prefill step, at most.
-        piece_pages: of what lies before a chunk, that are on the GPU at once, in two halves.
+        hot: hot places of each KV head in each layer, at least as many as the blocks that a step can choose.
+        chunk: most tokens of a prefill step.
+        piece_pages: pages of the tokens before a chunk that are on the GPU at once, in two halves.
 
     Attributes:
-        hot: which blocks have a place, in all these layers.
+        hot: assignment of hot places to blocks, in all these layers.
         places: [layers, places, 2, page_size, D].
-        counted: [2] int64, on the device: blocks chosen that had a place, and blocks that came over the link for them.
-        counted_ahead: like `counted`, of guesses: what a guess has let come has a place when it is chosen.
+        counted: [2] int64, on the device: chosen blocks that had a place, and blocks fetched for choices.
+        counted_ahead: like `counted`, for guesses; a block fetched for a guess has a place when it is chosen.
     """
 
     remedy = "raise kv.host_bytes and kv.gpu_bytes, or use a larger layout.kvp"
@@ -143,7 +142,7 @@ class TieredCache(KVCache):
         super().__init__(keeps, pages, placement, device, slots=slots, rows=rows, chunk=chunk, score=score)
         self.ring_pages = self.rings[None] = ring_pages(placement.page_size, rows)
         self._rings, block = slots * self.ring_pages * heads, (2, placement.page_size, dim)
-        # Zeros: a benchmark's sequences were never written.
+        # Zeros, since benchmarks read sequences that were never written.
         self.places = torch.zeros(layers, self._rings + heads * hot, *block, dtype=dtype, device=device)
         self.hot = HotBlocks.create(layers, heads, pages, hot, self._rings, device)
         self.counted, self.counted_ahead = torch.zeros(2, 2, dtype=torch.int64, device=device)
@@ -160,7 +159,7 @@ class TieredCache(KVCache):
 
     @property
     def on_gpu(self) -> list[Tensor]:
-        """All blocks that are not in host memory."""
+        """All memory for blocks on the GPU."""
         return [self.places, self._chunk, self._pieces]
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
@@ -217,11 +216,11 @@ class TieredCache(KVCache):
 
 
 def ring_pages(page_size: int, queries: int) -> int:
-    """Pages that tokens of a rank can lie in which are not committed, and which have `queries` at most."""
+    """Computes the most pages on a rank that can hold uncommitted tokens, at most `queries` of a sequence."""
     return (page_size + queries - 2) // page_size + 1
 
 
 def pages_of(blocks: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [..., n, page_size, heads, D] in blocks [..., n * heads, 2, page_size, D]."""
+    """Returns keys and values [..., n, page_size, heads, D], views of blocks [..., n * heads, 2, page_size, D]."""
     keys, values = (x.transpose(-3, -2) for x in blocks.unflatten(-4, (-1, heads)).unbind(-3))
     return keys, values

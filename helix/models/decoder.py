@@ -164,7 +164,7 @@ class Decoder:
         """
         # Layers of a cache in host memory have one place for a chunk's keys, and a state is made of all tokens before:
         # no half may run ahead of the other.
-        whole = step.cu_q is None or step.chunk is not None or self.comm.world_size == 1 or cache.has_states
+        whole = step.cu_q is None or step.staged is not None or self.comm.world_size == 1 or cache.has_states
         if whole or len(step.tokens) < 2 * turns.LEAST:
             *_, normed = self._through(cache, step, policy)
             assert normed is not None

@@ -1,1 +1,1 @@
-"""What a step is: its tokens, its state on the device, and how its tokens are drawn."""
+"""Steps: their tokens, the state of sequences on the device, and sampling."""

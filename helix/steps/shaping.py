@@ -1,6 +1,6 @@
-"""What single requests want of the logits, slot by slot on the device, and log-probabilities.
+"""Changes of logits as single requests specify, by slot on the device, and log-probabilities.
 
-Each rank shapes its own columns, before anything is communicated: what is drawn from is a row of logits like any other.
+Each rank changes its own columns before any communication: sampling sees ordinary logits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kernels.tokens.top_tokens import WIDTH, top_of_rank, top_of_ranks
 
 
 class Shaper(Follower):
-    """The wishes of the sequences in `slots` slots, over this rank's columns.
+    """Logit changes of the sequences in all slots, over this rank's columns.
 
-    Written in place, so that a captured step sees them. It takes 8 bytes a slot and column.
+    Written in place, so that captured steps see them. It takes 8 bytes per slot and column.
 
     Args:
-        slots: of the batch.
-        vocab: tokens of the whole vocabulary.
+        slots: number of slots.
+        vocab: size of the whole vocabulary.
         columns: this rank's token ids.
         eos: the model's end tokens.
 
     Attributes:
-        summaries: of what each slot drew last, and of the tokens that were most likely [slots, WIDTH] int64, the same
-            on all ranks; `logprobs` reads them on the host.
+        summaries: packed log-probabilities of each slot's last token and of the most likely ones [slots, WIDTH] int64,
+            the same on all ranks; `logprobs` unpacks them on the host.
     """
 
     def __init__(self, slots: int, vocab: int, columns: range, eos: Collection[int], device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Shaper(Follower):
         state, slot, params, tokens = self._shaping, admission.slot, admission.sampling, admission.text
         state.shaped[slot].fill_(params.changes_logits)
         if not params.changes_logits:
-            return  # nothing else of the slot is read
+            return  # the slot's other entries are not read
         state.repetition[slot].fill_(params.repetition_penalty)
         state.frequency[slot].fill_(params.frequency_penalty)
         state.presence[slot].fill_(params.presence_penalty)
@@ -79,25 +79,25 @@ class Shaper(Follower):
             self.allow({slot: admission.allowed})
 
     def allow(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Says which tokens slots may draw, until it says otherwise: slot -> a bit a token, lowest first, int32 [W]."""
+        """Sets the tokens that slots may draw from now on: slot -> a bit per token, lowest first, int32 [W]."""
         slots, rows = torch.tensor(list(masks)), torch.from_numpy(np.stack(list(masks.values())))
         self._shaping.allowed[to_device(slots, self._device)] = to_device(rows, self._device)
 
     def shape(self, logits: Tensor, slots: Tensor, last: Tensor, positions: Tensor) -> Tensor:
-        """Logits to draw from; shapes as in `kernels.tokens.shape_logits`."""
+        """Computes the changed logits; shapes as in `kernels.tokens.shape_logits`."""
         return shape_logits(logits, self._shaping, slots, last, positions, self.columns.start)
 
     def report(self, logits: Tensor, tokens: Tensor, slots: Tensor, comm: Communicator) -> None:
-        """Writes `summaries` of what was drawn; a collective, one all-gather.
+        """Writes `summaries` of the drawn tokens; a collective, one all-gather.
 
         Args:
-            logits: [B, V_local] fp32, as the model gave them.
-            tokens: that were drawn [B] int64.
+            logits: [B, V_local] fp32, unchanged logits of the model.
+            tokens: the drawn tokens [B] int64.
             slots: [B] int64.
         """
         self.summaries[slots] = top_of_ranks(comm.all_gather(top_of_rank(logits, tokens, self.columns.start)))
 
     def _mine(self, tokens: np.ndarray) -> np.ndarray:
-        """This rank's columns of those tokens that it holds."""
+        """Returns the columns of those tokens that this rank holds."""
         own = tokens - self.columns.start
         return own[(own >= 0) & (own < len(self.columns))]

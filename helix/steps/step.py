@@ -1,4 +1,4 @@
-"""Device-side state of a decode step, and what one forward pass needs to know about its tokens.
+"""The tokens of a forward pass, and the state of all slots on the device.
 
 Lengths, positions and block tables live on the device and have fixed shapes, so that a step neither waits for the
 host nor changes shape as sequences grow.
@@ -24,11 +24,11 @@ __all__ = ["PAST", "DecodeState", "Step"]
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The prompts of a prefill step over a cache in host memory.
+class StagedChunk:
+    """GPU pages for the new tokens of a prefill step whose cache is in host memory.
 
     Attributes:
-        tables: [n, P] int32: pages of the chunk, from the one on in which a sequence's part begins.
+        tables: [n, P] int32: pages of the chunk, from the page on in which a sequence's part begins.
         edges: [N] int32: the first local token of that page, of each token's sequence.
     """
 
@@ -45,19 +45,19 @@ class Step:
         tokens: token ids [N] int64.
         positions: global positions [N] int64.
         starts: kvp rank of the first block of each token's sequence [N] int64.
-        live: False [N] for rows that are padding: they read and write no KV.
-        slots: of the n sequences [n] int64.
+        live: [N], False for padding rows: they read and write no KV.
+        slots: slots of the n sequences [n] int64.
         tables: by window, None for layers without one: pages [n, P] int32 of the n sequences.
-        append_slots: by window: flat cache slots [N] int64, -1 where this rank stores nothing.
+        append_slots: by window: flat cache slots [N] int64, -1 for tokens that this rank does not store.
         cu_q: offsets [n + 1] int32 of each sequence's tokens (prefill), or None: N / n tokens each (decode).
-        max_q: the most tokens that one sequence has here.
-        max_k: the most keys that one of them reads on this rank, about; of prefill.
-        chunks: into how many runs of sequences attention and exchange are cut (HOP-B).
-        first: slot of the first sequence of a decode step, whose slots follow one another.
-        overlapped: whether another half of a prefill step computes while messages of this one are on their way.
-        shared: tensors [N] that all layers read, by what they are.
-        chunk: of a prefill step, where the cache lies in host memory.
-        parts: of a prefill step, where layers have windows.
+        max_q: most tokens of one sequence in the step.
+        max_k: most keys that one sequence reads on this rank, approximately; prefill only.
+        chunks: batch chunks whose attention overlaps the exchange of the chunk before (HOP-B).
+        first: slot of the first sequence of a decode step; its slots are consecutive.
+        overlapped: whether the other half of a prefill step computes while this half communicates.
+        shared: tensors [N] that all layers read, by key.
+        staged: GPU pages of a prefill step's new tokens, if the cache is in host memory.
+        parts: locations of a prefill step's tokens, if layers have windows.
     """
 
     placement: Placement
@@ -75,7 +75,7 @@ class Step:
     first: int = 0
     overlapped: bool = False
     shared: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
-    chunk: Chunk | None = None
+    staged: StagedChunk | None = None
     parts: tuple[ChunkPart, ...] = ()
 
     @property
@@ -84,13 +84,13 @@ class Step:
         return self.tables[None]
 
     def once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `make` gives, tensors [N]; made once for each key."""
+        """Returns the tensors [N] of a key, computed by `make` the first time."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
 
     def halves(self) -> tuple[Step, Step]:
-        """A prefill step cut in two: its first tokens, and those behind them, of all sequences."""
+        """Splits a prefill step in two: the first half of its tokens, and the second."""
         middle, end = (len(self.tokens) + 1) // 2, len(self.tokens)
         return self._part(0, middle), self._part(middle, end)
 
@@ -111,26 +111,25 @@ class Step:
         )
 
     def bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Local keys `[lo, hi)` of each query, int32 [N]; computed once for each window that the model has."""
+        """Returns the local keys `[lo, hi)` that each query reads, int32 [N]; computed once per window."""
         lo, hi = self.once(window, lambda: self.placement.bounds(self.positions, self.starts, self.live, window))
         return lo, hi
 
 
 @dataclass(frozen=True)
 class StepsAhead:
-    """Steps of one token each that follow one another, whose tokens are not known yet.
+    """Consecutive steps of one token each, whose tokens are not known yet.
 
     Attributes:
-        joint: of all steps, one after the other, for what does not depend on tokens: what a policy prepares for it, it
-            prepares for all of them.
-        rows: of a step. Those that a sequence may not verify any more are not `live`.
+        joint: all steps concatenated, for token-independent preparation, which a policy does once for all of them.
+        rows: rows of a step; those beyond a sequence's limits are not `live`.
     """
 
     joint: Step
     rows: int
 
     def step(self, turn: int, tokens: Tensor) -> Step:
-        """One of the steps, of these tokens [rows] int64."""
+        """Returns the step at index `turn`, with these tokens [rows] int64."""
         rows = slice(turn * self.rows, (turn + 1) * self.rows)
         joint = self.joint
         return replace(
@@ -145,23 +144,23 @@ class StepsAhead:
 
 
 class DecodeState(Follower):
-    """What the device knows of every slot of the batch: one row a sequence, `max_batch` rows.
+    """State of all slots on the device: `max_batch` rows, one per sequence.
 
     Args:
-        history: tokens of each sequence to be kept for drafters, 0 where nobody looks back.
-        rings: pages of the ring of each slot that new tokens go to, by the window of layers that have one; by None of
-            the others, where their pages lie in host memory.
+        history: tokens to keep of each sequence, for drafters; 0 if no drafter reads them.
+        rings: pages in each slot's ring, to which new tokens are appended, by the window of layers that have one; by
+            None for the other layers, if their pages are in host memory.
 
     Attributes:
         tokens: last token of each sequence [B] int64, not yet in the cache.
         lengths: tokens in the cache, over all ranks [B] int64.
         starts: kvp rank of the first block [B] int64.
         limits: tokens in the cache at which a sequence ends [B] int64.
-        draft_limits: drafts of a row that are verified [B] int64; rank 0's choice, by decision.
-        active: rows that decode [B] bool.
+        draft_limits: most drafts verified per row [B] int64, as rank 0 decides.
+        active: whether a row decodes [B] bool.
         history: tokens of each sequence from its first on, the last one included [B, L] int32.
         block_tables: pages on this rank [B, P] int32.
-        append_tables: by window, pages that new tokens of decode steps go to [B, P] int32.
+        append_tables: by window, pages for new tokens of decode steps [B, P] int32.
         sampling: each row's sampling parameters.
     """
 
@@ -193,11 +192,11 @@ class DecodeState(Follower):
         self.sampling = SamplingState.create(max_batch, device)
 
     def admit(self, admission: Admission) -> None:
-        """Gives a row to a new sequence; it decodes once `activate` has set its first token."""
+        """Sets up the row of a new sequence; it decodes once `activate` has set its first token."""
         row, text = admission.slot, admission.text
         self.write(TableWrite(row, 0, admission.pages))
         self._starts[row] = admission.start
-        self.starts[row].fill_(admission.start)  # `fill_`: the host waits for the device where a number is assigned
+        self.starts[row].fill_(admission.start)  # `fill_`: assignment of a number would wait for the device
         self.limits[row].fill_(admission.limit)
         self.active[row].fill_(False)
         self.sampling.set(row, admission.sampling)
@@ -209,7 +208,7 @@ class DecodeState(Follower):
         self.block_tables[table.slot, columns] = to_device(torch.from_numpy(table.pages), self.block_tables.device)
 
     def activate(self, rows: Tensor, tokens: Tensor, lengths: Tensor) -> None:
-        """Starts decoding in `rows` [n] int64, from their first tokens, after `lengths` tokens of prompt."""
+        """Starts decoding in `rows` [n] int64 with their first tokens, after prompts of `lengths` tokens."""
         self.tokens[rows] = tokens
         self.lengths[rows] = lengths
         self.active.index_fill_(0, rows, True)
@@ -220,41 +219,40 @@ class DecodeState(Follower):
         self.active[gone.slot].fill_(False)
 
     def span(self, rows: int, before: Tensor, after: Tensor, most: int) -> Span:
-        """The span in which the first `rows` rows have come from `before` to `after` tokens [rows], `most` at most."""
+        """Returns the span of the first `rows` rows from `before` to `after` tokens [rows], at most `most` each."""
         return Span(self.block_tables[:rows], self.starts[:rows], before, after, most)
 
     def prompts_span(self, step: Step, prompts: Sequence[PromptChunk]) -> Span:
-        """The span of the chunks of a prefill step, as far as their pages have come to hold more."""
+        """Returns the span of the tokens that a prefill step added to pages."""
         before, after = (
             to_device(torch.tensor(x), self.lengths.device) for x in zip(*(p.written for p in prompts), strict=True)
         )
         return Span(step.block_tables, self.starts[step.slots], before, after, step.max_q)
 
     def leaving(self, row: int) -> Retired:
-        """The event of a sequence that gives its row up."""
+        """Returns the event of a sequence that leaves its row."""
         at = slice(row, row + 1)
         return Retired(row, self.block_tables[row], self.starts[at], self.lengths[at])
 
     def within_limits(self, drafts: Tensor) -> Tensor:
-        """Drafts [rows, n], with -1 in place of those beyond a row's `draft_limits` or its end."""
+        """Returns drafts [rows, n] with -1 in place of those beyond a row's `draft_limits` or its end."""
         rows, n = drafts.shape
         return torch.where(torch.arange(n, device=drafts.device) < self.left(rows)[:, None], drafts, -1)
 
     def left(self, rows: int) -> Tensor:
-        """Drafts [rows] int64 that a step may verify of each row: within its `draft_limits` and before its end."""
+        """Returns the most drafts [rows] int64 that a step may verify: within `draft_limits` and before the end."""
         return torch.minimum(self.draft_limits[:rows], self.limits[:rows] - self.lengths[:rows] - 1)
 
     def uncounted(self, rows: int) -> Tensor:
-        """Last tokens [rows] int64 of sequences that decode, -1 of the others; a token is last in one step alone."""
+        """Returns the last tokens [rows] int64 of decoding rows, -1 for others; penalties have not counted them yet."""
         return torch.where(self.active[:rows], self.tokens[:rows], -1)
 
     def decode_step(self, rows: int, drafts: Tensor | None = None, chunks: int = 1) -> Step:
-        """The step that appends the last token of each of the first `rows` rows and predicts its next.
+        """Creates the step that appends the last token of each of the first `rows` rows and predicts the next.
 
         Args:
-            drafts: [rows, n] tokens that might follow, appended and followed as well; -1 for no token, which is
-                padding.
-            chunks: as in the step.
+            drafts: [rows, n] possible next tokens, which are appended and continued as well; -1 is padding.
+            chunks: see `Step`.
         """
         lengths, starts, active = self.lengths[:rows], self.starts[:rows], self.active[:rows]
         tokens, positions, owner = self.tokens[:rows], lengths, None
@@ -283,7 +281,7 @@ class DecodeState(Follower):
         )
 
     def steps_ahead(self, rows: int, count: int) -> StepsAhead:
-        """`count` steps of one token each of the first `rows` rows, from where these are; see `StepsAhead`."""
+        """Creates the next `count` steps of one token each of the first `rows` rows; see `StepsAhead`."""
         turn = torch.arange(count, device=self.lengths.device)[:, None]
         owner = torch.arange(rows, device=self.lengths.device).repeat(count)
         positions = (self.lengths[:rows] + turn).flatten()
@@ -309,17 +307,17 @@ class DecodeState(Follower):
         )
 
     def commit(self, tokens: Tensor, drafts: Tensor | None = None) -> Tensor:
-        """Takes the tokens drawn in a decode step; the only place where lengths grow.
+        """Commits the tokens drawn in a decode step; lengths grow only here.
 
-        A draft holds where the token that was drawn in its place is the same, and all before it held. What the step
-        appended behind that is overwritten by the next one.
+        A draft is accepted if the token drawn at its position is the same and all drafts before it are accepted. The
+        next step overwrites the entries of refused drafts.
 
         Args:
-            tokens: [rows, 1 + n]: the i-th was drawn behind the last token and the first i drafts.
-            drafts: [rows, n], -1 for no token, or None for none.
+            tokens: [rows, 1 + n]: the i-th was drawn after the last token and the first i drafts.
+            drafts: [rows, n], -1 for padding; None: no drafts.
 
         Returns:
-            [rows, 1 + n]: the tokens that each row has taken, then PAST.
+            [rows, 1 + n]: the committed tokens of each row, then PAST.
         """
         rows = slice(0, len(tokens))
         return commit(
@@ -333,14 +331,14 @@ class DecodeState(Follower):
         )
 
     def _tables(self, rows: int) -> dict[int | None, Tensor]:
-        """Pages that the first `rows` slots read, by window."""
+        """Returns the pages that the first `rows` slots read, by window."""
         return {
             window: (self.block_tables if window is None else table)[:rows]
             for window, table in self.append_tables.items()
         }
 
     def prefill_step(self, chunks: Sequence[PromptChunk]) -> Step:
-        """Makes the step of several sequences' prompt chunks."""
+        """Creates the step of several sequences' prompt chunks."""
         counts = [len(chunk.tokens) for chunk in chunks]
         sequence = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))  # [N]
         at = torch.cat([torch.arange(chunk.begin, chunk.end) for chunk in chunks])
@@ -356,10 +354,10 @@ class DecodeState(Follower):
         tables: dict[int | None, Tensor] = {None: self.block_tables[slots]}
         append_tables = dict(tables)
         first = [self._starts[chunk.slot] for chunk in chunks]
-        chunk = None
+        staged = None
         if None in self.rings:
-            chunk = self._chunk(self.placement.parts(chunks, first, whole=False))
-            append_tables[None] = chunk.tables
+            staged = self._stage(self.placement.parts(chunks, first, whole=False))
+            append_tables[None] = staged.tables
         whole = self.placement.parts(chunks, first, whole=True) if self.rings.keys() - {None} else ()
         for window in self.rings.keys() - {None}:
             tables[window] = append_tables[window] = self._ring_tables(window, slots, whole)
@@ -380,12 +378,12 @@ class DecodeState(Follower):
             cu_q=cu_q,
             max_q=max(counts),
             max_k=-(-max(chunk.end for chunk in chunks) // self.placement.layout.kvp),
-            chunk=chunk,
+            staged=staged,
             parts=whole,
         )
 
     def _ring_tables(self, window: int | None, slots: Tensor, parts: Sequence[ChunkPart]) -> Tensor:
-        """Pages [n, P] int32 of a prefill step for a window: those of the ring, and behind them those of the chunk."""
+        """Returns the pages [n, P] int32 of a prefill step for a window: pages of the ring, then pages of the chunk."""
         columns = torch.arange(self.block_tables.shape[1], device=slots.device)
         first, page = (
             to_device(torch.tensor(x)[:, None], slots.device)
@@ -394,11 +392,11 @@ class DecodeState(Follower):
         behind = len(self.active) * self.rings[window] + page + columns - first
         return torch.where(columns > first, behind, self.append_tables[window][slots]).int()
 
-    def _chunk(self, parts: tuple[ChunkPart, ...]) -> Chunk:
-        """Pages of its own for the new tokens of a chunk."""
+    def _stage(self, parts: tuple[ChunkPart, ...]) -> StagedChunk:
+        """Assigns GPU pages to the new tokens of a chunk, while the cache is in host memory."""
         columns = self.block_tables.shape[1]
         firsts = torch.tensor([part.columns.start for part in parts])
         tables = torch.tensor([part.page for part in parts])[:, None] - firsts[:, None] + torch.arange(columns)
         counts = torch.tensor([part.queries.stop - part.queries.start for part in parts])
         edges = (firsts * self.placement.page_size).repeat_interleave(counts)
-        return Chunk(parts, *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))
+        return StagedChunk(parts, *(to_device(x.int(), self.tokens.device) for x in (tables, edges)))
