@@ -1,1 +1,1 @@
-"""Attention policies: which keys a query reads."""
+"""Attention policies: the choice of keys that queries read."""

@@ -1,8 +1,8 @@
 """The contract of an attention policy.
 
-A policy decides which of this rank's keys each query reads, and returns a partial result over them: what the exchange
-merges is whatever the ranks attended to, so a policy may leave keys out, but it must report the LSE of exactly the keys
-it used, and never depend on another rank's shard.
+A policy chooses which of this rank's keys each query reads, and returns a partial output over them. The exchange merges
+the keys that ranks attended to: so a policy may omit keys, but it must report the LSE of exactly the keys it read, and
+never depend on another rank's shard.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kernels.overlap import sm_count
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What is the same for all queries of a layer.
+    """Parameters of attention that all queries of a layer share.
 
     Attributes:
         window: its sliding window in tokens, or None.
         scale: factor on q.k.
-        latent: width of the values, which are a part of the keys: latents; None: keys and values are kept apart.
-        sinks: [Hq_local] fp32, the score of one more key of value 0 that every query of a head reads, or None; its
-            weight is part of the LSE. Given to one rank of a kvp group alone.
-        reserved_sms: room on the GPU to leave to kernels that run beside its own.
+        latent: width of the values inside stored latents; None: keys and values are stored separately.
+        sinks: [Hq_local] fp32, or None: each head's score of an additional key of value 0 that every query reads; it is
+            part of the LSE. Given to only one rank of a kvp group.
+        reserved_sms: number of multiprocessors to leave to concurrent kernels.
     """
 
     window: int | None
@@ -40,14 +40,16 @@ class LayerAttention:
     reserved_sms: int = 0
 
     def sms(self, device: torch.device) -> int:
-        """Multiprocessors for its kernels, at least one."""
+        """Returns the number of multiprocessors for its kernels, at least one."""
         return max(1, sm_count(device) - self.reserved_sms)
 
 
 class AttentionPolicy(ABC):
-    """Attributes:
-    from_tokens: from so many tokens on it reads a part of a sequence; None: always all that its layers allow.
-    guesses: whether decode steps call `guess`.
+    """Choice of the keys that queries read.
+
+    Attributes:
+        from_tokens: length from which on only a part of a sequence is read; None: always all that layers allow.
+        guesses: whether decode steps call `guess`.
     """
 
     from_tokens: int | None = None
@@ -55,40 +57,40 @@ class AttentionPolicy(ABC):
 
     @abstractmethod
     def prepare(self, step: Step, windows: set[int | None]) -> None:
-        """What all layers of a step share, computed before the first: attention reads it early.
+        """Computes the data that all layers of a step share, before the first layer.
 
         Args:
-            windows: that the layers have.
+            windows: windows of the layers, None for those without one.
         """
 
     @abstractmethod
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
-        """Attention of a step's queries over this rank's shard, the step's own keys already appended.
+        """Attends with a step's queries to this rank's shard, to which the step's own keys are already appended.
 
         Args:
             q: [N, Hq_local, D], rotated.
-            cache: the layer's part of the cache; of latents, q is absorbed, [N, Hq_local, R + P].
+            cache: the layer's part of the cache; with latents, q is absorbed, [N, Hq_local, R + P].
             step: the tokens' positions, bounds and block tables.
 
         Returns:
-            What `merge`, to be called before the next step's or layer's attention, makes a partial output [N, Hq_local,
-            D or R] in q's dtype and its natural-log LSE [N, Hq_local] fp32; for a query without keys here 0 and -inf
-            (with sinks: the sink's score). An exchange may merge on its own.
+            A result whose `merge` gives the partial output [N, Hq_local, D or R] in q's dtype and its natural-log LSE
+            [N, Hq_local] fp32; for a query without keys here 0 and -inf (with sinks: the sink's score). It must be
+            merged, here or in the exchange, before the next attention.
         """
 
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
-        """Prepares for a layer without a window while the one before it computes; what `attend` returns stays the same.
+        """Prepares a layer without a window while the layer before it computes; never changes results of `attend`.
 
         Args:
-            queries: makes the layer's queries [N, Hq_local, D] as they would be, had the layer before it added nothing.
-                What it reads is kept until `attend` is called for the layer.
+            queries: computes the layer's queries [N, Hq_local, D] as if the layer before it added nothing. Its inputs
+                stay alive until `attend` is called for the layer.
             cache: the layer's part of the cache; the step's own keys are not appended yet.
         """
         return
 
 
 def rows_of(step: Step, rows: slice) -> Step:
-    """The part of a decode step that is `rows` of its N tokens, whole sequences; what layers share is cut alike."""
+    """Returns the part of a decode step with `rows` of its N tokens, whole sequences; shared tensors are cut alike."""
     each = len(step.tokens) // len(step.slots)
     sequences = slice(rows.start // each, rows.stop // each)
     return replace(

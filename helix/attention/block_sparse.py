@@ -1,8 +1,8 @@
-"""Block-sparse decode: each KV head reads the sequence's sink, its local window and the blocks that promise most.
+"""Block-sparse decode: each KV head reads the sequence's sink blocks, its latest blocks and the best-scored others.
 
-A block is a page. What stands for it is written once, when its last committed token is in (`KVCache.fold`), so that a
-rejected draft never leaves a trace; pages that are not full are always read. Each query chooses for itself, in each
-layer: tokens do not depend on who shares the batch, nor on drafts. Prefill and layers with a window stay dense.
+A block is a page. Its key bounds are written once, when it is full of committed tokens (`KVCache.fold`), so a rejected
+draft leaves no trace; pages that are not full are always read. Each query chooses blocks of its own in each layer, so
+tokens depend neither on the rest of the batch nor on drafts. Prefill and layers with a window stay dense.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kernels.sparse.select_blocks import select_blocks
 
 
 class BlockSparseAttention(AttentionPolicy):
-    """Reads a number of keys that does not grow with the sequence.
+    """Policy that reads a number of blocks bounded by a budget.
 
     Args:
-        budget: of the whole sequence.
-        score: bounds or mean: how a block is judged.
-        placement: of the cache that steps attend to.
-        max_length: the most tokens of a sequence.
-        comm: where the choice is one over all ranks of a kvp group; None: each rank takes its share of `topk` from its
-            own blocks.
-        repeat: for benchmarks, the share of its blocks that a step keeps from the last one; None: what promises most.
+        budget: budget of a sequence over all ranks.
+        score: score of a block: bounds or mean.
+        placement: placement of the cache that steps attend to.
+        max_length: most tokens of a sequence.
+        comm: communicator for one choice over all ranks of a kvp group; None: each rank chooses its share of `topk`
+            from its own blocks.
+        repeat: for benchmarks, the share of blocks kept from the last step; None: blocks are chosen by score.
 
     Attributes:
-        share: the budget of a rank that takes its share of `topk` from its own blocks.
-        counted: [2] int64, on the device: blocks that queries have read, each KV head's, and how often one chose.
+        share: budget of a rank that chooses its share of `topk` from its own blocks.
+        counted: [2] int64, on the device: blocks read by all queries and KV heads, and number of choices.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockSparseAttention(AttentionPolicy):
         self._uncounted = torch.zeros_like(self.counted)
 
     def blocks_read(self) -> float | None:
-        """Blocks that a query has read of each KV head, on average, on this rank; None where none has chosen any."""
+        """Returns the average number of blocks read per query and KV head on this rank; None before any choice."""
         read, choices = self.counted.tolist()
         return read / choices if choices else None
 
@@ -97,7 +97,7 @@ class BlockSparseAttention(AttentionPolicy):
         return decode_parts(q[:, None], keys, sms=sms, early=True)
 
     def choose(self, q: Tensor, cache: LayerCache, step: Step, sms: int) -> Tensor:
-        """The page table [N, Hkv, width] of what each query reads of each KV head, in one layer."""
+        """Chooses blocks in one layer; returns the page table [N, Hkv, width] of each query and KV head."""
         offered = None
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
@@ -110,10 +110,10 @@ class BlockSparseAttention(AttentionPolicy):
         return self._repeated(table, step, self.budget)
 
     def named(self, q: Tensor, cache: LayerCache, step: Step, lane: int = 0) -> Tensor:
-        """A page table like that of `choose`, of a guess: it counts nowhere, and each rank has its share of `topk`.
+        """Chooses blocks for a guess: like `choose`, but uncounted, and each rank chooses its share of `topk`.
 
         Args:
-            lane: as in `select_blocks`.
+            lane: see `select_blocks`.
         """
         table = self._promising(q, cache, step, self.share, self._uncounted, sm_count(q.device), lane=lane)
         return self._repeated(table, step, self.share)

@@ -1,4 +1,4 @@
-"""Attention over keys that were chosen beforehand, and all that came since: what drafts read of a sequence."""
+"""Attention of draft steps, over keys that were chosen beforehand and all newer ones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kernels.paged_keys import PagedKeys
 
 
 class ChosenAttention(AttentionPolicy):
-    """Reads, of each sequence and KV head, the cache slots in a table: pages of one token.
+    """Policy that reads the cache slots in a table of each sequence and KV head: pages of one token.
 
     Args:
-        layers: indices of the layers that read whole sequences; layers with a window stay as they are.
-        max_batch: slots.
+        layers: indices of the layers that read whole sequences; layers with a window stay dense.
+        max_batch: number of slots.
         heads: KV heads of this rank.
         width: columns of the tables.
 
     Attributes:
-        tables: [layers, max_batch, heads, width] int32: the chosen slots in local order, then those of the keys behind
-            the ones among which was chosen.
-        known: [max_batch] int32, local keys among which was chosen.
-        counts: [max_batch] int32, how many were.
+        tables: [layers, max_batch, heads, width] int32: the chosen cache slots in local order, then those of keys that
+            are newer than the candidates.
+        known: [max_batch] int32, number of local keys that were candidates.
+        counts: [max_batch] int32, number of chosen keys.
     """
 
     def __init__(self, layers: Sequence[int], max_batch: int, heads: int, width: int, device: torch.device) -> None:
@@ -44,14 +44,14 @@ class ChosenAttention(AttentionPolicy):
         self._reads(step)
 
     def _reads(self, step: Step) -> tuple[Tensor, ...]:
-        """Keys [lo, hi) of a row of the table: the chosen ones and those up to the query's own."""
+        """Returns the columns [lo, hi) of each table row to read: the chosen keys and newer ones up to the query's."""
 
         def make() -> tuple[Tensor, ...]:
             n = len(step.block_tables)
             rows = slice(step.first, step.first + n)
-            hi = step.bounds(None)[1].view(-1, n)  # of one step, or of several
+            hi = step.bounds(None)[1].view(-1, n)  # of one step or several
             behind = hi - self.known[rows] + self.counts[rows]
-            # Where a sequence went on without drafts, its newest keys have no column; its next choice is due.
+            # After steps without drafts, a sequence's newest keys may have no column until its next choice.
             hi = torch.where(hi > 0, behind.clamp(0, self.tables.shape[3]), 0).flatten()
             return torch.zeros_like(hi), hi
 
@@ -61,7 +61,7 @@ class ChosenAttention(AttentionPolicy):
         if layer.window is not None:
             return self.dense.attend(q, cache, step, layer)
         n = len(step.block_tables)
-        assert len(q) == n, "a draft step has one query a sequence"
+        assert len(q) == n, "a draft step has one query per sequence"
         lo, hi = (bound[:, None] for bound in self._reads(step))
         table = self.tables[self._places[cache.index], step.first : step.first + n]
         keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (cache.keys, cache.values))  # [slots, 1, Hkv, D]

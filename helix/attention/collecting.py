@@ -1,4 +1,4 @@
-"""Dense attention that leaves behind what a group of drafts made of each key."""
+"""Dense attention of verification that also stores a score of each key."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kernels.paged_keys import PagedKeys
 
 
 class CollectingAttention(DenseAttention):
-    """Exact attention; layers without a window leave the scores of their keys.
+    """Exact attention; layers without a window store the scores of their keys.
 
     Args:
-        scores: where they go.
+        scores: buffers of the scores.
     """
 
     def __init__(self, scores: ScorePages) -> None:

@@ -16,6 +16,8 @@ from kernels.paged_keys import PagedKeys
 
 
 class DenseAttention(AttentionPolicy):
+    """Policy that reads every key that causality and the layer's window allow."""
+
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         for window in windows:
             step.bounds(window)

@@ -1,4 +1,4 @@
-"""Which policy a config names."""
+"""Creation of the attention policy that a config names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kernels.sparse.select_blocks import MOST_PAGES
 def make_policy(
     config: AttentionConfig, placement: Placement, max_length: int, comm: Communicator, kv: KVConfig
 ) -> BlockSparseAttention | None:
-    """The policy of sparse decode steps that a config names, over a cache like `kv`; None where all steps are dense.
+    """Creates the policy of sparse decode steps for a config and a cache like `kv`; returns None if all are dense.
 
     Raises:
-        ConfigError: sequences of so many tokens have more pages than the choosing kernel is made for.
+        ConfigError: sequences of `max_length` tokens have more pages than the selection kernel supports.
     """
     if config.policy == "dense":
         return None

@@ -1,8 +1,8 @@
-"""Block-sparse decode over a cache in host memory: a step chooses, lets what it has chosen come, and reads it there.
+"""Block-sparse decode over a cache in host memory: a step chooses blocks, fetches them to the GPU and reads them there.
 
-What attention reads is what the layer chose, as over a cache on the GPU; tokens are the same. Prefill stays dense and
-exact: a chunk reads its own keys where they were written, and those before it as they come from the host, in pieces
-whose partial results are merged by their LSE.
+Attention reads the same blocks as over a cache on the GPU, so tokens are the same. Prefill stays dense and exact: a
+chunk reads its own keys on the GPU, and earlier ones in pieces fetched from the host, whose partial outputs are merged
+by their LSE.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kernels.tier.resolve import resolve
 
 
 class TieredAttention(BlockSparseAttention):
-    """All steps over a cache in host memory run under it, those of short sequences and of windows too.
+    """Policy of all steps over a cache in host memory, including short sequences and layers with windows.
 
     Arguments and attributes as in `BlockSparseAttention`.
 
     Args:
-        ahead: whether blocks are fetched for a layer while the one before it computes, by a guess at its queries.
+        ahead: whether blocks of a layer are fetched while the layer before it computes, by guessed queries.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class TieredAttention(BlockSparseAttention):
         ahead: bool = False,
     ) -> None:
         super().__init__(budget, score, placement, max_length, device, comm, repeat)
-        self.from_tokens = 0  # sequences that the budget lets read everything come from the host, too
+        self.from_tokens = 0  # sequences within the budget are fetched from the host too
         self.guesses = ahead
         on_gpu = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None
-        # One guess is made while what another has named comes: layers take turns.
+        # Two streams in turn: one layer's guess is computed while another's blocks are fetched.
         self._ahead = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
-        self._guessed: dict[int, Callable[[], Tensor]] = {}  # what the guesses under way read, by their layers
+        self._guessed: dict[int, Callable[[], Tensor]] = {}  # inputs of running guesses, by layer
 
     def least_places(self, drafts: int) -> int:
-        """Hot places of each KV head that hold whatever a sequence's queries of one step read, drafts among them."""
+        """Returns the hot places per KV head for all blocks that a sequence's queries of one step may read."""
         return self.width + drafts * self.budget.topk
 
     def prepare(self, step: Step, windows: set[int | None]) -> None:
@@ -70,10 +70,10 @@ class TieredAttention(BlockSparseAttention):
             self._ranges(step, self.share)
 
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
-        """Lets blocks come that such queries would choose; those that the layer does choose are fetched as ever."""
+        """Fetches the blocks that guessed queries choose; the layer's actual choice fetches what is still missing."""
         assert isinstance(cache, TieredLayer)
         lane = cache.lane
-        self._guessed[cache.index] = queries  # its memory goes to nobody else meanwhile
+        self._guessed[cache.index] = queries  # keeps its inputs' memory allocated
         with self._beside(self._ahead[lane]):
             table = self.named(queries(), cache, step, lane=1 + lane)
             _, _, pages, hi, _ = self._ranges(step, self.share)
@@ -104,14 +104,14 @@ class TieredAttention(BlockSparseAttention):
 
     @contextmanager
     def _beside(self, side: torch.cuda.Stream | None) -> Iterator[None]:
-        """Launches on a side stream, behind all that has been launched so far; on a CPU, at once."""
+        """Runs launches on a side stream, after all earlier launches; on a CPU, at once."""
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.cuda.stream(side):
             yield
 
     def _join(self, side: torch.cuda.Stream | None) -> None:
-        """What is launched from here on waits for a side stream."""
+        """Makes later launches wait for a side stream."""
         if side is not None:
             torch.cuda.current_stream(side.device).wait_stream(side)
 
@@ -120,7 +120,7 @@ class TieredAttention(BlockSparseAttention):
         lo, hi = step.bounds(None)
         for part in step.staged.parts:
             cache.begin(part)
-        most = cache.pieces.shape[1] // cache.keys.shape[2] // 2  # pages: one piece comes while another is read
+        most = cache.pieces.shape[1] // cache.keys.shape[2] // 2  # pages: one piece is fetched while another is read
         pieces = [
             piece
             for part, table in zip(step.staged.parts, step.block_tables, strict=True)
@@ -128,7 +128,7 @@ class TieredAttention(BlockSparseAttention):
         ]
 
         def bring(i: int) -> None:
-            """Once nobody reads the half that it goes to: what has been launched so far does."""
+            """Copies piece i; the stream waits for earlier launches, which read that half."""
             with self._beside(self._side):
                 copy_blocks(cache.host, cache.pieces, cache.blocks(pieces[i].pages, here(i)))
 
@@ -147,7 +147,7 @@ class TieredAttention(BlockSparseAttention):
                 bring(i + 1)
             at, tokens = piece.queries, len(piece.pages) * cache.keys.shape[1]
             first = (lo[at] - piece.first).clamp(0, tokens)
-            last = (hi[at] - piece.first).clamp(0, tokens)  # of queries before what the chunk writes, less
+            last = (hi[at] - piece.first).clamp(0, tokens)  # fewer for recomputed queries before the piece's end
             keys = PagedKeys(*pages_of(cache.pieces[0], cache.keys.shape[2]), here(i)[None], first, last, layer.scale)
             cu_q = to_device(torch.tensor([0, len(first)], dtype=torch.int32), q.device)
             flash_prefill(q[at], keys, cu_q, len(first), tokens, out=out[1, at], lse=lse[1, at])
@@ -159,7 +159,7 @@ class TieredAttention(BlockSparseAttention):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Full pages before a part of a chunk, for its `queries`: the host's `pages`, from local token `first` on."""
+    """Full pages before a part of a chunk, read by its `queries`: host `pages`, from local token `first` on."""
 
     queries: slice
     pages: Tensor
@@ -167,7 +167,7 @@ class _Piece:
 
 
 def _before(part: ChunkPart, table: Tensor, page_size: int, most: int) -> Iterator[_Piece]:
-    """What a part of a chunk may read of the full pages before it, in pieces of at most so many pages."""
+    """Yields the full pages before a part of a chunk, in pieces of at most `most` pages."""
     stop = part.begin // page_size
     for page in range(0, stop, most):
         yield _Piece(part.queries, table[page : min(page + most, stop)], page * page_size)

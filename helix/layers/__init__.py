@@ -1,1 +1,1 @@
-"""Layers of a decoder, each with its sharding rule beside its parameters."""
+"""Layers of a decoder, each with the sharding rule of its parameters."""

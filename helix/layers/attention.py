@@ -26,7 +26,7 @@ from kernels.dense.qkv_append import qkv_append
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention, as the checkpoint has it."""
+    """Shape of one layer's attention in the checkpoint."""
 
     hidden: int
     q_heads: int
@@ -50,40 +50,40 @@ class AttentionSpec:
 
     @property
     def latent(self) -> None:
-        """Width of values that are a part of their keys; None: they are kept apart."""
+        """Width of values that are a part of the keys; None: keys and values are stored separately."""
         return None
 
     @property
     def weights(self) -> int:
-        """Numbers in all projections, those of all ranks together."""
+        """Number of weights in all projections, over all ranks."""
         return self.hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
 
     @property
     def multiplications(self) -> int:
-        """Multiplications of a token's queries with one key and value, over all heads."""
+        """Number of multiplications of a token's queries with one key and value, over all heads."""
         return self.q_heads * 2 * self.head_dim
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
-        """Lists what the layer keeps on a rank."""
+        """Lists the data that the layer keeps on a rank."""
         entry = len(layout.kv_heads(rank, self.kv_heads)), self.head_dim
         return tuple(Keeps(name, entry, dtype, reach=self.window) for name in ("keys", "values"))
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the numbers that a token of a prefill step takes on a rank.
+        """Counts the activations per token of a prefill step on a rank.
 
-        QKV, the queries, partial outputs of all heads, and those again as messages that leave and arrive.
+        These are QKV, the queries, and partial outputs of all heads, also as sent and received messages.
         """
         q, lanes, copies = sent(layout, rank, self.q_heads, self.kv_heads)
         rows = (q + 2 * len(layout.kv_heads(rank, self.kv_heads))) * self.head_dim
         return copies * rows + 2 * (q + lanes) * self.head_dim
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Attention:
-        """Makes this rank's part."""
+        """Builds this rank's part."""
         return Attention(weights, comm, layout, self, place)
 
 
 def sent(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[int, int, int]:
-    """Lists query heads of a rank, heads in messages that it receives, and copies of what it makes, sends, receives."""
+    """Returns a rank's query heads, the heads in its received messages, and the copies of QKV: own, sent, received."""
     heads = rank, q_heads, kv_heads
     if layout.kvp == 1:
         return len(layout.q_heads(*heads)), 0, 1
@@ -91,12 +91,12 @@ def sent(layout: HelixLayout, rank: int, q_heads: int, kv_heads: int) -> tuple[i
 
 
 class ShardedAttention:
-    """What lies behind the queries: partial attention over this rank's shard, the exchange, the output projection.
+    """Attention after the queries: partial attention over this rank's shard, exchange, output projection.
 
     Attributes:
-        index: of the layer.
-        shares: query heads that each rank of the kvp group keeps.
-        latent: width of the values, which are a part of the latents that it keeps; None: it keeps keys and values.
+        index: index of the layer.
+        shares: number of query heads that each rank of the kvp group keeps after the exchange.
+        latent: width of the values inside stored latents; None: keys and values are stored.
         sinks: learned sinks of the query heads, on the rank that adds them.
     """
 
@@ -115,11 +115,11 @@ class ShardedAttention:
         self.sinks: Tensor | None = None
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingProjection:
-        """Queries of `project` -> this rank's part [N, H]."""
+        """Computes this rank's part [N, H] of the output from the queries of `project`."""
         return self.output(self.attend(q, cache.layer(self.index, step.cu_q is not None), step, policy).flatten(1))
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """[N, Hq_local, D] over one layer's cache -> what all ranks found for this one's own heads [N, heads, D]."""
+        """Attends with queries [N, Hq_local, D] on all ranks; returns the exact output of own heads [N, heads, D]."""
         sequences = len(step.slots)
         chunks = min(step.chunks, sequences)
         if chunks == 1 or step.cu_q is not None:
@@ -138,17 +138,17 @@ class ShardedAttention:
         return LayerAttention(self.window, self.scale, self.latent, self.sinks, reserved_sms)
 
     def exchange(self, partial: PartialAttention) -> Tensor:
-        # A kvp group of one has all keys and all heads of its own.
+        # A kvp group of one has nothing to exchange.
         return partial.merge()[0] if len(self.shares) == 1 else self.comm.merge_exchange(partial, self.shares)
 
 
 class Attention(ShardedAttention):
-    """Replicated QKV in the kvp group, partial attention, one exchange, output projection over all ranks.
+    """Attention with QKV replicated in the kvp group, one exchange, and the output projection over all ranks.
 
-    Query, key and value rows are cut by TPA alone, so the ranks of a kvp group compute the same QKV for the whole batch
-    and no query has to be gathered. Of a long prompt chunk each computes QKV of a part of the tokens, for all of the
-    group. The exchange leaves each rank with the exact output of its own query heads, whose columns of the output
-    projection it holds. A learned sink is one more key of its head and enters the merge once, as every key does: with
+    Query, key and value rows are sharded by TPA only, so the ranks of a kvp group compute the same QKV for the whole
+    batch and gather no queries. For a long prompt chunk each rank computes the QKV of a part of the tokens, and the
+    group gathers them. After the exchange each rank has the exact output of its own query heads, and holds their
+    columns of the output projection. A learned sink is an additional key of its head; it enters the merge once, with
     kvp rank 0.
     """
 
@@ -197,7 +197,7 @@ class Attention(ShardedAttention):
         )
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """x [N, H], the same on every rank -> queries [N, Hq, D] of this TPA slice; keys and values are appended."""
+        """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
         to = *angles, mine.keys, mine.values, step.append_slots[self.window], self.norms
         if len(self.shares) > 1 and step.overlapped:
@@ -205,9 +205,9 @@ class Attention(ShardedAttention):
         return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """The queries of `project` alone [N, Hq, D]: nothing is appended, and nothing of other ranks is read.
+        """Computes only the queries [N, Hq, D] of `project`, without appending keys and without communication.
 
-        It may run beside another layer: the product is the library's, since our own share a workspace.
+        It may run concurrently with another layer: it uses the library's product, since our kernels share a workspace.
         """
         mine, rows = cache.layer(self.index), slice(0, self._q_rows)
         bias = None if self.qkv.bias is None else self.qkv.bias[rows]
@@ -216,10 +216,10 @@ class Attention(ShardedAttention):
         return kv_append(heads, *angles, *no_heads, step.append_slots[self.window], self.norms)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """QKV [N, rows], each rank of the kvp group for its run of tokens; another half computes while they meet."""
+        """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""
         each = -(-len(x) // len(self.shares))
         begin = self.comm.kvp_rank * each
         own = self.qkv(x[begin : begin + each])
-        if len(own) < each:  # the last ones: all send as much
+        if len(own) < each:  # padding of the last run: all messages have one size
             own = F.pad(own, (0, 0, 0, each - len(own)))
         return self.comm.gather_in_group(own).flatten(0, 1)[: len(x)]

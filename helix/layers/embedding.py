@@ -1,4 +1,4 @@
-"""Token embedding and head, both sharded over the vocabulary; tied weights are one tensor."""
+"""Token embedding and output head, both sharded over the vocabulary; tied weights are one tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.dense.linear import linear
 
 
 class Embedding:
-    """Looks a token up where its row lives; the other ranks give zeros, and a norm adds up."""
+    """Token embedding: the rank with a token's row returns it, the others zeros; the next norm adds them up."""
 
     def __init__(self, weights: Weights, name: str, rows: range, vocab: int, hidden: int) -> None:
         self.rows = rows
@@ -18,12 +18,12 @@ class Embedding:
         weights.bind(self.weight, f"{name}.weight", (vocab, hidden), rows)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """[N] int64 -> [N, H]."""
+        """Looks up tokens [N] int64 -> [N, H]."""
         return embedding(tokens, self.weight, self.rows.start)
 
 
 class Head:
-    """Logits of this rank's rows of the vocabulary, in fp32."""
+    """Output head: logits of this rank's rows of the vocabulary, in fp32."""
 
     def __init__(self, weights: Weights, name: str | None, embedding: Embedding, vocab: int, hidden: int) -> None:
         self.rows = embedding.rows
@@ -33,5 +33,5 @@ class Head:
             weights.bind(self.weight, f"{name}.weight", (vocab, hidden), self.rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, H] -> [n, V_local] fp32."""
+        """Computes logits [n, V_local] fp32 from hidden states [n, H]."""
         return linear(x, self.weight).float()

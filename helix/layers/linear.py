@@ -1,4 +1,4 @@
-"""Projections, sharded by output rows or by input columns; the latter give parts of a sum, which a norm takes in."""
+"""Projections, sharded by output rows or by input columns; the latter give parts of a sum, which the next norm adds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows:
 
 
 class ColumnParallel:
-    """y = x W^T + b for this rank's rows of one or more matrices, stacked into one: QKV, gate and up."""
+    """Projection x W^T + b for this rank's rows of one or more stacked matrices: QKV, gate and up."""
 
     def __init__(self, weights: Weights, in_features: int, parts: Sequence[Rows]) -> None:
         rows = sum(len(p.share) for p in parts)
@@ -40,14 +40,14 @@ class ColumnParallel:
             begin = end
 
     def __call__(self, x: Tensor, *, gated: bool = False, exact: bool = False) -> Tensor:
-        """x [N, H] -> [N, rows], or silu of the first half of them times the second; `exact` as in `linear`."""
+        """Projects x [N, H] to [N, rows]; if `gated`, to silu of the first half times the second; see `linear`."""
         return linear(x, self.weight, self.bias, gated=gated, exact=exact)
 
 
 class RowParallel:
-    """y = x W^T + b with this rank's input columns of W, to be summed over ranks: output and down projections.
+    """Projection x W^T + b with this rank's input columns of W, a part of a sum over ranks: output and down.
 
-    A rank without columns gives zeros. The first rank alone holds the bias.
+    A rank without columns gives zeros. Only the first rank holds the bias.
     """
 
     def __init__(

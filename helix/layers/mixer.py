@@ -1,7 +1,7 @@
 """The contract of a mixer: the part of a layer in which tokens of a sequence see each other.
 
-A mixer has two types. Its spec says what the checkpoint has, what a layer keeps of sequences, and what it costs; it
-builds the layer's part of a rank. That part makes queries, then a rank's summand of the layer's output.
+A mixer has two types. Its spec describes the checkpoint's shape, the data that a layer keeps of sequences, and its
+cost; it builds a rank's part of the layer. That part computes queries, then the rank's summand of the layer's output.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from helix.steps.step import Step
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer stands in its model.
+    """Place of a layer in its model.
 
     Attributes:
-        name: of the layer in the checkpoint.
-        index: of the layer.
-        pipeline: runs the chunks that decode steps are cut into.
+        name: name of the layer in the checkpoint.
+        index: index of the layer.
+        pipeline: runs the HOP-B chunks of decode steps.
     """
 
     name: str
@@ -39,7 +39,7 @@ class LayerPlace:
 
 
 class MixerSpec(Protocol):
-    """One layer's mixer, as the checkpoint has it; hashable."""
+    """Shape of one layer's mixer in the checkpoint; hashable."""
 
     @property
     def attends(self) -> bool:
@@ -47,34 +47,34 @@ class MixerSpec(Protocol):
 
     @property
     def window(self) -> int | None:
-        """Sliding window in tokens; None where queries read the whole sequence, or none of it."""
+        """Sliding window in tokens; None if queries read the whole sequence, or none of it."""
 
     @property
     def weights(self) -> int:
-        """Numbers in all projections, those of all ranks together."""
+        """Number of weights in all projections, over all ranks."""
 
     @property
     def multiplications(self) -> int:
-        """Multiplications of a token's queries with one key and value, over all heads."""
+        """Number of multiplications of a token's queries with one key and value, over all heads."""
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
-        """Lists what the layer keeps on a rank, numbers of the model being of `dtype`."""
+        """Lists the data that the layer keeps on a rank, for a model of `dtype`."""
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the numbers that a token of a prefill step takes on a rank."""
+        """Counts the activations per token of a prefill step on a rank."""
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> Mixer:
-        """Makes this rank's part."""
+        """Builds this rank's part."""
 
 
 class Mixer(Protocol):
-    """This rank's part of a layer's mixer."""
+    """Part of a layer's mixer on this rank."""
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """Makes queries of x [N, H], which is the same on every rank; appends what the layer keeps of tokens."""
+        """Computes queries from x [N, H], the same on every rank; appends the tokens' data to the cache."""
 
     def finish(self, q: Tensor, cache: KVCache, step: Step, policy: AttentionPolicy) -> PendingSum:
-        """Makes this rank's part [N, H] of the output from what `project` gave.
+        """Computes this rank's part [N, H] of the output from the queries of `project`.
 
-        A later half of a prefill step may run beside this, as far as it reads nothing but tokens appended before.
+        The later half of a prefill step may run concurrently, since this reads only tokens appended before.
         """

@@ -1,19 +1,20 @@
-"""Multi-head latent attention: one latent of R + P values a token is key and value of all heads (DeepSeek-V2, 2.1).
+"""Multi-head latent attention (MLA): one latent of R + P values per token is key and value of all heads.
 
-With the up-projections absorbed, the queries move into latent space and attention reads the cache as it is:
+See DeepSeek-V2, section 2.1. The up-projections are absorbed into the queries, so attention reads latents as stored:
 
     q_h . k_h = (W_UK_h^T q_nope_h) . c + q_rope_h . k_rope          out_h = W_UV_h (sum over tokens of weight * c)
 
     x [N, H] --> q_b(norm(q_a x)) [N, h, nope + P] --> W_UK --> [N, h, R + P] --> attention over this rank's latents
              --> kv_a x [N, R + P] --> norm, RoPE, append        --> exchange --> W_UV --> [N, own heads, value] --> W_O
 
-There is one latent, so that tensor parallelism duplicates the cache on every rank (mode tp); Helix shards it over all
-of them (tpa=1), and every rank's attention then needs the queries of all heads. Two choices are left, each made by what
-it would take on an H200:
+With one latent, tensor parallelism duplicates the cache on every rank (mode tp); Helix shards it over all ranks
+(tpa=1), and every rank's attention then needs the queries of all heads. Two choices remain, each made by its estimated
+time on an H200:
 
-- Where W_UV is applied. After the exchange each rank does so for its own heads, and R values a head travel; before it,
-  every rank does so for all heads, and the smaller `value` travel. Few rows: the weights count; many: the wire.
-- Who makes the queries. Each rank those of all heads, or each its share, which an all-gather then completes.
+- Where W_UV is applied: after the exchange, by each rank to its own heads, so that R values per head are sent; or
+  before, by every rank to all heads, so that only `value` values are sent. For few rows the weights dominate, for many
+  the messages.
+- Where queries are computed: each rank computes those of all heads, or its share, followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ from kernels.dense.rms_norm import rms_norm
 from kernels.mla.append import mla_append
 from kernels.mla.per_head_linear import per_head_linear
 
-READ_RATE = 4.2e12  # bytes/s at which projections of a few rows stream weights
-WIRE_RATE = 2e11  # bytes/s that a rank's messages to all its peers add up to, beyond the first kilobytes
+READ_RATE = 4.2e12  # bytes/s of weights in projections of a few rows
+WIRE_RATE = 2e11  # bytes/s of a rank's messages to all its peers together, beyond the first kilobytes
 CALL_S = 2.5e-6  # seconds of a small collective (both: docs/results/kernels.md#collectives)
-ROWS = 8  # of a step, for which the making of queries is chosen: weights have to lie somewhere before rows are known
+ROWS = 8  # assumed rows of a step for the choice of queries: weights are placed before rows are known
 
 
 @dataclass(frozen=True)
 class MLASpec:
-    """One layer's attention, as the checkpoint has it.
+    """Shape of one layer's latent attention in the checkpoint.
 
     Attributes:
-        q_rank: width of the queries' own latent; None: they are projected from x at once.
-        latent: R.
-        rope: P, the rotated part of queries and keys.
-        nope: the part of a head's queries and keys that is not rotated.
+        q_rank: width of the queries' own latent; None: queries are projected from x directly.
+        latent: R, width of the latent without the rotated part.
+        rope: P, width of the rotated part of queries and keys.
+        nope: width of the part of a head's queries and keys that is not rotated.
         value: width of a head's values.
-        norm_eps: of the latents' norms.
+        norm_eps: epsilon of the latents' norms.
         scale: factor on q.k.
-        interleaved: pairs of the rotated part lie side by side in the checkpoint, not in its halves.
+        interleaved: whether rotated pairs are adjacent in the checkpoint, instead of in its two halves.
     """
 
     hidden: int
@@ -78,18 +79,18 @@ class MLASpec:
 
     @property
     def entry(self) -> int:
-        """Values that a token stores."""
+        """Number of values stored per token."""
         return self.latent + self.rope
 
     @property
     def weights(self) -> int:
-        """Numbers in all projections, those of all ranks together."""
+        """Number of weights in all projections, over all ranks."""
         of_head = self.query * (self.q_rank or self.hidden) + (self.nope + self.value) * self.latent
         return self.hidden * ((self.q_rank or 0) + self.entry + self.q_heads * self.value) + self.q_heads * of_head
 
     @property
     def kv_heads(self) -> int:
-        """Heads that the cache has: the one latent."""
+        """Number of KV heads: the one latent."""
         return 1
 
     @property
@@ -99,54 +100,54 @@ class MLASpec:
 
     @property
     def window(self) -> None:
-        """Sliding window in tokens: there is none."""
+        """Sliding window in tokens: always None."""
         return None
 
     @property
     def multiplications(self) -> int:
-        """Multiplications of a token's queries with one latent, over all heads."""
+        """Number of multiplications of a token's queries with one latent, over all heads."""
         return self.q_heads * (self.entry + self.latent)
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> tuple[Keeps, ...]:
-        """Lists what the layer keeps on a rank."""
+        """Lists the data that the layer keeps on a rank."""
         return (Keeps("latents", (self.entry,), dtype),)
 
     def buffers(self, layout: HelixLayout, rank: int) -> int:
-        """Counts the numbers that a token of a prefill step takes on a rank; as `AttentionSpec.buffers`."""
+        """Counts the activations per token of a prefill step on a rank; see `AttentionSpec.buffers`."""
         q, lanes, copies = sent(layout, rank, self.q_heads, 1)
         queries = q * (self.query + copies * self.entry + self.latent)
         return (self.q_rank or 0) + self.entry + queries + 2 * lanes * self.latent
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, place: LayerPlace) -> MLA:
-        """Makes this rank's part."""
+        """Builds this rank's part."""
         return MLA(weights, comm, layout, self, place)
 
 
 def exchanges_values(spec: MLASpec, rows: int) -> bool:
-    """Whether the exchange of `rows` tokens is faster in value space, W_UV of all heads applied before it.
+    """Returns whether the exchange of `rows` tokens is faster with W_UV applied before it, to all heads.
 
-    The wire carries `rows * (latent - value)` values a head less, and `value * latent` of the weights are read more.
-    Of both, K - 1 of K heads count on K ranks: the others would be read, and stay, anyway.
+    Then messages are shorter by `rows * (latent - value)` values per head, and `value * latent` more weights are read.
+    On K ranks, both count for K - 1 of K heads: the remaining heads are local, and their weights are read anyway.
     """
     return rows * (spec.latent - spec.value) / WIRE_RATE > spec.value * spec.latent / READ_RATE
 
 
 def gathers_queries(spec: MLASpec, ranks: int, item: int) -> bool:
-    """Whether ranks that make the queries of their own heads, and gather the others', are faster than all making all.
+    """Returns whether it is faster that ranks compute their own heads' queries and gather the others.
 
     Args:
-        ranks: that attend with the same heads.
-        item: bytes of a weight and of a value sent.
+        ranks: number of ranks that attend with the same heads.
+        item: bytes of a weight, and of a sent value.
     """
     others = spec.q_heads * (ranks - 1) / ranks * item
-    weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # of a head: its query, and W_UK
+    weights = spec.query * (spec.q_rank or spec.hidden) + spec.nope * spec.latent  # per head: its query's, and W_UK
     return others * weights / READ_RATE > CALL_S + others * ROWS * spec.entry / WIRE_RATE
 
 
 class MLA(ShardedAttention):
-    """Queries of all heads in latent space, partial attention, one exchange, output projection over all ranks.
+    """Latent attention: absorbed queries, partial attention, one exchange, output projection over all ranks.
 
-    W_UK and W_UV are views of one stored `kv_b_proj`, of all heads that this rank attends with.
+    W_UK and W_UV are views of the stored `kv_b_proj`, of all heads with which this rank attends.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class MLA(ShardedAttention):
         super().__init__(comm, place, layout.head_shares(*heads), spec.scale)
         self.spec, self.latent, name = spec, spec.latent, f"{place.name}.self_attn"
         attends, owns = layout.q_heads(*heads), layout.o_heads(*heads)
-        # With one latent head a kvp group of more than one rank is the world, which is whom all_gather reaches.
+        # With one latent head, a kvp group of several ranks consists of all ranks, as all_gather requires.
         gathers = layout.kvp > 1 and gathers_queries(spec, layout.kvp, weights.dtype.itemsize)
         self.gathered = [len(share(spec.q_heads, layout.kvp, k)) for k in range(layout.kvp)] if gathers else []
         makes = share(spec.q_heads, layout.kvp, comm.kvp_rank) if gathers else attends
@@ -204,7 +205,7 @@ class MLA(ShardedAttention):
         )
 
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """x [N, H], the same on every rank -> absorbed queries [N, Hq_local, R + P]; latents are appended."""
+        """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
         latents, slots = cache.layer(self.index).kept["latents"], step.append_slots[None]
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
@@ -217,7 +218,7 @@ class MLA(ShardedAttention):
         return self._gather(absorbed, self.comm.gather_in_group if step.overlapped else self.comm.all_gather)
 
     def _gather(self, q: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """[N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send one that is not read."""
+        """Gathers queries [N, own, D] of each rank's heads -> [N, Hq, D]; ranks with a head less send padding."""
         lanes = max(self.gathered)
         if q.shape[1] < lanes:
             q = F.pad(q, (0, 0, 0, lanes - q.shape[1]))
@@ -227,7 +228,7 @@ class MLA(ShardedAttention):
         return torch.cat([part[:, :heads] for part, heads in zip(parts, self.gathered, strict=True)], 1)
 
     def exchange(self, partial: PartialAttention) -> Tensor:
-        """Partials of N x Hq_local x R values -> exact values [N, own heads, value]."""
+        """Exchanges partial outputs [N, Hq_local, R] -> exact values [N, own heads, value]."""
         rows = partial.lse.numel() // partial.lse.shape[-1]
         if len(self.shares) > 1 and exchanges_values(self.spec, rows):
             out, lse = partial.merge()
@@ -236,16 +237,16 @@ class MLA(ShardedAttention):
 
 
 def _halves(spec: MLASpec, begin: int) -> list[range]:
-    """Rows of a rotated part that begins at row `begin`, in the order of the kernels, which rotate its halves.
+    """Returns the rows of a rotated part from row `begin` on, in the order of the kernels, which pair its halves.
 
-    Scores do not change when queries and keys are permuted alike.
+    The same permutation of queries and keys leaves scores unchanged.
     """
     end = begin + spec.rope
     return [range(begin, end, 2), range(begin + 1, end, 2)] if spec.interleaved else [range(begin, end)]
 
 
 def _queries(spec: MLASpec, name: str, heads: range) -> list[Rows]:
-    """The rows that make the queries of `heads`."""
+    """Lists the rows of the weights that compute the queries of `heads`."""
     matrix, total = f"{name}.{'q_b_proj' if spec.q_rank else 'q_proj'}", spec.q_heads * spec.query
     parts = [
         part

@@ -1,4 +1,4 @@
-"""The dense FFN: TP over all FFN ranks, whatever the attention grid was."""
+"""The dense FFN: tensor parallel (TP) over all ranks, whatever the attention grid is."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from helix.layout import HelixLayout
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """One layer's dense FFN, as the checkpoint has it.
+    """Shape of one layer's dense FFN in the checkpoint.
 
     Attributes:
-        width: its inner columns.
-        bias: all three products have one.
+        width: number of inner columns.
+        bias: whether all three products have a bias.
     """
 
     width: int
     bias: bool = False
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> GatedMLP:
-        """Makes this rank's part; `layer` is the name of the layer in the checkpoint."""
+        """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
         return GatedMLP(weights, comm, layout, hidden, self.width, self.bias, f"{layer}.mlp")
 
     def multiplications(self, hidden: int) -> int:
@@ -34,12 +34,12 @@ class MLPSpec:
         return 3 * hidden * self.width
 
     def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
-        """Counts the numbers that a token of a prefill step takes on a rank: gate, up and their product."""
+        """Counts the activations per token of a prefill step on a rank: gate, up and their product."""
         return 3 * len(layout.ffn_columns(rank, self.width))
 
 
 class GatedMLP:
-    """y = W_down (silu(W_gate x) * W_up x), each rank with its columns of the inner width: a part of the sum."""
+    """FFN W_down (silu(W_gate x) * W_up x), each rank with its inner columns: a part of the sum over ranks."""
 
     def __init__(
         self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, width: int, bias: bool, name: str
@@ -51,5 +51,5 @@ class GatedMLP:
         self.down = RowParallel(weights, comm, f"{name}.down_proj", columns, width, hidden, bias)
 
     def __call__(self, x: Tensor) -> PendingProjection:
-        """x [N, H], the same on every rank -> this rank's part [N, H]."""
+        """Computes this rank's part [N, H] from x [N, H], the same on every rank."""
         return self.down(self.gate_up(x, gated=True))

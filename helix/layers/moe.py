@@ -1,17 +1,17 @@
-"""Mixture of experts on the TPF x EP grid that the ranks form after attention.
+"""Mixture of experts (MoE) on the TPF x EP grid that the ranks form after attention.
 
 The paper (Helix Parallelism, section 2.2 and figure 4, bottom) routes tokens to the ranks that hold their experts,
 sums within an expert group (all-reduce over TPF), gathers the groups' results (all-gather over EP) and adds them up
-locally. Here every rank has every token already: the output projection's all-reduce left the whole [N, H] on each, the
-router is replicated and its input is bitwise the same, so all ranks agree on who goes where without a word. Dispatch is
-then a local gather. And both sums of the combine are sums of the same N x H numbers: with part[e, t] what rank
-(ep = e, tpf = t) adds to each token,
+locally. Here every rank has every token already: the output projection's all-reduce leaves the whole [N, H] on each,
+and the router is replicated with bitwise equal input, so all ranks agree on the routing without communication. Dispatch
+is then a local gather. Both sums of the combine are sums of the same N x H numbers: with part[e, t] the summand of rank
+(ep = e, tpf = t),
 
     all-gather over e of (all-reduce over t of part[e, t]), summed over e locally  =  sum over e, t of part[e, t]
 
-which is one all-reduce over all ranks, of N x H numbers instead of EP times as many, and is left to the norm that
-follows, as after every other layer. Shared experts are TP over all ranks, their part added before that sum. With ep = 1
-the routed ones are, too, and those that all tokens pass through become routed ones that every token chooses.
+which is one all-reduce over all ranks, of N x H numbers instead of EP times as many, done by the next norm, as after
+every other layer. Shared experts are TP over all ranks, and their part is added before that sum. With ep = 1 the routed
+experts are TP over all ranks too, so shared experts become routed ones that every token chooses.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from kernels.moe.router import Scoring, route
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Experts of a layer, how tokens choose among them, and how a checkpoint stores them.
+    """Experts of a layer, their routing, and their storage in a checkpoint.
 
     Attributes:
-        width: of one expert.
-        shared_width: of the expert that all tokens pass through, or of several side by side; 0 for none.
-        scoring: this and what follows up to `group_score` as in `kernels.moe.router.route`.
-        choice_bias: scores get a learned bias while experts are chosen, and not as weights.
-        router_bias: the router's logits have a bias.
-        exact_router: those logits are not rounded to the model's dtype.
-        expert_bias: each expert's matrices have one.
-        clamp_at: of the clamped SwiGLU, None for the plain one.
-        block: the name of the layer's FFN.
-        router: the router's name in it.
-        matrices: the names of gate, up and down where each expert has its own.
+        width: inner columns of one expert.
+        shared_width: inner columns of the shared experts, which every token uses, together; 0: none.
+        scoring: this and the following up to `group_score` as in `kernels.moe.router.route`.
+        choice_bias: whether scores get a learned bias for the choice of experts, which weights do not include.
+        router_bias: whether the router's logits have a bias.
+        exact_router: whether these logits stay unrounded.
+        expert_bias: whether each expert's matrices have a bias.
+        clamp_at: limit of the clamped SwiGLU; None: plain SwiGLU.
+        block: name of the layer's FFN.
+        router: name of the router in it.
+        matrices: names of gate, up and down, if each expert has its own tensors.
         storage: `apart` (matrices of each expert), `stacked` ([E, in, out], gate and up interleaved) or `mxfp4`
             (like `stacked`, but [E, out, in] in packed 4-bit blocks).
     """
@@ -72,24 +72,24 @@ class MoESpec:
     storage: Literal["apart", "stacked", "mxfp4"] = "apart"
 
     def build(self, weights: Weights, comm: Communicator, layout: HelixLayout, hidden: int, layer: str) -> MoE:
-        """Makes this rank's part; `layer` is the name of the layer in the checkpoint."""
+        """Builds this rank's part; `layer` is the name of the layer in the checkpoint."""
         return MoE(weights, comm, layout, hidden, self, f"{layer}.{self.block}")
 
     def multiplications(self, hidden: int) -> int:
-        """Counts multiplications with weights for one token, over all ranks; the router's are not worth counting."""
+        """Counts multiplications with weights for one token, over all ranks, without the router's few."""
         return 3 * hidden * (self.top_k * self.width + self.shared_width)
 
     def buffers(self, layout: HelixLayout, rank: int, hidden: int) -> int:
-        """Counts the numbers that a token of a prefill step takes on a rank.
+        """Counts the activations per token of a prefill step on a rank.
 
-        All pairs of token and expert have rows there, wherever the expert is.
+        Every pair of token and expert has a row, even if another rank holds the expert.
         """
         routed = self.top_k * (len(layout.expert_columns(rank, self.width)) + hidden)
         return routed + self.experts + 3 * len(layout.ffn_columns(rank, self.shared_width))
 
 
 class MoE:
-    """y = sum over a token's chosen experts of weight x expert(x), plus the shared expert: this rank's part of it.
+    """Part on this rank of the sum over a token's chosen experts of weight x expert(x), plus the shared expert.
 
     Each rank holds its columns (TPF) of its experts (EP); a rank may have none, and gives zeros.
     """
@@ -124,7 +124,7 @@ class MoE:
             self.shared = GatedMLP(weights, comm, layout, hidden, spec.shared_width, False, f"{name}.shared_experts")
 
     def _read_apart(self, weights: Weights, hidden: int, name: str) -> None:
-        """Three matrices an expert, as dense layers have them; those of shared experts lie side by side in one's."""
+        """Binds three matrices per expert; those of all shared experts are slices of one expert's matrices."""
         spec = self.spec
         assert not spec.expert_bias, "no family has it"
         for i in range(self.shared_count):
@@ -135,7 +135,7 @@ class MoE:
             self._read_expert(weights, hidden, f"{name}.experts.{e}", held, spec.width, 0)
 
     def _read_expert(self, weights: Weights, hidden: int, name: str, held: int | None, total: int, begin: int) -> None:
-        """Matrices of `total` columns, from `begin` on, of the expert that is number `held` here; None: elsewhere."""
+        """Binds an expert's columns from `begin` of `total` as local expert `held`; None: other ranks hold it."""
         gate, up, down = (f"{name}.{matrix}.weight" for matrix in self.spec.matrices)
         if held is None:
             weights.bind_elsewhere(gate, (total, hidden))
@@ -149,10 +149,10 @@ class MoE:
         weights.bind(self.down[held], down, (hidden, total), range(hidden), columns)
 
     def _read_stacked(self, weights: Weights, hidden: int, name: str) -> None:
-        """All experts in one tensor; the rows of gate and up alternate."""
+        """Binds tensors that stack all experts, with alternating rows of gate and up."""
         spec, columns, width = self.spec, self.columns, len(self.columns)
         gate, up = (range(2 * columns.start + odd, 2 * columns.stop + odd, 2) for odd in (0, 1))
-        # One expert at a time: unpacking takes room. A rank without experts declares the tensors all the same.
+        # One expert at a time, since unpacking takes memory. A rank without experts declares the tensors as well.
         each = [range(e, e + 1) for e in self.experts] or [range(0)]
         for part, target, shape, ranges in (
             ("gate_up_proj", self.gate_up[:, :width], (2 * spec.width, hidden), (gate, range(hidden))),
@@ -170,14 +170,14 @@ class MoE:
             shape = spec.experts, 2 * spec.width
             weights.bind(self.gate_up_bias[:, :width], f"{name}.gate_up_proj_bias", shape, self.experts, gate)
             weights.bind(self.gate_up_bias[:, width:], f"{name}.gate_up_proj_bias", shape, self.experts, up)
-            if columns.start == 0:  # once: the ranks that share an expert add up, and one of them has its first column
+            if columns.start == 0:  # once among the ranks that share an expert, since their parts are summed
                 self.down_bias = weights.parameter(len(self.experts), hidden)
                 weights.bind(self.down_bias, f"{name}.down_proj_bias", (spec.experts, hidden), self.experts)
             else:
                 weights.bind_elsewhere(f"{name}.down_proj_bias", (spec.experts, hidden))
 
     def __call__(self, x: Tensor) -> RoutedExperts:
-        """x [N, H], the same on every rank -> this rank's part [N, H]."""
+        """Routes x [N, H], the same on every rank; returns this rank's part [N, H], not computed yet."""
         spec = self.spec
         ids, scores = route(
             self.router(x, exact=spec.exact_router),

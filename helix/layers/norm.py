@@ -11,7 +11,7 @@ from kernels.dense.rms_norm import rms_norm
 
 
 class AllReduceNorm:
-    """y = w * s / rms(s) over the last dimension, of the residual stream s with the ranks' newest parts added."""
+    """Norm w * s / rms(s) over the last dimension, of the residual stream s plus the all-reduced parts of the ranks."""
 
     def __init__(self, weights: Weights, comm: Communicator, name: str, size: int, eps: float) -> None:
         self.comm = comm
@@ -20,9 +20,9 @@ class AllReduceNorm:
         weights.bind(self.weight, f"{name}.weight", (size,))
 
     def __call__(self, parts: Tensor | PendingSum, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """parts [N, H], this rank's; x [N, H] -> (y, x + the sum of parts); all but parts are the same on all ranks."""
+        """Adds the sum of all ranks' parts [N, H] to x [N, H], None: 0; returns the normalised and the plain sum."""
         return self.comm.all_reduce_norm(parts, x, self.weight, self.eps)
 
     def of(self, x: Tensor) -> Tensor:
-        """What it makes of a residual stream x [N, H] to which ranks add nothing."""
+        """Normalises x [N, H] without an all-reduce."""
         return rms_norm(x, self.weight, self.eps)[0]

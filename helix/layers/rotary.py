@@ -17,12 +17,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """How positions become angles.
+    """Parameters of the rotary embedding.
 
     Attributes:
         kind: one of ROPE_TYPES.
         theta: base of the frequencies.
-        head_dim: rotated dimensions.
+        head_dim: number of rotated dimensions.
         scaling: the kind's own parameters, named as in a Hugging Face config.
     """
 
@@ -33,7 +33,7 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Any, head_dim: int) -> RopeSpec:
-        """What a transformers config object says in `rope_parameters`, where it has gathered all spellings.
+        """Reads `rope_parameters` of a transformers config object, which collects all spellings.
 
         Raises:
             ValueError: a kind or a parameter is not supported, missing or out of range.
@@ -66,7 +66,7 @@ class RopeSpec:
         return cls(kind, float(theta), head_dim, parameters)
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """Inverse frequencies [D/2] fp32 and the factor on cos and sin.
+        """Computes the inverse frequencies [D/2] fp32 and the factor on cos and sin.
 
         Source: llama3 from the Llama 3.1 release, yarn from https://arxiv.org/abs/2309.00071.
         """
@@ -89,7 +89,7 @@ class RopeSpec:
         s, dim = self.scaling, self.head_dim
 
         def dimension(turns: float) -> float:
-            """Dimension whose wavelength makes `turns` turns over the trained context."""
+            """Computes the dimension whose wavelength makes `turns` turns over the trained context."""
             return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = dimension(s.get("beta_fast") or 32), dimension(s.get("beta_slow") or 1)
@@ -105,13 +105,13 @@ class RopeSpec:
         return plain / s["factor"] * ramp + plain * (1 - ramp), float(factor)
 
     def mscale(self, weight: float) -> float:
-        """YaRN's correction of the attention's temperature for a context stretched by `factor`."""
+        """Computes YaRN's correction of the attention's temperature for a context stretched by `factor`."""
         stretch = self.scaling["factor"]
         return 1.0 if stretch <= 1 else 0.1 * weight * math.log(stretch) + 1.0
 
 
 class Rotary:
-    """Angles of a step's positions, computed once and shared by all layers."""
+    """Rotary embedding: angles of a step's positions, computed once and shared by all layers."""
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, self.factor = spec.frequencies()
@@ -119,5 +119,5 @@ class Rotary:
         self.dtype = dtype
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [N, D/2] of positions [N]; angles in fp32, then rounded to the model's dtype."""
+        """Computes cos, sin [N, D/2] of positions [N], in fp32, rounded to the model's dtype."""
         return angles(positions, self.inv_freq, self.factor, self.dtype)

@@ -1,4 +1,4 @@
-"""A rank's parameters, and which slice of which checkpoint tensor each one holds."""
+"""Parameters of a rank, and the slices of checkpoint tensors that they hold."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MXFP4_BLOCK = 32  # values of the last dimension that share one scale
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of one checkpoint tensor, and where it lands.
+    """One slice of one checkpoint tensor, and the parameter that holds it.
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        shape: the whole tensor's shape there.
-        ranges: the part this rank holds, a range for each dimension; steps are for rows that lie interleaved.
+        shape: the whole tensor's shape in the checkpoint.
+        ranges: this rank's part, a range per dimension; steps are for interleaved rows.
         target: a view into a parameter, of that part's shape.
-        mxfp4: the tensor is stored as `{name}_blocks`, two 4-bit values a byte, and `{name}_scales`.
+        mxfp4: whether the tensor is stored as `{name}_blocks`, two 4-bit values per byte, and `{name}_scales`.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Slice:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the file that it is read from, and their shapes."""
+        """Tensors of the file from which it is read, and their shapes."""
         if not self.mxfp4:
             return {self.name: self.shape}
         scales = (*self.shape[:-1], self.shape[-1] // MXFP4_BLOCK)
@@ -39,7 +39,7 @@ class Slice:
 
 
 class Weights:
-    """Collects a model's parameters as its layers are built; reading them in is the loader's work."""
+    """Registry of a model's parameters, filled as its layers are built; the loader reads their values."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -48,19 +48,19 @@ class Weights:
         self.parameters: list[Tensor] = []
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor of the model's dtype, where no other is given."""
+        """Allocates an uninitialised parameter, by default of the model's dtype."""
         parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.parameters.append(parameter)
         return parameter
 
     def bind(self, target: Tensor, name: str, shape: Sequence[int], *ranges: range, mxfp4: bool = False) -> None:
-        """Declares that `target` holds `ranges` of checkpoint tensor `name` (dimensions left out are whole)."""
+        """Declares that `target` holds `ranges` of checkpoint tensor `name`; omitted dimensions are whole."""
         whole = tuple(range(size) for size in shape[len(ranges) :])
         self.slices.append(Slice(name, tuple(shape), (*ranges, *whole), target, mxfp4))
         assert target.shape == tuple(len(r) for r in self.slices[-1].ranges), (name, target.shape, ranges)
 
     def bind_elsewhere(self, name: str, shape: Sequence[int]) -> None:
-        """Declares a checkpoint tensor that other ranks alone hold: every rank knows all that has to be there."""
+        """Declares a checkpoint tensor of which this rank holds nothing: every rank checks that all tensors exist."""
         self.bind(torch.empty(0, *shape[1:], device=self.device), name, shape, range(0))
 
     @property

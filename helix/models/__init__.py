@@ -1,4 +1,4 @@
-"""The registry of model families: architecture name in `config.json` -> how transformers calls it, and its spec."""
+"""Registry of model families: architecture name in `config.json` -> transformers' model type, and spec."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FAMILIES: dict[str, tuple[str, Callable[[Any], DecoderSpec]]] = {
     "GptOssForCausalLM": ("gpt_oss", gpt_oss.spec),
 }
 
-PAIRS = 2000  # of keys; more than the published configs have
+PAIRS = 2000  # most pairs of keys tried; more than published configs have
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Hugging Face config.
+    """Creates the spec of a Hugging Face config.
 
     Raises:
         ValueError: the architecture is unknown (the message lists those known), or the config is not usable; the
@@ -39,7 +39,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     except ValueError as error:
         if any(re.search(rf"\b{re.escape(key)}\b", str(error)) for key in config):
             raise
-        # Keys without which all is well: each, then pairs while that takes no longer than a person waits.
+        # Finds the keys without which the config is accepted: single ones, then a bounded number of pairs.
         for keys in chain(combinations(config, 1), islice(combinations(config, 2), PAIRS)):
             try:
                 spec(read_as(model_type, {key: value for key, value in config.items() if key not in keys}))
@@ -51,7 +51,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """The known architecture that `architectures` names or, without it, `model_type`."""
+    """Returns the known architecture named by `architectures` or, without it, by `model_type`."""
     names, model_type = config.get("architectures"), config.get("model_type")
     if not isinstance(model_type, str | None):
         raise ValueError(f"config.json: model_type={model_type!r:.100} must be a name")

@@ -1,4 +1,4 @@
-"""A decoder-only transformer over a Helix layout; the families differ in their `DecoderSpec` alone."""
+"""Decoder-only transformer over a Helix layout; model families differ only in their `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from helix.steps.step import Step
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: what mixes tokens, and the FFN behind it."""
+    """Spec of one layer: the mixer of tokens, and the FFN after it."""
 
     mixer: MixerSpec
     ffn: MLPSpec | MoESpec
@@ -39,14 +39,14 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Shape and switches of a checkpoint.
+    """Shape and options of a checkpoint's model.
 
     Attributes:
-        tied: the head uses the embedding's rows.
-        max_positions: the context that the model was made for, in tokens; `limited_by`: the key that says so.
+        tied: whether the head shares the embedding's weights.
+        max_positions: context for which the model was trained, in tokens; `limited_by`: the config key with it.
         dtype: the checkpoint's own dtype, `float32`, `bfloat16` or `float16`.
         eos: token ids that end a sequence.
-        unused: prefixes of tensors that the checkpoint has for other uses.
+        unused: prefixes of checkpoint tensors that this model does not use.
     """
 
     vocab: int
@@ -63,7 +63,7 @@ class DecoderSpec:
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:
-        """Attention of a layer that reads whole sequences, or of the first one where none does."""
+        """Attention of the first layer that reads whole sequences, else of the first layer."""
         attending = [layer.mixer for layer in self.layers if layer.mixer.attends]
         found = next((mixer for mixer in attending if mixer.window is None), attending[0])
         assert isinstance(found, AttentionSpec | MLASpec)
@@ -71,33 +71,33 @@ class DecoderSpec:
 
     @property
     def experts(self) -> MoESpec | None:
-        """Experts of the layers that have some; None in a dense model."""
+        """Spec of the experts; None in a dense model."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoESpec)), None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window in tokens of each layer that attends, None for full attention."""
+        """Sliding windows in tokens of the layers that attend, None for full attention."""
         return tuple(layer.mixer.window for layer in self.layers if layer.mixer.attends)
 
     @property
     def full(self) -> list[int]:
-        """Layers that read whole sequences."""
+        """Indices of the layers that read whole sequences."""
         return [i for i, layer in enumerate(self.layers) if layer.mixer.attends and layer.mixer.window is None]
 
     @property
     def context(self) -> str:
-        """What sentences say of `max_positions`."""
+        """Phrase about `max_positions` for error messages."""
         return f"context of {self.max_positions} tokens ({self.limited_by} in config.json)"
 
     def keeps(self, layout: HelixLayout, rank: int, dtype: torch.dtype) -> list[tuple[Keeps, ...]]:
-        """Lists what each layer keeps on a rank, numbers of the model being of `dtype`."""
+        """Lists the data that each layer keeps on a rank, for a model of `dtype`."""
         return [layer.mixer.keeps(layout, rank, dtype) for layer in self.layers]
 
 
 class DecoderLayer:
     """Pre-norm residual block: attention over KVP x TPA, then the FFN over the same ranks.
 
-    Each sum over ranks is left to the norm that follows it, which passes over all of it anyway.
+    Each sum over ranks is done by the norm that follows it, which reads the whole residual stream anyway.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class DecoderLayer:
         self.ffn = layer.ffn.build(weights, comm, layout, spec.hidden, name)
 
     def queries(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
-        """Queries [N, Hq, D] of this TPA slice, were x [N, H] the layer's input; nothing is appended."""
-        assert isinstance(self.mixer, Attention), "nothing is chosen by queries of latents"
+        """Computes queries [N, Hq, D] of this TPA slice for a guessed input x [N, H]; appends no keys."""
+        assert isinstance(self.mixer, Attention), "latents have no block selection"
         return self.mixer.queries(self.input_norm.of(x), angles, cache, step)
 
 
 class Decoder:
-    """This rank's part of the model.
+    """Part of the model on this rank.
 
     Args:
         comm: the communicator of this rank.
-        dtype: of weights, activations and the KV cache.
+        dtype: dtype of weights, activations and the KV cache.
 
     Attributes:
-        pipeline: runs the chunks of all layers' attention phases.
-        turns: runs the halves of long prefill steps.
+        pipeline: runs the HOP-B chunks of all layers' attention.
+        turns: runs the two halves of long prefill steps.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class Decoder:
         self.rotary = Rotary(spec.rope, dtype, device)
 
     def hidden(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Tensor:
-        """Runs a step through all layers, its KV appended: [N] tokens -> normalised [N, H], the same on every rank.
+        """Runs a step through all layers and appends its KV; returns normalised [N, H], the same on every rank.
 
         Args:
-            policy: which keys a query reads, in this step; steps of different policies may share a cache.
+            policy: chooses the keys that a query reads in this step; steps of different policies may share a cache.
         """
-        # Layers of a cache in host memory have one place for a chunk's keys, and a state is made of all tokens before:
-        # no half may run ahead of the other.
+        # Halves cannot overlap if all layers share the GPU pages of a chunk (cache in host memory), nor with states,
+        # which depend on all earlier tokens.
         whole = step.cu_q is None or step.staged is not None or self.comm.world_size == 1 or cache.has_states
         if whole or len(step.tokens) < 2 * turns.LEAST:
             *_, normed = self._through(cache, step, policy)
@@ -172,7 +172,7 @@ class Decoder:
         return torch.cat(self.turns.run(*(self._through(cache, half, policy) for half in step.halves())))
 
     def _through(self, cache: KVCache, step: Step, policy: AttentionPolicy) -> Iterator[Tensor | None]:
-        """`hidden`, in turns (`comm.turns.Turns`): KV is appended in a turn before the one that attends to it."""
+        """Yields between the turns of `hidden` (`comm.turns.Turns`): KV is appended a turn before it is attended."""
         x: Tensor | None = None
         parts: Tensor | PendingSum = self.embedding(step.tokens)
         angles = self.rotary.angles(step.positions)
@@ -193,5 +193,5 @@ class Decoder:
         yield self.norm(parts, x)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, V_local] fp32: this rank's rows of the vocabulary."""
+        """Computes logits [n, V_local] fp32 of this rank's rows of the vocabulary, from hidden states [n, H]."""
         return self.head(hidden)

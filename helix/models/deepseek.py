@@ -10,18 +10,18 @@ from helix.layers.moe import MoESpec
 from helix.models.decoder import DecoderSpec
 from helix.models.hf import check_only, check_sizes, decoder_spec
 
-LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says: so the models were released
+LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is, as in the released models
 
 
 def spec_v2(config: Any) -> DecoderSpec:
-    """Experts by their softmax scores, out of all (`greedy`) or of the groups that hold the best ones."""
+    """Reads a V2 config: experts by softmax scores, from all (`greedy`) or from the groups with the best experts."""
     check_only(config, topk_method=("greedy", "group_limited_greedy"), scoring_func=("softmax",))
     check_only(config, norm_topk_prob=(False,))
     return _spec(config, _experts(config, grouped=config.topk_method == "group_limited_greedy"), interleaved=True)
 
 
 def spec_v3(config: Any) -> DecoderSpec:
-    """Experts by their sigmoid scores and a correction bias, of the groups whose two best add up to the most."""
+    """Reads a V3 config: experts by sigmoid scores plus a bias, from the groups with the highest sum of two scores."""
     check_only(config, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
     moe = replace(
         _experts(config, grouped=True),
@@ -45,7 +45,7 @@ def _spec(config: Any, moe: MoESpec, interleaved: bool) -> DecoderSpec:
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace or 0
     spec = decoder_spec(
         config,
-        kv_heads=1,  # one latent, of which the rope part is rotated
+        kv_heads=1,  # one latent, whose rope part is rotated
         head_dim=rope,
         moe=moe if dense < layers else None,
         moe_layers=tuple(i >= dense for i in range(layers)),

@@ -1,7 +1,7 @@
-"""What the families share in reading a Hugging Face `config.json`.
+"""Reading of a Hugging Face `config.json`, common to all families.
 
-transformers' own config classes read the file, so that defaults, old spellings and types are theirs. What their
-object says is then taken into a `DecoderSpec`, or refused by name.
+transformers' own config classes read the file, so that defaults, old spellings and types are theirs. Each value of
+their object then goes into a `DecoderSpec`, or is refused by name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from helix.layers.rotary import RopeSpec
 from helix.models.decoder import DecoderSpec, LayerSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
-LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers counts up to any number of them
-MOST_SIZE = 1 << 30  # of a dimension: the bytes of two of them are counted in 64 bits
+LABELS = ("num_labels", "id2label", "label2id")  # of classifiers; transformers would create any number of them
+MOST_SIZE = 1 << 30  # of a dimension: the bytes of a matrix fit 64 bits
 MOST_HEAD_DIM = 1 << 16
-MOST_LAYERS = 1 << 16  # each of which a config says something of
+MOST_LAYERS = 1 << 16  # configs have lists with an entry per layer
 
 
 def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
-    """The transformers config object of a family, from the content of a `config.json`.
+    """Creates the transformers config object of a family from the content of a `config.json`.
 
     Raises:
         ValueError: transformers cannot read it; the message names the key.
@@ -38,12 +38,12 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
     _check_before(config)
     log = logging.getLogger("transformers")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what matters of its remarks is refused below, and every rank reads the file
+    log.setLevel(logging.CRITICAL)  # its warnings are checked below, and would appear once per rank
     try:
         read = CONFIG_MAPPING[model_type](**copy.deepcopy({k: v for k, v in config.items() if k not in LABELS}))
-        read.standardize_rope_params()  # before each use, as in transformers: keys outside win over those within
+        read.standardize_rope_params()  # as transformers does before each use: outer keys override nested ones
         return read
-    except Exception as error:  # of any kind: AttributeError, KeyError, TypeError and more, from wherever they stand
+    except Exception as error:  # of any type: AttributeError, KeyError, TypeError and more
         why = str(error.__cause__) if error.__cause__ is not None else f"{type(error).__name__}: {error}"
         why = " ".join(why.split()).partition(" Errors: ")[0]
         raise ValueError(f"config.json cannot be read as {model_type}: {why}") from error
@@ -52,7 +52,7 @@ def read_as(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def check_sizes(config: Any, *needed: str) -> None:
-    """Raises ValueError, naming them, unless all these attributes are positive integers, and no larger than may be."""
+    """Raises ValueError, with their names, unless these attributes are positive integers within the limits."""
     sizes = {key: getattr(config, key, None) for key in needed}
     if wrong := [f"{key}={size!r}" for key, size in sizes.items() if not _is_size(size)]:
         raise ValueError(f"config.json has {', '.join(wrong)}: positive integers are expected")
@@ -62,7 +62,7 @@ def check_sizes(config: Any, *needed: str) -> None:
 
 
 def check_only(config: Any, **supported: tuple[Any, ...]) -> None:
-    """Raises ValueError where an attribute that is set has another value than those supported."""
+    """Raises ValueError if an attribute is set to a value that is not supported."""
     for key, values in supported.items():
         value = getattr(config, key, None)
         if value is not None and value not in values:
@@ -73,10 +73,10 @@ def check_only(config: Any, **supported: tuple[Any, ...]) -> None:
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """Routed experts of a layer, and how many of them a token takes.
+    """Returns the number of a layer's routed experts, and the number per token.
 
     Raises:
-        ValueError: a token would take more than there are.
+        ValueError: a token would use more experts than exist.
     """
     check_sizes(config, "num_experts", "num_experts_per_tok")
     experts, top_k = config.num_experts, config.num_experts_per_tok
@@ -100,14 +100,14 @@ def decoder_spec(
     moe_layers: tuple[bool, ...] | None = None,
     quantised: bool = False,
 ) -> DecoderSpec:
-    """The spec of a Llama-like config; the keyword arguments say in what a family differs.
+    """Creates the spec of a Llama-like config; keyword arguments state the differences of a family.
 
     Args:
-        config: what `read_as` gave.
+        config: result of `read_as`.
         windows: each layer's sliding window; None: full attention in all.
-        kv_heads, head_dim: where they are not what `num_key_value_heads` and `head_dim` say.
-        moe_layers: all layers if None and there are experts.
-        quantised: the family reads how this checkpoint is quantised.
+        kv_heads, head_dim: override `num_key_value_heads` and `head_dim` of the config.
+        moe_layers: whether each layer has experts; None: all, if there are experts.
+        quantised: whether the family supports the checkpoint's quantisation.
 
     Raises:
         ValueError: a feature is not supported, or a size is not positive.
@@ -165,7 +165,7 @@ def decoder_spec(
 
 
 def quantisation(config: Any) -> str | None:
-    """The method that a checkpoint's weights are quantised with, None where they are not."""
+    """Returns the quantisation method of a checkpoint's weights; None if they are not quantised."""
     section = getattr(config, "quantization_config", None)
     if not section:
         return None
@@ -173,10 +173,10 @@ def quantisation(config: Any) -> str | None:
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Each layer's sliding window, from `layer_types` and `sliding_window`.
+    """Returns each layer's sliding window, from `layer_types` and `sliding_window`.
 
     Raises:
-        ValueError: a layer is of another type, or there is no window for those that slide.
+        ValueError: a layer type is unknown, or layers slide without a window.
     """
     kinds = set(config.layer_types)
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
@@ -192,7 +192,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _context(config: Any) -> tuple[int, str]:
-    """Positions that the model is computed for as it was made, and the key that says so.
+    """Returns the number of positions that the model supports, and the config key with it.
 
     Dual chunk attention (Qwen2.5-1M, https://arxiv.org/abs/2501.15383) is plain attention within its first chunk.
     """
@@ -211,7 +211,7 @@ def _context(config: Any) -> tuple[int, str]:
 
 
 def _check_before(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming the key, for values on which transformers' own reading stumbles without a name."""
+    """Raises ValueError, with the key, for values on which transformers fails without naming the key."""
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
         if isinstance(name, str) and not hasattr(torch, name):

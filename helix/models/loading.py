@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint directory: its config, its tokenizer, and of its weights this rank's slices."""
+"""Loading of a Hugging Face checkpoint: its config, and this rank's slices of its weights."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from helix.layers.weights import MXFP4_BLOCK, Slice, Weights
 from helix.models import DecoderSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-LISTED = 8  # names shown of each kind of problem
+LISTED = 8  # most names shown per kind of problem
 
-IGNORED = ("rotary_emb.inv_freq",)  # a buffer that is computed, left over in some checkpoints
+IGNORED = ("rotary_emb.inv_freq",)  # a computed buffer, left over in some checkpoints
 HEAD = "lm_head.weight"
-NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of types that are numbers as they stand
-PACKED = ("U8",)  # those of mxfp4
+NUMBERS = ("BF16", "F16", "F32", "F64")  # safetensors' names of plain floating-point types
+PACKED = ("U8",)  # safetensors' name of mxfp4's type
 
 # The values of 4-bit floats (sign, two bits of exponent, one of mantissa).
 FP4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint directory, with the EOS ids of `generation_config.json` where it has some.
+    """Reads `config.json` of a checkpoint directory, with the EOS ids of `generation_config.json` if it has any.
 
     Raises:
         ValueError: not a checkpoint directory, or unreadable.
@@ -48,10 +48,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """The safetensors files of a directory, and which tensor is in which.
+    """Safetensors files of a directory, and the tensors in each.
 
     Raises:
-        ValueError: no weights, or a shard that is missing, unreadable, damaged, elsewhere, or not what the index says.
+        ValueError: no weights, or a shard that is missing, unreadable, damaged, elsewhere, or contradicts the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,20 +98,20 @@ class Checkpoint:
             raise ValueError(f"{file} is {what} ({error})") from error
 
     def with_head(self, spec: DecoderSpec) -> DecoderSpec:
-        """A spec whose head is the checkpoint's own where it has one, whatever its config says of ties.
+        """Returns the spec with an untied head if the checkpoint has one, whatever its config says of ties.
 
         Fine-tuned heads differ from the embedding; transformers compares the two and ties only equal ones.
         """
         return replace(spec, tied=spec.tied and HEAD not in self.files)
 
     def check(self, slices: list[Slice], unused: tuple[str, ...] = ()) -> None:
-        """Compares the checkpoint with what a model wants of it.
+        """Checks the checkpoint's tensors against those that a model needs.
 
         Args:
-            unused: prefixes of tensors that may be there besides.
+            unused: prefixes of tensors that the checkpoint may have besides.
 
         Raises:
-            ValueError: naming every missing, unexpected and misshaped tensor, and those whose type is no number's.
+            ValueError: lists every missing, unexpected and misshaped tensor, and those of an unsupported type.
         """
         wanted = {name: shape for s in slices for name, shape in s.stored.items()}
         packed = {name for s in slices if s.mxfp4 for name in s.stored}
@@ -135,7 +135,7 @@ class Checkpoint:
             raise ValueError(f"the weights in {self.path} do not match config.json; {'; '.join(problems)}")
 
     def load(self, weights: Weights, progress: Callable[[int], None] = lambda done: None) -> None:
-        """Fills the parameters, one slice at a time, straight from the file: never two copies of a weight.
+        """Fills the parameters, one slice at a time, directly from the file: never two copies of a weight.
 
         Args:
             progress: called with the number of slices done.
@@ -149,7 +149,7 @@ class Checkpoint:
                     shards[file] = stack.enter_context(self._open(file))
                 return shards[file].get_slice(name)
 
-            # File after file, as they lie on the disk.
+            # Sorted by file, for sequential reads.
             for done, s in enumerate(sorted(weights.slices, key=lambda s: self.files[next(iter(s.stored))]), 1):
                 if s.target.numel():
                     part, *scales = (stored(name) for name in s.stored)
@@ -158,18 +158,18 @@ class Checkpoint:
 
 
 def _is_within(name: Any) -> bool:
-    """Whether an index may name a file so; the file itself may be a link to wherever its owner keeps it."""
+    """Returns whether a file name of an index stays in the directory; the file itself may be a link to elsewhere."""
     return isinstance(name, str) and name[:1] not in ("", "/") and "\0" not in name and ".." not in name.split("/")
 
 
 def _part(stored: Any, ranges: Sequence[range]) -> Tensor:
-    """Ranges, none of them empty, of a tensor in a file; what a step leaves out is read and dropped."""
+    """Reads ranges, none empty, of a tensor in a file; elements between the steps of a range are read and dropped."""
     between = stored[tuple(slice(r.start, r[-1] + 1) for r in ranges)]
     return between[tuple(slice(None, None, r.step) for r in ranges)]
 
 
 def _mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
-    """The same of a tensor in MXFP4, as fp32 on the target's device; its columns may begin inside a block."""
+    """Reads a slice of an MXFP4 tensor as fp32, on the target's device; its columns may begin inside a block."""
     *rows, columns = s.ranges
     covering = range(columns.start // MXFP4_BLOCK, columns[-1] // MXFP4_BLOCK + 1)
     packed = _part(blocks, (*rows, covering, range(MXFP4_BLOCK // 2))).to(s.target.device)
@@ -179,7 +179,7 @@ def _mxfp4_part(blocks: Any, scales: Any, s: Slice) -> Tensor:
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks [..., n, 16] uint8, two values a byte, lower bits first, and scales [..., n] uint8 -> [..., 32 n] fp32.
+    """Decodes blocks [..., n, 16] uint8, low nibble first, with scales [..., n] uint8 -> [..., 32 n] fp32.
 
     Source:
         OCP Microscaling Formats (MX) v1.0, section 5: E2M1 values, a power of two with bias 127 for each 32 of them.
@@ -190,7 +190,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def randomize(weights: Weights, seed: int) -> None:
-    """Random weights in place: the ranks of a kvp group get the same QKV, as they would from a checkpoint."""
+    """Fills weights with random values; the ranks of a kvp group get the same QKV, as from a checkpoint."""
     for s in weights.slices:
         if not s.target.numel():
             continue
@@ -203,7 +203,7 @@ def randomize(weights: Weights, seed: int) -> None:
 
 
 def load_spec_config(path: Path | None, inline: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's config from a directory, overridden or replaced by inline keys."""
+    """Reads the model's config from a directory, overridden or replaced by inline keys."""
     if path is None and not inline:
         raise ValueError("no model: set model.path=DIR, or a shape with model=NAME and model.load=random")
     return {**(read_config(path) if path is not None else {}), **inline}
