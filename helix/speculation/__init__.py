@@ -1,4 +1,4 @@
-"""Drafters: who proposes the tokens that a decode step verifies."""
+"""Drafters: proposal of the tokens that a decode step verifies."""
 
 from __future__ import annotations
 

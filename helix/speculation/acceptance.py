@@ -1,7 +1,7 @@
-"""Which drafts a step keeps where they were drawn from a distribution: rejection sampling, over a sharded vocabulary.
+"""Acceptance of sampled drafts: rejection sampling over a sharded vocabulary.
 
-A drafted token is kept with probability min(1, p / q). The first rejected draft is replaced by a sample from
-max(p - q, 0). This changes which tokens a request gets, not how they are distributed.
+A draft is accepted with probability min(1, p / q). The first rejected draft is replaced by a sample from max(p - q, 0).
+This changes a request's tokens, but not their distribution.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def accepted_tokens(
     *,
     filtered: bool,
 ) -> Tensor:
-    """The tokens that a step gives, in the form in which `DecodeState.commit` takes those it draws.
+    """Draws a step's tokens by rejection sampling, in the form that `DecodeState.commit` takes.
 
-    All ranks call alike and get the same. Rows with temperature 0 keep the drafts that are the best tokens.
+    All ranks call alike and get the same result. Rows with temperature 0 accept drafts that are the best tokens.
 
     Args:
-        logits: [B * (n + 1), V_local] fp32, the target's behind the last token and behind each draft.
+        logits: [B * (n + 1), V_local] fp32, the target's after the last token and after each draft.
         vocab_offset: token id of the first column.
         drafts: [B, n] int64.
-        q: what they were drawn from, with columns cut as those of `logits`.
-        positions: of the token behind each of those [B * (n + 1)] int64.
+        q: distributions from which they were drawn, sharded like `logits`.
+        positions: position of the token after each of these [B * (n + 1)] int64.
         state: B rows.
-        filtered: some row with temperature > 0 has top-k or top-p on.
+        filtered: any row with temperature > 0 has top-k or top-p on.
 
     Returns:
-        [B, n + 1] int64: the drafts, with the token that follows in place of the first that is not kept, or behind
-        them all; -1 there where the target's logits are broken. What stands behind that token has no meaning.
+        [B, n + 1] int64: the accepted drafts, then the next token, -1 if the target's logits are broken; entries after
+        it are undefined.
     """
     B, n = drafts.shape
     p, best = distribution(logits.unflatten(0, (B, n + 1)), vocab_offset, state, comm, filtered=filtered)

@@ -1,9 +1,9 @@
-"""How many drafts a step verifies: rank 0's choice, from what earlier steps kept and how long they took.
+"""Choice of the number of drafts per step, on rank 0, from the acceptance and the times of earlier steps.
 
-Tokens per second of a count of drafts are the tokens expected of a step over its seconds. Both are only known of what
-has run lately, so that now and then another count is tried for a few steps. A trial costs tokens, and the next one
-waits until that is a hundredth of what has come meanwhile: this bounds what adapting costs, whatever the drafts are
-worth. Pure Python, no torch.
+The policy maximises expected tokens per step over seconds per step. Both are known only for numbers of drafts that ran
+lately, so another number is tried for a few steps from time to time. A trial may lose tokens, and the next one waits
+until the loss is a hundredth of the tokens drawn since: this bounds the cost of adapting for drafts of any quality.
+Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from statistics import median
 
 from helix.events.decision import StepPlan
 
-MEMORY = 32.0  # weight, in tries, that earlier runs keep
-EVIDENCE = 4.0  # the same for the first run with drafts after runs without
+MEMORY = 32.0  # weight of earlier runs in the acceptance, in verified first drafts
+EVIDENCE = 4.0  # the same for trials after runs without drafts
 TRIAL_STEPS = 4
-TRIAL_SHARE = 0.01  # of all tokens that trials may cost
-WAIT = 16, 512  # steps between two trials, at least and at most
-SECONDS_MEMORY = 0.95  # of earlier times, from one step to the next
-OUTLIER = 1.5  # longer times than so many times the usual one are cut to that
+TRIAL_SHARE = 0.01  # share of all tokens that trials may cost
+WAIT = 16, 512  # least and most steps between two trials
+SECONDS_MEMORY = 0.95  # weight of earlier times, per step
+OUTLIER = 1.5  # longer times are clamped to this multiple of the usual one
 ROW_GAIN, ROW_MARGIN = 0.25, 4.0
 
 
 def draft_sizes(limit: int, adaptive: bool) -> tuple[int, ...]:
-    """Counts of drafts that steps may have: `limit`, or where they adapt, also 0 and the powers of two below."""
+    """Returns the numbers of drafts that steps may have: `limit`; if adaptive, also 0 and the powers of two below."""
     return tuple(sorted({0, limit, *(1 << i for i in range(limit.bit_length()))})) if adaptive else (limit,)
 
 
 @dataclass(frozen=True)
 class DraftOutcome:
-    """One sequence in one step.
+    """Result of verification for one sequence in one step.
 
     Attributes:
-        tried: drafts that were verified and would have counted.
-        kept: of these, the first so many held.
+        tried: drafts that were verified and could be kept.
+        kept: number of accepted drafts, the first ones of these.
     """
 
     slot: int
@@ -44,10 +44,10 @@ class DraftOutcome:
 
 
 class Acceptance:
-    """How often the draft at each place was kept, given that all before it were.
+    """Acceptance rates by index of the draft, given that all drafts before it were accepted.
 
     Attributes:
-        tried, kept: counts by place, the first draft's first.
+        tried, kept: counts by index of the draft.
     """
 
     def __init__(self, places: int) -> None:
@@ -60,13 +60,13 @@ class Acceptance:
             self.kept[place] += place < outcome.kept
 
     def keep(self, share: float) -> None:
-        """Lets what was counted so far weigh less."""
+        """Scales all counts by `share`, so that they weigh less than later ones."""
         self.tried = [share * n for n in self.tried]
         self.kept = [share * n for n in self.kept]
 
     def expected_tokens(self) -> list[float]:
-        """Tokens of a step with 0, 1, .. drafts; where nothing is known, a place is as good as the one before it."""
-        rate, held, tokens = 0.0, 1.0, [1.0]  # the first place counts as refused until it is tried
+        """Computes the expected tokens of a step with 0, 1, .. drafts; untried drafts count like the one before."""
+        rate, held, tokens = 0.0, 1.0, [1.0]  # the first draft counts as refused until it is tried
         for tried, kept in zip(self.tried, self.kept, strict=True):
             rate = (kept + rate) / (tried + 1)
             held *= rate
@@ -75,11 +75,11 @@ class Acceptance:
 
 
 class DraftPolicy:
-    """Chooses drafts before each run of steps, and learns from it.
+    """Policy that chooses the number of drafts before each run of steps, and learns from each run.
 
     Args:
-        sizes: counts to choose from, ascending; of one there is nothing to choose.
-        timed: seconds of a step of so many rows with so many drafts, where they were timed before.
+        sizes: numbers of drafts to choose from, ascending.
+        timed: (rows, drafts) -> seconds of a step, if timed in advance.
     """
 
     def __init__(self, sizes: Sequence[int], timed: Mapping[tuple[int, int], float]) -> None:
@@ -93,10 +93,10 @@ class DraftPolicy:
         self._without: Collection[int] = ()
         self._clock = 0
         self._wait: float = TRIAL_STEPS
-        self._in_use = 0  # what the last choice would have been, had it not been a trial
+        self._in_use = 0  # the best number of drafts at the last choice, even if that was a trial
 
     def pace(self, rows: int, without: Collection[int] = ()) -> StepPlan:
-        """What the next run of steps of `rows` rows does; the sequences of slots `without` take no drafts."""
+        """Plans the next run of steps of `rows` rows; sequences in the slots `without` take no drafts."""
         self._without = without
         tokens = self._acceptance.expected_tokens()
         rates = {drafts: tokens[drafts] / self._step_seconds(rows, drafts) for drafts in self.sizes}
@@ -116,11 +116,11 @@ class DraftPolicy:
         )
 
     def seconds(self, rows: int, drafts: int) -> float | None:
-        """Seconds of a step as last seen, or as timed before; None where neither was."""
+        """Returns the observed seconds of a step, else those timed in advance; None if there are neither."""
         return self._seconds.get((rows, drafts), self._timed.get((rows, drafts)))
 
     def limit(self, slot: int) -> int:
-        """Drafts of a sequence that are verified: many times what it lately kept, so that they cost little."""
+        """Returns the most drafts to verify for a slot: a multiple of those that its sequence lately kept."""
         if slot in self._without:
             return 0
         most = self.sizes[-1]
@@ -128,15 +128,15 @@ class DraftPolicy:
         return most if len(self.sizes) == 1 else next((n for n in self.sizes if n >= wanted), most)
 
     def forget(self, slot: int) -> None:
-        """The sequence of a slot has ended."""
+        """Resets the statistics of a slot whose sequence ended."""
         self._rows_keep.pop(slot, None)
 
     def observe(self, rows: int, drafts: int, seconds: Sequence[float], outcomes: Sequence[DraftOutcome]) -> None:
-        """A run of steps has ended.
+        """Records a run of steps that has ended.
 
         Args:
-            seconds: of each of its steps.
-            outcomes: of each sequence in each step, those aside that have ended.
+            seconds: seconds of each step.
+            outcomes: outcome of each sequence in each step, without those that had ended.
         """
         if not seconds or not outcomes:
             return
@@ -171,9 +171,9 @@ class DraftPolicy:
         return self._acceptance.expected_tokens()[self._in_use] / self._step_seconds(rows, self._in_use)
 
     def _step_seconds(self, rows: int, drafts: int) -> float:
-        """Seconds of a step as last seen; else as timed before, in the proportion that those seen have to their times.
+        """Estimates the seconds of a step: observed, else timed in advance and scaled by observed over timed ones.
 
-        Of what was never timed: on the line through the fewest and the most drafts seen.
+        Untimed numbers of drafts are interpolated linearly between the fewest and the most observed.
         """
         if (rows, drafts) in self._seconds:
             return self._seconds[rows, drafts]
@@ -187,7 +187,7 @@ class DraftPolicy:
         return max(seen[few] + slope * (drafts - few), min(seen.values()))
 
     def _new_limits(self, rows: int, drafts: int) -> tuple[int, ...]:
-        """The limits of slots [0, rows) where they are not what the ranks have."""
+        """Returns the draft limits of slots [0, rows) if they differ from those last sent to the ranks, else ()."""
         limits = tuple(self.limit(slot) for slot in range(rows))
         unlimited = len(self.sizes) == 1 and not self._without and not self._sent
         if drafts == 0 or unlimited or limits == self._sent:

@@ -1,11 +1,11 @@
 """The contract of a drafter.
 
-A decode step appends a sequence's last token and its drafts, draws a token behind each, and keeps those drafts that
-were drawn: tokens are what they would be without drafts, whatever these are, because every draw depends on the seed,
-the position and the tokens before it alone. So a drafter may guess anything, and nothing but speed depends on it.
+A decode step appends a sequence's last token and its drafts, draws a token after each, and accepts those drafts that
+equal the drawn tokens. Every draw depends only on the seed, the position and the tokens before it, so tokens are the
+same as without drafts. A drafter may propose anything: it affects only speed.
 
-A drafter that draws its guesses for sampled requests says from what: then drafts are kept by rejection sampling
-(`helix.speculation.acceptance`), which keeps more of them; tokens are other ones, distributed as before.
+A drafter that samples its drafts may provide their distributions: then drafts are accepted by rejection sampling
+(`helix.speculation.acceptance`), which accepts more of them; tokens differ, but have the same distribution.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kernels.tokens.accept import Distribution
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that might follow the last ones of some sequences.
+    """Proposed next tokens of several sequences.
 
     Attributes:
-        tokens: ids [rows, n] int64; -1 for no token, nor is there one behind it.
-        sampled_from: the distributions, over this rank's columns, from which they were drawn; None where each was the
-            only choice.
-        outcome: [rows, n] what counts as drawn in their places, whatever the model says; for benchmarks.
+        tokens: ids [rows, n] int64; -1: no token here or after.
+        sampled_from: distributions from which they were drawn, over this rank's columns; None: accepted if equal to the
+            drawn tokens.
+        outcome: [rows, n] tokens to take as drawn at their positions, instead of the model's; for benchmarks.
     """
 
     tokens: Tensor
@@ -38,17 +38,16 @@ class Draft:
 
 
 class Drafter(Follower):
-    """Proposes tokens, and follows the sequences as far as it needs.
+    """Base of drafters, which propose tokens; it follows the sequences' events.
 
     Args:
-        limit: the most tokens proposed for each sequence and step.
+        limit: most tokens proposed per sequence and step.
 
     Attributes:
-        verification: what steps with drafts read in place of the target's own policy, which is dense; None: nothing
-            else.
-        lags: its cache may lack tokens that were drawn, so that what it has of them cannot be shared.
-        own_pages: sequences that share pages of the cache do not share its own, of which there are as many.
-        lacking: as of `KVCache`, of its own cache.
+        verification: attention policy of steps with drafts, instead of the target's dense one; None: the target's.
+        lags: whether its cache may lack drawn tokens, so that their pages cannot be shared.
+        own_pages: whether it has as many pages as the cache, which are not shared between sequences.
+        lacking: like `KVCache.lacking`, for its own cache.
     """
 
     verification: AttentionPolicy | None = None
@@ -60,21 +59,21 @@ class Drafter(Follower):
         self.limit = limit
 
     def catch_up(self, state: DecodeState) -> None:
-        """Follows steps without drafts that have gone by, before one with drafts; may wait for the device."""
+        """Catches up with earlier steps without drafts, before a step with drafts; may wait for the device."""
 
     def check(self, wait: bool = True) -> None:
-        """Looks at collectives of its own, by `Communicator.check`."""
+        """Checks its own collectives, by `Communicator.check`."""
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         """Proposes `kind.drafts` tokens, from 1 to `limit`, for each of the first `kind.rows` slots.
 
-        The same on all ranks, of fixed shape, without waiting for the host: it is part of a captured step.
+        The result is the same on all ranks and of fixed shape. It is part of a captured step: no waits for the host.
         """
         raise NotImplementedError
 
 
 class NoDrafts(Drafter):
-    """The drafter of steps that draw one token."""
+    """Drafter that proposes nothing: every step draws one token."""
 
     def __init__(self) -> None:
         super().__init__(0)

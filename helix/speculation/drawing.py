@@ -1,4 +1,4 @@
-"""How drafters that run a model draw what they propose."""
+"""Drawing of drafts, for drafters that run a model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kernels.tokens.accept import Distribution
 
 
 class DraftDrawing:
-    """Draws a step's drafts, one after the other, with each request's own temperature and filters.
+    """The drafts of one step, drawn one after the other with each request's temperature and filters.
 
     Args:
-        comm: over which the logits are sharded.
-        shared: with the noise that the target will draw with: what both would say is the same wherever the two
-            distributions are. Otherwise with noise of its own, and drafts are kept by rejection.
-        kind: of the step that verifies them.
+        comm: communicator over which the logits are sharded.
+        shared: whether to draw with the target's noise, so that equal distributions give equal tokens. Otherwise the
+            noise is independent, and drafts are accepted by rejection sampling.
+        kind: kind of the step that verifies them.
     """
 
     def __init__(self, model: Decoder, comm: Communicator, shared: bool, kind: StepKind) -> None:
@@ -36,7 +36,7 @@ class DraftDrawing:
         self._sampled_from: list[Distribution] = []
 
     def draw(self, hidden: Tensor, state: DecodeState, positions: Tensor) -> Tensor:
-        """Tokens [rows] int64 for `positions` [rows], from hidden [rows, H]."""
+        """Draws tokens [rows] int64 for `positions` [rows], from hidden states [rows, H]."""
         logits, first = self.model.logits(hidden), self.model.embedding.rows.start
         sampling = state.sampling.rows(slice(0, len(positions)))
         if self.shared or not self.kind.stochastic:
@@ -50,14 +50,14 @@ class DraftDrawing:
         return tokens
 
     def draft(self) -> Draft:
-        """All that was drawn; nothing behind a row that is broken."""
+        """Returns all drawn tokens; from a broken one on, a row has none."""
         proposed = torch.stack(self._tokens, 1)
         proposed = torch.where(proposed.cummin(1).values < 0, -1, proposed)
         return Draft(proposed, _joined(self._sampled_from) if self._sampled_from else None)
 
 
 def _joined(parts: Sequence[Distribution]) -> Distribution:
-    """Distributions of the same sequences at several positions, one after the other."""
+    """Concatenates distributions of the same sequences at consecutive positions."""
     logits, best, last_key = (
         torch.cat([getattr(p, name) for p in parts], 1) for name in ("logits", "best", "last_key")
     )

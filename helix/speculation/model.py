@@ -1,4 +1,4 @@
-"""A second, smaller model proposes: what it would say next is what the target most likely says."""
+"""Drafting by a second, smaller model, whose next tokens are likely the target's."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from helix.speculation.base import Draft, Drafter
 from helix.speculation.drawing import DraftDrawing
 from helix.steps.step import DecodeState
 
-CHUNK = 1024  # the most tokens in one pass that makes up for steps without drafts
+CATCH_UP = 1024  # most tokens of one pass that catches up with steps without drafts
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """This rank's part of a draft model: the same ranks as the target's in a layout of its own.
+    """Part of a draft model on this rank; it runs on the target's ranks, in a layout of its own.
 
     Args:
-        comm: over the same ranks as the target's, with the kvp groups of `layout`.
+        comm: communicator over the target's ranks, with the kvp groups of `layout`.
     """
 
     model: Decoder
@@ -37,42 +37,41 @@ class DraftModel:
     comm: Communicator
 
     def placement(self, target: Placement) -> Placement:
-        """Where its cache has tokens: a page number holds the same ones as in the target's cache, or fewer."""
+        """Returns its cache's placement: a page number holds the same tokens as in the target's cache, or fewer."""
         page_size = target.stripes.page_tokens // self.layout.kvp
         append_block = math.gcd(target.append_block, page_size)
         return Placement(self.layout, self.layout.kvp_rank(self.comm.rank), append_block, page_size)
 
     def page_bytes(self, target: Placement) -> int:
-        """Bytes of a page on this rank."""
+        """Counts the bytes of a page on this rank."""
         return sum(page_bytes(kept, self.placement(target).page_size) for kept in self.keeps)
 
     @property
     def keeps(self) -> list[tuple[Keeps, ...]]:
-        """What each of its layers keeps on this rank."""
+        """Data that each of its layers keeps on this rank."""
         return self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype)
 
     def slot_bytes(self, target: Placement, max_batch: int, drafts: int, chunk: int) -> int:
-        """Counts the bytes of all that is not in pages on this rank."""
-        return slot_bytes(self.keeps, self.placement(target), max_batch, rows(drafts), max(chunk, CHUNK))
+        """Counts the bytes of all data outside pages on this rank."""
+        return slot_bytes(self.keeps, self.placement(target), max_batch, rows(drafts), max(chunk, CATCH_UP))
 
 
 class ModelDrafter(Drafter):
-    """Decodes with the draft model from where the target is; its own cache holds the same tokens in the same pages.
+    """Drafter that decodes with the draft model; its own cache holds the target's tokens in pages of equal numbers.
 
-    What a step appends of drafts that the target then refuses is overwritten by the next, as in the target's cache:
-    lengths are the target's. A step begins with the last two tokens, since where all drafts were kept, the last of
-    them has not been through the draft model yet.
+    The next step overwrites the entries of refused drafts, as in the target's cache: lengths are the target's. A step
+    begins with the last two tokens: if all drafts were accepted, the draft model has not computed the last one yet.
 
     Args:
-        limit: the most tokens proposed for each sequence and step.
-        vocab: the target's number of token ids.
-        max_batch, max_length: the engine's.
-        target: where the target's cache has tokens.
-        pages: of the target's cache.
-        chunk: tokens of a prefill step, at most.
+        limit: most tokens proposed per sequence and step.
+        vocab: size of the target's vocabulary.
+        max_batch, max_length: those of the engine.
+        target: placement of the target's cache.
+        pages: pages of the target's cache.
+        chunk: most tokens of a prefill step.
 
     Raises:
-        ValueError: the vocabularies differ, or the ranks, or pages do not divide; alike on every rank.
+        ValueError: vocabularies or ranks differ, or pages do not divide; on every rank.
     """
 
     lags = True
@@ -97,15 +96,21 @@ class ModelDrafter(Drafter):
         self.comm = comm
         self.placement = draft.placement(target)
         self.cache = KVCache(
-            draft.keeps, pages, self.placement, comm.device, slots=max_batch, rows=rows(limit), chunk=max(chunk, CHUNK)
+            draft.keeps,
+            pages,
+            self.placement,
+            comm.device,
+            slots=max_batch,
+            rows=rows(limit),
+            chunk=max(chunk, CATCH_UP),
         )
         self.lacking = self.cache.lacking
-        # Its lengths count the tokens that are certain: those behind may have been refused.
+        # Its lengths count only final tokens: later entries may be refused drafts.
         most = target.stripes.pages_for(max_length + limit)
         self.sequences = DecodeState(max_batch, most, self.placement, comm.device, rings=self.cache.rings)
 
     def admit(self, admission: Admission) -> None:
-        # Sequences that share pages have one start.
+        # Sequences that share pages have the same start.
         admission = replace(admission, start=admission.start % self.placement.layout.kvp)
         self.sequences.admit(admission)
         self.cache.admit(admission)
@@ -128,9 +133,9 @@ class ModelDrafter(Drafter):
 
     def catch_up(self, state: DecodeState) -> None:
         active, lengths, known = (t.tolist() for t in (state.active, state.lengths, self.sequences.lengths))
-        # Without the last two tokens, with which the next step begins.
+        # The last two tokens are left to the next step, which begins with them.
         while behind := [row for row in range(len(active)) if active[row] and known[row] < lengths[row] - 1]:
-            ends = {row: min(known[row] + max(1, CHUNK // len(behind)), lengths[row] - 1) for row in behind}
+            ends = {row: min(known[row] + max(1, CATCH_UP // len(behind)), lengths[row] - 1) for row in behind}
             tokens = {row: state.history[row, known[row] : end].long() for row, end in ends.items()}
             self._read([PromptChunk(row, known[row], tokens[row].cpu()) for row in behind])
             known = [ends.get(row, at) for row, at in enumerate(known)]
@@ -141,7 +146,7 @@ class ModelDrafter(Drafter):
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         rows, drafts = kind.rows, kind.drafts
         own, lengths, last = self.sequences, state.lengths[:rows], state.tokens[:rows, None]
-        before = (lengths - 1).clamp(min=0)  # of rows that do not decode, whatever is there
+        before = (lengths - 1).clamp(min=0)  # arbitrary in rows that do not decode
         own.active[:rows] = state.active[:rows]
         own.lengths[:rows] = before
         own.tokens[:rows] = state.history[:rows].gather(1, before[:, None])[:, 0]
@@ -158,12 +163,12 @@ class ModelDrafter(Drafter):
 
 
 def rows(drafts: int) -> int:
-    """Counts the tokens of a step, and of those behind it that may be refused: it begins with the last two."""
+    """Counts the tokens of a step, which begins with the last two, and its drafts, which may be refused."""
     return drafts + 2
 
 
 def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Stripes) -> None:
-    """Raises ValueError unless a draft model of this vocabulary and layout can propose to a target with such pages."""
+    """Raises ValueError unless a draft model of this vocabulary and layout fits a target with these pages."""
     if draft_vocab != vocab:
         raise ValueError(
             f"the draft model has {draft_vocab} token ids and the target {vocab}: speculation.model must be a model of "

@@ -1,4 +1,4 @@
-"""Prompt lookup: the sequence goes on as it did where it last read the same."""
+"""Prompt lookup: drafts continue the last earlier occurrence of a sequence's final tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from kernels.tokens.ngram import ngram
 
 
 class NgramDrafter(Drafter):
-    """Args:
-    limit: the most tokens proposed for each sequence and step.
-    longest: most tokens at the end of a sequence that are looked for in what stands before them.
+    """Drafter by prompt lookup.
+
+    Args:
+        limit: most tokens proposed per sequence and step.
+        longest: most final tokens of a sequence that are searched for earlier in it.
     """
 
     def __init__(self, limit: int, longest: int) -> None:

@@ -1,9 +1,9 @@
-"""The model drafts for itself with few keys, and its own verification, which reads them all, says which come next.
+"""Self-speculation with sparse attention: the target drafts over few keys, which its own verification chooses.
 
 A draft step is a forward pass of the target, with its weights, its cache and its ranks, under an attention policy that
-reads the chosen keys and all that came since. Verification overwrites what drafts appended. It leaves what its queries
-made of every key, and from that the keys of the next drafts are chosen, in all layers at once (Vegas, arXiv:2602.07223,
-section 3). Each rank chooses among its own keys.
+reads the chosen keys and all newer ones. Verification overwrites the entries of drafts. It also scores every key by its
+queries, and these scores choose the keys of the next drafts, in all layers at once (Vegas, arXiv:2602.07223, section
+3). Each rank chooses among its own keys.
 """
 
 from __future__ import annotations
@@ -37,25 +37,24 @@ from kernels.sparse.select_tokens import select_tokens
 from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
-LEAST_KEYS = 256  # of a sequence over all ranks, chosen at least
-# By score alone (0 and 0) drafts keep 6.66, 7.25 and 4.89 tokens an iteration, with these 7.37, 7.51 and
-# 6.77 (docs/results/acceptance.md). One choice for all KV heads, over all ranks, or in blocks of keys gained nothing.
+LEAST_KEYS = 256  # least keys chosen per sequence, over all ranks
+# By score alone (0 and 0), 6.66, 7.25 and 4.89 tokens per iteration are accepted; with these values 7.37, 7.51 and 6.77
+# (docs/results/acceptance.md). One choice for all KV heads, over all ranks, or in blocks of keys gained nothing.
 RECENT, REACH = 0.5, 8
-# Which queries of verification count in a key's score: the best of any; the mean of the first and the last. None:
-# verification leaves no scores. Then drafts read the latest keys (window), the blocks that each of them judges best by
-# their bounds (quest), or every key (full).
+# Queries of verification that count in the score of a key: the maximum over any, or the mean of first and last. None:
+# no scores; drafts then read the latest keys (window), the best blocks by key bounds (quest), or every key (full).
 ROWS = {"any": "any", "c2q": "ends", "window": None, "quest": None, "full": None}
 
 
 @dataclass(frozen=True)
 class DraftBudget:
-    """Which keys drafts read.
+    """Selection of the keys that drafts read.
 
     Attributes:
         policy: one of ROWS.
-        sparsity: share of a rank's keys of a sequence.
-        recent: of that, the share that the first and the latest keys have whatever their score.
-        reach: a key scores as the best of itself and so many before it.
+        sparsity: share of a rank's keys of a sequence that is read.
+        recent: share of that for the first and the latest keys, regardless of score.
+        reach: a key's score is the maximum of its own and `reach` preceding ones.
     """
 
     policy: str = "any"
@@ -64,18 +63,18 @@ class DraftBudget:
     reach: int = REACH
 
     def keys(self, kvp: int) -> KeyBudget:
-        """What a rank of `kvp` reads of its keys."""
+        """Returns the budget of each of `kvp` ranks, for its own keys."""
         share, latest = round(self.sparsity * MILLION), round(self.recent * MILLION)
         return KeyBudget(SINK_TOKENS, -(-LEAST_KEYS // kvp), share, latest)
 
     def blocks(self, page_size: int, kvp: int, max_length: int, drafts: int) -> BlockBudget:
-        """The share in blocks of a sequence of `max_length` tokens, over all ranks, for policy=quest.
+        """Returns the budget in blocks over all ranks, of a sequence of `max_length` tokens, for policy=quest.
 
         Raises:
-            ValueError: more than a query can choose.
+            ValueError: a query cannot choose that many.
         """
         total = max(-(-round(self.sparsity * max_length) // page_size), -(-LEAST_KEYS // page_size))
-        # Bounds of pages that hold drafts are not there yet: these pages are read anyway.
+        # Pages with drafts have no key bounds yet, and are always read.
         local = max(1 + -(-drafts // page_size), round(self.recent * total))
         topk = max(0, total - local - 1)
         if -(-topk // kvp) > MOST_CHOSEN:
@@ -86,7 +85,7 @@ class DraftBudget:
         return BlockBudget(1, local, topk, 0)
 
     def planes(self, spec: DecoderSpec, layout: HelixLayout, rank: int, queries: int, dtype: torch.dtype) -> int:
-        """Planes of scores that verifying so many queries of a sequence fills, of a layer on a rank."""
+        """Returns the score planes per layer on a rank, for verification of `queries` queries per sequence."""
         if ROWS[self.policy] is None:
             return 0
         of = attention(spec)
@@ -94,14 +93,14 @@ class DraftBudget:
         return score_planes(queries, group, of.head_dim, dtype)
 
     def columns(self, placement: Placement, max_length: int, drafts: int) -> int:
-        """Columns of a table: the chosen keys of a sequence of so many tokens, and those that come behind them."""
+        """Returns the columns of a table: chosen keys of a sequence of `max_length` tokens, and newer ones."""
         most = placement.stripes.pages_for(max_length + drafts) * placement.page_size
         return int(self.keys(placement.layout.kvp).of(torch.tensor(most))) + tail(drafts)
 
     def table_bytes(
         self, spec: DecoderSpec, placement: Placement, rank: int, max_batch: int, max_length: int, drafts: int
     ) -> int:
-        """Bytes of all tables on a rank."""
+        """Counts the bytes of all tables on a rank."""
         if self.policy in ("full", "quest"):
             return 0
         heads = len(placement.layout.kv_heads(rank, spec.attention.kv_heads))
@@ -111,7 +110,7 @@ class DraftBudget:
     def page_bytes(
         self, spec: DecoderSpec, layout: HelixLayout, rank: int, drafts: int, dtype: torch.dtype, page_size: int
     ) -> int:
-        """Bytes of a page of scores on a rank, in all layers that have some."""
+        """Counts the bytes of a page of scores on a rank, in all layers with scores."""
         planes, heads = (
             self.planes(spec, layout, rank, 1 + drafts, dtype),
             len(layout.kv_heads(rank, spec.attention.kv_heads)),
@@ -120,28 +119,27 @@ class DraftBudget:
 
 
 def tail(drafts: int) -> int:
-    """Keys behind the chosen ones: drafts that held, and those of this step."""
+    """Counts the keys newer than the candidates: accepted drafts, and drafts of this step."""
     return 2 * drafts + 1
 
 
 def attention(spec: DecoderSpec) -> AttentionSpec:
-    """Attention of the layers whose keys are chosen."""
+    """Returns the attention of the layers whose keys are chosen."""
     assert isinstance(spec.attention, AttentionSpec), "latents were refused before"
     return spec.attention
 
 
 class SparseDrafter(Drafter):
-    """Decodes with the target itself from where it is, over chosen keys.
+    """Drafter that decodes with the target itself, over chosen keys.
 
     Args:
-        limit: the most tokens proposed for each sequence and step.
-        model, comm, cache, placement: the target's, of this rank.
-        budget: which keys drafts read.
-        noise: shared: a draft is drawn as the target would draw, with the noise of that position, so that every token
-            is the one without drafts; own: from the drafts' own distribution, with noise of its own, to be kept by
-            rejection.
-        max_batch, max_length: the engine's.
-        forced: for benchmarks, the share of drafts that are kept whatever the model says; None: what the model says.
+        limit: most tokens proposed per sequence and step.
+        model, comm, cache, placement: those of the target on this rank.
+        budget: selection of the keys that drafts read.
+        noise: shared: a draft is drawn with the target's noise of its position, so that tokens are the same as without
+            drafts; own: with independent noise, and accepted by rejection sampling.
+        max_batch, max_length: those of the engine.
+        forced: for benchmarks, a fixed acceptance rate; None: the model decides.
     """
 
     def __init__(
@@ -184,7 +182,7 @@ class SparseDrafter(Drafter):
             width = budget.columns(placement, max_length, limit)
             self.chosen = ChosenAttention(layers, max_batch, heads, width, device)
             self.policy = self.chosen
-            # Where verification leaves no scores.
+            # Used if there are no scores.
             self._nothing = torch.empty(
                 len(layers), 1, 1, heads, placement.page_size, dtype=torch.float16, device=device
             )
@@ -240,7 +238,7 @@ class SparseDrafter(Drafter):
         return Draft(tokens, outcome=outcome)
 
     def taken(self, step: Taken) -> None:
-        # The last token, at `before`, has gone through too; of the drafts behind it some may have been refused.
+        # The last token, at `before`, is computed too; drafts after it may have been refused.
         span, slots = step.span, slice(0, step.kind.rows)
         self._choose(slots, span.tables, span.starts, span.before, step.live, 1 + step.kind.drafts)
 
@@ -253,12 +251,12 @@ class SparseDrafter(Drafter):
         live: Tensor,
         queries: int,
     ) -> None:
-        """Chooses among the tokens up to `positions` [n] of the sequences in `slots`, for all layers.
+        """Chooses keys among the tokens up to `positions` [n] of the sequences in `slots`, for all layers.
 
         Args:
-            tables, starts: of these sequences, as in `Span`.
-            live: sequences that there are [n] bool.
-            queries: of the verification that left scores; 0: none did, and the latest keys are chosen.
+            tables, starts: those of these sequences, see `Span`.
+            live: whether each sequence exists [n] bool.
+            queries: number of verified queries that wrote scores; 0: no scores, the latest keys are chosen.
         """
         if self.chosen is None:
             return

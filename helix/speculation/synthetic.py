@@ -1,4 +1,4 @@
-"""Drafts that are kept at a set rate, whatever the model says: for benchmarks alone."""
+"""A drafter with a fixed acceptance rate, independent of the model: for benchmarks only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 
 class SyntheticDrafter(Drafter):
-    """Stands for drafts of a known quality where weights are random, and nothing that is drawn means anything.
+    """Drafter of a given quality, for models with random weights.
 
     Args:
-        limit: the most tokens proposed for each sequence and step.
-        acceptance: chance of each draft, given that those before it were kept.
-        seed: of the drafts and of what becomes of them.
-        vocab: tokens that the model knows.
+        limit: most tokens proposed per sequence and step.
+        acceptance: probability of each draft's acceptance, given that those before it were accepted.
+        seed: seed of the drafts and their acceptance.
+        vocab: size of the vocabulary.
     """
 
     def __init__(self, limit: int, acceptance: float, seed: int, vocab: int) -> None:
