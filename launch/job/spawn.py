@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -17,31 +15,27 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launch.inputs import parts
 from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as shells have it
 LOOK_S = 0.1  # between two looks at the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
-ENTRY = Path(__file__).resolve().parents[2] / "torchrun_entry.py"
 REFUSED = 3  # exit code where requests were refused and the others served
 # Lines of a failed job that say why, the surest first: who killed a rank, what the runtime said, what was raised.
 CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
 
 
-def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -> int:
+def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> int:
     """Runs `work` on ranks of this host: copies of this process, which import nothing again.
 
     Args:
         work: returns a rank's exit code.
-        arguments: with which `torchrun_entry.py` does that work, where no copy can.
+        command: of Python's, which does that work where no copy can.
 
     Returns:
         0, or the exit code of the rank that failed first (1 where a signal killed it), or INTERRUPTED.
@@ -53,7 +47,7 @@ def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -
         port = listener.getsockname()[1]
         ranks: list[Rank] = []
         try:
-            _start(ranks, world_size, listener, work, arguments)
+            _start(ranks, world_size, listener, work, command)
             store = dist.TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
@@ -110,7 +104,7 @@ class Rank:
 
 
 def _start(
-    ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], arguments: Sequence[str]
+    ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], command: Sequence[str]
 ) -> None:
     """Appends the ranks of a job; they begin with signals held back, until they have no handlers of this process."""
     environment = {
@@ -125,7 +119,7 @@ def _start(
     # Ranks share the cores; one thread each where there are more ranks than cores.
     share = max(1, (os.cpu_count() or 1) // world_size)
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share
-    command = [sys.executable, "-u", str(ENTRY), *arguments]
+    command = [sys.executable, "-u", *command]
 
     def begin(rank: int) -> int:
         listener.close()  # or it would answer for a launcher that is gone
@@ -190,66 +184,23 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run(overrides: Sequence[str]) -> int:
-    """Runs a job from a process that may have threads, or have used CUDA: what `launch` returns in one of its own."""
-    with _signals() as came, _job(overrides) as job:
+def run(command: Sequence[str]) -> int:
+    """Runs a job from a process that may have threads, or have used CUDA: what `launch` returns in one of its own.
+
+    Args:
+        command: of Python's.
+    """
+    with _signals() as came, started(command) as job:
         while job.poll() is None and not came:
             time.sleep(LOOK_S)
     return INTERRUPTED if came else job.returncode
 
 
-class JobError(RuntimeError):
-    """A job failed; the message is the line that says why."""
-
-
-def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """The record of a job; where there are fewer GPUs than ranks, one or two of them emulate it.
-
-    Raises:
-        JobError: it failed.
-        KeyboardInterrupt: it was interrupted, and no other shall start.
-    """
-    emulated = parts.is_emulated(ranks)
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        backend = ["comm.backend=emulated"] if emulated else []
-        with heard() as lines:
-            code = run([*backend, *overrides, f"record={record}"])
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code:
-            raise JobError(cause(lines) or f"exit code {code}")
-        written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-    return written
-
-
-def rows(overrides: Sequence[str], **variables: str) -> Iterator[dict[str, Any]]:
-    """What a job measures, as it measures it: lines of JSON that it prints, beside others that the terminal shows.
-
-    Args:
-        variables: of its environment.
-
-    Raises:
-        JobError: it failed.
-    """
-    with heard() as lines, _job(overrides, subprocess.PIPE, **variables) as job:
-        assert job.stdout is not None
-        for line in job.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-            else:
-                print(line, end="", flush=True)
-        job.wait()
-    if job.returncode:
-        raise JobError(cause(lines) or f"exit code {job.returncode}")
-
-
 @contextmanager
-def _job(overrides: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(command: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A launcher in a process of its own, which ends with the context, and its ranks with it."""
-    command = [sys.executable, "-u", str(ENTRY), *overrides]
     environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
-    with subprocess.Popen(command, stdout=stdout, text=True, env=environment) as job:
+    with subprocess.Popen([sys.executable, "-u", *command], stdout=stdout, text=True, env=environment) as job:
         try:
             yield job
         finally:
