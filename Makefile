@@ -68,12 +68,12 @@ format: $(VENV)/.installed  ## Format the code and mend what ruff can mend.
 	$(BIN)/python -m ruff format .
 
 bench: $(VENV)/.installed  ## Run a benchmark: make bench WHAT=step ARGS="models=NAME"; without WHAT, list them.
-	$(BIN)/python -m launch.bench $(WHAT) $(ARGS)
+	$(BIN)/python -m benchmarks.bench $(WHAT) $(ARGS)
 
 docs: $(VENV)/.installed  ## Rewrite the generated tables, figures and the configuration reference.
-	$(BIN)/python -m launch.tables
-	$(BIN)/python -m launch.plot
-	$(BIN)/python -m launch.reference
+	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.reference
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) launch/make_venv.py $(VENV)

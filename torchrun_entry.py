@@ -25,5 +25,7 @@ lifeline.begin()
 
 from launch.run import entry  # noqa: E402
 
+__all__ = ["entry"]
+
 if __name__ == "__main__":
     sys.exit(entry(sys.argv[1:]))

@@ -252,36 +252,6 @@ class ServeConfig:
 
 
 @dataclass
-class BenchConfig:
-    """Attributes:
-    kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
-        hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
-        find sparsity and gamma of speculation=sparse (python -m launch.tune).
-    points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
-        speculation.forced says how many drafts are kept.
-    gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
-        Those that tune tries.
-    variants: settings of attention with which decode times each point, one after the other over the same cache, such
-        as ["attention.repeat=0", "attention.repeat=0.8 attention.topk=8"]; none given: those of the config alone.
-    steps: timed steps of each point.
-    sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
-    grid: tune measures each of sparsities with each of gammas in the end.
-    output: file of what tune has measured, JSON lines; it is not measured again.
-    traces: what serve serves, some of those in launch/measure/serving.py; none given: all.
-    """
-
-    kind: str = "none"
-    points: list[str] = field(default_factory=lambda: ["1x131072"])
-    gammas: list[int] = field(default_factory=list)
-    variants: list[str] = field(default_factory=list)
-    steps: int = 32
-    sparsities: list[float] = field(default_factory=list)
-    grid: bool = False
-    output: str | None = None
-    traces: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Config:
     """Attributes:
     record: file for the run's record, JSON.
@@ -297,28 +267,8 @@ class Config:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
     record: str | None = None
     seed: int = 0
-
-
-def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
-    """(sequences, tokens in the cache of each) of every point.
-
-    Raises:
-        ValueError: there is none, or one is not written as `8x131072`.
-    """
-    if not bench.points:
-        raise ValueError("bench.points is empty: name at least one, such as [8x131072]")
-    points = []
-    for text in bench.points:
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
-        if match is None:
-            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
-        if int(match[1][:9]) > MOST_SEQUENCES:
-            raise ValueError(f"bench.points has {text!r}: a point has from 1 to {MOST_SEQUENCES} sequences")
-        points.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
-    return points
 
 
 def check(config: Config) -> None:
@@ -338,7 +288,6 @@ def check(config: Config) -> None:
         "speculation.drafter": ("none", "ngram", "model", "sparse", "synthetic"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
-        "bench.kind": ("none", "decode", "comm", "hopb", "prefill", "serve", "tune"),
     }
     for key, allowed in choices.items():
         if (value := _get(config, key)) not in allowed:
@@ -351,7 +300,6 @@ def check(config: Config) -> None:
         "kv.tokens": (1, 1 << 50),
         "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
-        "bench.steps": (1, 1 << 20),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),
@@ -375,14 +323,6 @@ def check(config: Config) -> None:
     for key, (least, most) in ranges.items():
         if (value := _get(config, key)) is not None and not least <= value <= most:
             raise ValueError(f"{key}={value!r} must be from {least} to {most}")
-    gamma = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    if config.bench.kind != "tune" and (bad := [n for n in config.bench.gammas if not 0 <= n <= gamma]):
-        raise ValueError(
-            f"bench.gammas has {bad[0]}, but speculation.drafter={config.speculation.drafter} with "
-            f"speculation.gamma={config.speculation.gamma} proposes {gamma} at most"
-        )
-    if config.bench.kind in ("decode", "hopb", "prefill"):
-        bench_points(config.bench)
     speculation = config.speculation
     for key in ("speculation.acceptance", "speculation.forced", "attention.repeat"):
         if (share := _get(config, key)) is not None and not 0 <= share <= 1:
@@ -392,13 +332,6 @@ def check(config: Config) -> None:
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")
-    if speculation.drafter in ("model", "sparse") and config.bench.kind not in ("none", "decode", "tune"):
-        raise ValueError(
-            f"bench.kind={config.bench.kind} has no drafts of a model: set speculation=none "
-            f"(speculation.drafter={speculation.drafter} goes with bench.kind=none, decode and tune)"
-        )
-    if config.serve.socket is not None and config.bench.kind != "none":
-        raise ValueError(f"serve.socket={config.serve.socket} and bench={config.bench.kind} are two kinds of work")
     if config.decode.resume and config.decode.output is None:
         raise ValueError("decode.resume=true continues decode.output, which is not set")
 

@@ -1,4 +1,4 @@
-"""Starting runs: torchrun jobs, sweeps, benchmarks."""
+"""Starting runs: torchrun jobs, sweeps, servers."""
 
 import signal
 import sys

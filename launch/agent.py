@@ -18,8 +18,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.inputs import compose
 from launch.inputs.parts import most_ranks
+from launch.inputs.work import RUNTIME
 from launch.job.membership import deadline
-from launch.job.spawn import ENTRY, INTERRUPTED
+from launch.job.spawn import INTERRUPTED
 
 ANSWER_S = 30  # for the first agent's host to answer
 MEETING_S = 300  # for all agents to be there
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         store = meeting_store(config.rdzv_endpoint)  # held here for as long as the agent runs
         print(f"{where}: meeting {config.max_nodes} agents, for {MEETING_S} s at most", file=sys.stderr, flush=True)
-        elastic_launch(config, sys.executable)("-u", str(ENTRY), *arguments)
+        elastic_launch(config, sys.executable)("-u", *RUNTIME.command, *arguments)
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

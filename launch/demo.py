@@ -13,7 +13,6 @@ import torch
 from launch import run
 from launch.inputs.arguments import need_checkout
 from launch.inputs.compose import ROOT
-from launch.inputs.needles import score
 
 
 def main() -> None:
@@ -38,9 +37,9 @@ def verdict(lines: Sequence[str]) -> str:
     answer = next((line for line in lines if json.loads(line)["id"] == needle), None)
     if answer is None:
         return ""
-    found = "found" if score([answer]) == (1, 1) else "NOT found"
-    number, text = needle.split("-")[1], json.loads(answer)["text"].strip()
-    return f"the line hidden in the first prompt was {found}: it says {number}, the answer was {text!r}\n"
+    number, text = needle.split("-")[1], json.loads(answer)["text"]
+    found = "found" if text.startswith(f" {number}.") else "NOT found"
+    return f"the line hidden in the first prompt was {found}: it says {number}, the answer was {text.strip()!r}\n"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 sparse=32              block-sparse beside dense
   python -m launch.plan model=qwen2.5-7b gpus=1 length=1048576 sparse=32 tier=host hits=0.8
                                                               a cache in host memory
-  python -m launch.plan check                                 its first choices against recorded steps
-  python -m launch.plan bill                                  what recorded block-sparse steps pay, and where they pay
 
 Every layout of exactly so many GPUs is predicted and ranked, with its speed, memory, what else would fit, the reason
 why the first is first, whether splitting KV over GPUs pays at all, and the command that runs it. The runtime takes the
@@ -49,8 +47,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 
@@ -62,15 +58,12 @@ from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from helix.simulate.points import Tier
-from launch.inputs.arguments import helped, need_checkout, one_of, parse
+from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.auto_layout import planned
-from launch.inputs.compose import ROOT, as_config
+from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware
 from launch.inputs.parts import make_spec
-from launch.records import sparse_bill
-from launch.records.planner_check import check_table, drafted_errors, regrets, summary
-from launch.records.recorded_steps import DRAFTED, read_cells
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
@@ -95,11 +88,7 @@ def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, Decode
     if name not in known and not Path(name).is_dir():
         raise ValueError(f"unknown model {name!r}; known: {', '.join(known)}, or the directory of a checkpoint")
     overrides = [f"model={name}"] if name in known else [f"model.path={name}"]
-    try:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = as_config(compose("config", [*overrides, *attention]))
-    except HydraException as error:
-        raise ValueError(f"{shlex.join([f'model={name}', *attention])} cannot be composed: {error}") from error
+    config = composed([*overrides, *attention])
     spec = make_spec(config)
     if config.model.dtype == "auto" and spec.dtype == "float32":
         overrides.append("model.dtype=bfloat16")
@@ -233,7 +222,8 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
 
 
 def command(gpus: int, overrides: Sequence[str]) -> str:
-    return f"torchrun --nproc-per-node={gpus} torchrun_entry.py {shlex.join(overrides)}"
+    entry = "-m benchmarks.entry" if "bench=decode" in overrides else "torchrun_entry.py"
+    return f"torchrun --nproc-per-node={gpus} {entry} {shlex.join(overrides)}"
 
 
 def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: dict[str, Any]) -> dict[str, Any]:
@@ -295,47 +285,12 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
     print(f"To run it:\n  {command(q.gpus, overrides(ranking.choices[0]))}")
 
 
-def check(files: Sequence[str]) -> None:
-    """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
-    if not files:
-        need_checkout("helix plan check without files")
-    cells = read_cells([Path(file) for file in files]) if files else read_cells()
-    rows = regrets(cells)
-    head, *body = check_table(rows)
-    table = Table(*head)
-    for line in body:
-        table.add_row(*line)
-    Console(width=max(130, Console().width), highlight=False).print(table)
-    print(summary(rows))
-    if (off := drafted_errors(cells if files else read_cells(DRAFTED))) is not None:
-        print(off)
-
-
-def bill(files: Sequence[str]) -> None:
-    """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
-    if not files:
-        need_checkout("helix plan bill without files")
-    found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
-    for head, *body in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
-        table = Table(*head)
-        for line in body:
-            table.add_row(*line)
-        Console(width=max(150, Console().width), highlight=False).print(table)
-    print(sparse_bill.summary(found))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers one question; a wrong value ends with what is known."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if helped(arguments or ["--help"], __doc__):
         return
     try:
-        if arguments[0] == "check":
-            check(arguments[1:])
-            return
-        if arguments[0] == "bill":
-            bill(arguments[1:])
-            return
         given = parse(arguments, KEYS, NEEDED)
         if (path := given.get("json")) not in (None, "-"):
             check_writable("json", Path(path))

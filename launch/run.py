@@ -26,32 +26,21 @@ from launch.inputs import compose
 from launch.inputs.parts import weights_of
 from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
+from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn
 from launch.job.membership import Job
 from launch.job.report import Console, Phases, write_record
 from launch.job.spawn import REFUSED
 from launch.job.task import Done, Task
 
-# By bench.kind, the module whose `run` is the work of a job. A job imports its own alone: decoding needs no benchmark.
-WORK = {
-    "none": "launch.job.decode",
-    "comm": "launch.measure.collectives",
-    "decode": "launch.measure.steps",
-    "hopb": "launch.measure.hopb",
-    "prefill": "launch.measure.prefill",
-    "serve": "launch.measure.serving",
-    "tune": "launch.measure.tuning",
-}
-SERVING = "launch.job.serve"  # where there is a socket to serve at
 
-
-def entry(arguments: Sequence[str]) -> int:
+def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     """`main` as the whole of a process."""
     import_transformers()
-    return main(arguments)
+    return main(arguments, program)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     """Runs a command line on this rank, or on new ranks where no launcher started this process.
 
     Returns:
@@ -60,29 +49,29 @@ def main(arguments: Sequence[str]) -> int:
     place = None
     try:
         place = Place.from_environment()
-        if (text := compose.told(arguments)) is not None:
+        if (text := compose.told(arguments, program.settings)) is not None:
             print(text, end="")
             return 0
-        config = compose.composed(arguments)
-        world_size = prepared(config) if place is None else place.world_size
+        config = compose.composed(arguments, program.settings)
+        work = program.work(config)
+        world_size = prepared(config, work) if place is None else place.world_size
     except ValueError as error:
         if place is not None and place.rank:  # all ranks come here: the first says why
             time.sleep(2.0)  # the first to exit takes the others down
         else:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
-    module = WORK[config.bench.kind] if config.serve.socket is None else SERVING
-    rank = partial(_rank, config, import_module(module).run)
+    rank = partial(_rank, config, work, import_module(work.module).run)
     if place is not None:
         return rank()
-    code = spawn.launch(world_size, rank, arguments)
+    code = spawn.launch(world_size, rank, [*program.command, *arguments])
     if code == spawn.INTERRUPTED:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
         print("interrupted" if config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)
     return code
 
 
-def _rank(config: Config, work: Callable[[Task], Done]) -> int:
+def _rank(config: Config, work: Work, run: Callable[[Task], Done]) -> int:
     place = Place.from_environment()
     assert place is not None, "whoever started this rank has said which one it is"
     try:
@@ -91,19 +80,19 @@ def _rank(config: Config, work: Callable[[Task], Done]) -> int:
         print(f"error on rank {place.rank}: {error}", file=sys.stderr)
         return 1
     try:
-        return _joined(job, config, work)
+        return _joined(job, config, work, run)
     except ConfigError as error:
         job.end(f"error: {error}")
     except Exception as error:
         job.fail(error)
 
 
-def _joined(job: Job, config: Config, work: Callable[[Task], Done]) -> int:
+def _joined(job: Job, config: Config, work: Work, run: Callable[[Task], Done]) -> int:
     phases = Phases()
     plan, tokenizer, results, problem = None, None, None, None
     try:
         device = gpu_name(job.place) if config.comm.backend != "gloo" else None
-        plan = preflight(config, job.place.rank, job.place.world_size, device)
+        plan = preflight(config, job.place.rank, job.place.world_size, device, work)
         if job.leads:
             tokenizer = load_tokenizer(config.model.path)
             results = ResultFile(config, plan.prompts) if plan.prompts else None  # there are none in a benchmark
@@ -145,8 +134,8 @@ def _joined(job: Job, config: Config, work: Callable[[Task], Done]) -> int:
         phases.mark("load")
         return model, draft
 
-    measured, refused = work(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
-    phases.mark(config.bench.kind if config.bench.kind != "none" else "decode")
+    measured, refused = run(Task(plan, comm, job.backend, load, tokenizer, results, console, phases))
+    phases.mark(work.name)
     comm.barrier()
     if job.leads and config.record is not None:
         write_record(Path(config.record), plan, job, phases, measured)

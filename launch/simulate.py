@@ -1,7 +1,6 @@
-"""The simulator: one decode step of a model, phase by phase, or the paper's figures (docs/simulator.md: its model).
+"""The simulator: one decode step of a model, phase by phase (docs/simulator.md: its model).
 
   python -m launch.simulate point hardware=h200 model=llama-3.1-70b kvp=2 tpa=4 batch=2 length=1000000
-  python -m launch.simulate figures                   the paper's figures and tables, of conf/hardware/gb200.yaml
 
 `point` prints, for a model over pp x dp x kvp x tpa GPUs, each phase's microseconds, bytes read, arithmetic and bytes
 sent on the GPU with the most of it, and kernels launched; then time per token (TTL), tokens/s and memory.
@@ -20,8 +19,6 @@ sent on the GPU with the most of it, and kernels launched; then time per token (
   dtype     of weights, KV and messages: fp4, fp8 or bf16 (default)
   hopb      true (default): an exchange overlaps with attention of other sequences; false: attention waits for it
 
-`figures` takes results=DIR and figures=DIR, where its files go, and page=false to leave docs/simulator.md as it is.
-
 Exit code 1: a value is wrong, or there is no memory for the batch. `python -m launch.plan` finds the best layout.
 """
 
@@ -29,7 +26,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -38,11 +34,9 @@ from rich.table import Table
 from helix.simulate.hardware import BYTES, PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.step import predict
-from launch.inputs.arguments import boolean, helped, need_checkout, one_of, parse, unknown
-from launch.inputs.compose import ROOT
+from launch.inputs.arguments import boolean, helped, one_of, parse, unknown
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
-from launch.records.paper import PAGE, write_figures
 
 WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
 DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "length": 1 << 20, "dtype": "bf16", "hopb": True}
@@ -87,20 +81,7 @@ def print_point(arguments: Sequence[str]) -> None:
         )
 
 
-def draw_figures(arguments: Sequence[str]) -> None:
-    """The paper's figures and tables.
-
-    Raises:
-        ValueError: an argument is wrong.
-    """
-    need_checkout("helix simulate figures")
-    given = parse(arguments, {"results": Path, "figures": Path, "page": boolean})
-    results = given.get("results", ROOT / "benchmarks" / "results" / "simulate")
-    figures = given.get("figures", ROOT / "benchmarks" / "figures")
-    write_figures(results, figures, PAGE if given.get("page", True) else None)
-
-
-COMMANDS = {"point": print_point, "figures": draw_figures}
+COMMANDS = {"point": print_point}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,6 +29,7 @@ from launch.inputs.auto_layout import ranks
 from launch.inputs.compose import SWEEP_DIR, composed, sweep_points, told
 from launch.inputs.parts import make_layout, make_spec
 from launch.inputs.preflight import check_layout, prepared
+from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn
 from launch.job.spawn import REFUSED, cause, heard
 
@@ -47,6 +48,7 @@ class Point:
     Attributes:
         overrides: what the command line set for it.
         config: of its job, with the files that are its own.
+        work: of its job.
         status: ok, refused (some requests were), skipped, failed or interrupted; waiting before it ran.
         reason: why it was skipped or failed.
         record: what the run measured.
@@ -55,6 +57,7 @@ class Point:
     number: int
     overrides: list[str]
     config: Config
+    work: Work
     status: str = "waiting"
     reason: str = ""
     record: dict[str, Any] = field(default_factory=dict)
@@ -76,26 +79,27 @@ class Point:
         ]
 
 
-def read(arguments: Sequence[str]) -> list[Point]:
+def read(arguments: Sequence[str], program: Program = RUNTIME) -> list[Point]:
     """The points of a command line, each with files of its own.
 
     Raises:
         ValueError: a mistake in the arguments.
     """
-    combinations, directory = sweep_points(arguments)
+    combinations, directory = sweep_points(arguments, program.settings)
     if directory is None:
         directory = Path("sweeps") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     points = []
     for number, overrides in enumerate(combinations):
-        config = composed(overrides)
+        config = composed(overrides, program.settings)
         for key, value in (("record", config.record), ("decode.output", config.decode.output)):
             if value is not None:
                 raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory ({SWEEP_DIR}=DIR)")
         name = directory / str(number)
         config.record = f"{name}.json"
-        if config.bench.kind == "none":
+        work = program.work(config)
+        if work.prompts == "needed":
             config.decode.output = f"{name}.jsonl"
-        points.append(Point(number, overrides, config))
+        points.append(Point(number, overrides, config, work))
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,7 +118,7 @@ def check(points: Sequence[Point]) -> None:
             point.status, point.reason = "skipped", reason
             continue
         try:
-            prepared(point.config)
+            prepared(point.config, point.work)
         except ValueError as error:
             point.status, point.reason = "failed", str(error)
     tried = [point for point in points if point.status != "skipped"]
@@ -122,12 +126,12 @@ def check(points: Sequence[Point]) -> None:
         raise ValueError(tried[0].reason)
 
 
-def run(point: Point) -> int:
+def run(point: Point, program: Program = RUNTIME) -> int:
     """Runs a point that nothing is known to be wrong with, and notes what became of it; its exit code."""
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
-        code = spawn.run([*point.overrides, *files])
+        code = spawn.run([*program.command, *point.overrides, *files])
     point.status = {0: "ok", REFUSED: "refused", spawn.INTERRUPTED: "interrupted"}.get(code, "failed")
     point.reason = cause(lines) or f"exit code {code}" if point.status == "failed" else ""
     record = Path(str(config.record))
@@ -215,16 +219,16 @@ def show(points: list[Point]) -> None:
             terminal.print(f"point {', '.join(numbers)} {status}: {reason}", markup=False, highlight=False)
 
 
-def main() -> None:
+def main(program: Program = RUNTIME) -> None:
     """Runs the sweep; the exit code is 0 where some point ran and none failed, 130 after control-C, otherwise 1."""
     if "RANK" in os.environ:
         sys.exit("error: a sweep starts the ranks of each point itself: run it without torchrun")
     arguments = [text for text in sys.argv[1:] if text not in ("-m", "--multirun")]
     try:
-        if (text := told(arguments)) is not None:
+        if (text := told(arguments, program.settings)) is not None:
             print(text, end="")
             return
-        check(points := read(arguments))
+        check(points := read(arguments, program))
     except ValueError as error:
         sys.exit(f"error: {error}")
     interrupted = False
@@ -232,7 +236,7 @@ def main() -> None:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
         if point.reason:
             print(point.status, flush=True)
-        elif run(point) == spawn.INTERRUPTED:
+        elif run(point, program) == spawn.INTERRUPTED:
             interrupted = True
             break
     ran = any(point.status in ("ok", "refused") for point in points)

@@ -10,7 +10,7 @@ from unittest import mock
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from launch.records.style import TEXT, WIDTH
+from benchmarks.records.style import TEXT, WIDTH
 
 WORDS = re.compile(r"\b(?:asked|bar|missed|likewise|played|failed|floors?)\b", re.I)
 MARGIN = 2  # pixels by which neighbours may touch

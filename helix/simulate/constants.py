@@ -110,7 +110,7 @@ def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
-    """Latency by width and rate of each, from rows of `launch.bench.comm`; `key`: its column, symm_us or nccl_us."""
+    """Latency by width and rate of each, from rows of `helix bench comm`; `key`: its column, symm_us or nccl_us."""
     by_op: dict[str, Collective] = {}
     for name, op in OPS.items():
         same = [row for row in rows if row["op"] == name]

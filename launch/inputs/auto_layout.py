@@ -1,4 +1,4 @@
-"""`layout=auto`: the layout that the planner takes for the prompts or points of a run.
+"""`layout=auto`: the layout that the planner takes for the prompts of a run, or what is timed.
 
 Every rank computes it for itself, from what all of them see, before they meet; ranks then compare what they chose.
 """
@@ -10,7 +10,7 @@ from math import inf
 
 import torch
 
-from helix.config import Config, LayoutConfig, bench_points
+from helix.config import Config, LayoutConfig
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
@@ -46,13 +46,19 @@ def ranks(config: Config) -> int:
 
 
 def choose(
-    config: Config, spec: DecoderSpec, prompts: Sequence[Prompt], world_size: int, device: str | None
+    config: Config,
+    spec: DecoderSpec,
+    prompts: Sequence[Prompt],
+    world_size: int,
+    device: str | None,
+    load: tuple[int, int],
 ) -> tuple[HelixLayout, str]:
     """The layout, and why it was taken.
 
     Args:
-        prompts: what is decoded; without any, `bench.points` say how many tokens there are.
+        prompts: what is decoded.
         device: name of the GPU, None on a CPU.
+        load: without prompts, sequences and tokens of each.
 
     Raises:
         ValueError: widths are set as well, nobody has described the device, or nothing fits on it.
@@ -68,7 +74,7 @@ def choose(
     hardware = hardware_of(device)
     if config.comm.backend == "nccl":
         hardware = hardware.over_nccl()
-    batch, length = workload(config, prompts)
+    batch, length = workload(config, prompts) if prompts else load
     options = planned(config, spec)
     ranking = plan(Question(spec, hardware, world_size, length, batch, options=options))
     sparse = options.sparse is not None and length >= options.sparse.from_tokens
@@ -78,9 +84,7 @@ def choose(
 
 
 def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """Sequences at a time and tokens of each: of the longest prompt with its new tokens, or of the largest point."""
-    if not prompts:
-        return max(bench_points(config.bench), key=lambda point: point[0] * point[1])
+    """Sequences at a time and tokens of each: of the longest prompt with its new tokens."""
     new = config.decode.max_new_tokens
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_new_tokens") for prompt in prompts)

@@ -22,8 +22,9 @@ from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.parts import check_weights, make_checkpoint, make_draft_layout, make_layout, make_spec
 from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
-from launch.inputs.tuning import check_tuning
-from launch.inputs.variants import variants
+from launch.inputs.work import Work, work_of
+
+TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, which says only what takes how long
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
-def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError where queries cannot choose the blocks that they read."""
+def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, timed: bool = False) -> None:
+    """Raises ValueError where queries cannot choose the blocks that they read; `timed`: as of `Work`."""
     attention, kv = config.attention, config.kv
     if attention.policy == "dense":
         return
@@ -87,10 +88,10 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
             f"attention.local_blocks={attention.local_blocks} blocks of kv.page_size={kv.page_size} tokens do not hold "
             f"an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
         )
-    if attention.score == "replay" and config.bench.kind == "none" and config.model.load != "random":
+    if attention.score == "replay" and not timed and config.model.load != "random":
         raise ValueError(
             f"attention.score=replay keeps attention.repeat={attention.repeat} of the blocks whatever the model says, "
-            "so that its output is not the model's: time it with bench=decode or model.load=random, or set "
+            f"so that its output is not the model's: time it with `{TIMED}` or model.load=random, or set "
             "attention.score=bounds"
         )
     if attention.choice == "local":
@@ -114,13 +115,13 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
         )
 
 
-def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
-    """Raises ValueError where a model cannot draft for itself over few of its keys."""
+def check_self_drafts(config: Config, spec: DecoderSpec, timed: bool = False) -> None:
+    """Raises ValueError where a model cannot draft for itself over few of its keys; `timed`: as of `Work`."""
     speculation = config.speculation
-    if speculation.forced is not None and config.bench.kind == "none" and config.model.load != "random":
+    if speculation.forced is not None and not timed and config.model.load != "random":
         raise ValueError(
             f"speculation.forced={speculation.forced} keeps drafts whatever the model says, so that its output is not "
-            "the model's: time it with bench=decode or model.load=random, or leave it unset"
+            f"the model's: time it with `{TIMED}` or model.load=random, or leave it unset"
         )
     if speculation.drafter != "sparse":
         return
@@ -184,21 +185,25 @@ def _token_ids(file: Path) -> dict[str, int]:
         raise ValueError(f"{file} has no vocabulary of the tokenizers library") from error
 
 
-def preflight(config: Config, rank: int, world_size: int, device: str | None = None) -> CheckedRun:
+def preflight(
+    config: Config, rank: int, world_size: int, device: str | None = None, work: Work | None = None
+) -> CheckedRun:
     """What one rank is to run; the same on every rank but for what only that rank's slices can show.
 
     Args:
         device: name of this rank's GPU, for layout=auto; None on a CPU.
+        work: what it does; None: what a run does.
 
     Raises:
         ValueError: naming the key, its value and what to do.
     """
     check(config)
     check_defaults(config.decode)
+    work = work_of(config) if work is None else work
     auto = config.layout.mode == "auto"
     layout = HelixLayout.create(kvp=world_size) if auto else make_layout(config.layout)
     if config.comm.backend == "emulated":
-        _check_emulated(config, layout, world_size)
+        _check_emulated(config, work, layout, world_size)
         rank, world_size = emulated.rank_of(rank, world_size, layout.world_size), layout.world_size
     if layout.world_size != world_size:
         raise ValueError(
@@ -212,26 +217,23 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
         )
     spec = make_spec(config)
     check_weights(config.model, "model")
-    prompts = _prompts(config)
+    prompts = _prompts(config, work)
     reason = None
     if auto:
-        layout, reason = choose(config, spec, prompts, world_size, device)
+        layout, reason = choose(config, spec, prompts, world_size, device, work.load)
     check_layout(layout, spec)
-    check_attention(config, layout, spec)
-    check_self_drafts(config, spec)
-    if config.speculation.drafter == "synthetic" and config.bench.kind == "none" and config.model.load != "random":
+    check_attention(config, layout, spec, work.timed)
+    check_self_drafts(config, spec, work.timed)
+    if config.speculation.drafter == "synthetic" and not work.timed and config.model.load != "random":
         raise ValueError(
-            "speculation.drafter=synthetic keeps drafts whatever the model says, so that "
-            "its output is not the model's: "
-            "time it with bench=decode or model.load=random, or use speculation.drafter=ngram"
+            "speculation.drafter=synthetic keeps drafts whatever the model says, so that its output is not the "
+            f"model's: time it with `{TIMED}` or model.load=random, or use speculation.drafter=ngram"
         )
-    if config.bench.kind == "tune":
-        check_tuning(config, prompts)
-    variants(config)
+    work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None
     files = {"decode.prompts": config.decode.prompts, "decode.output": config.decode.output, "record": config.record}
-    files |= {"bench.output": config.bench.output} if config.bench.output is not None else {}
+    files |= work.files
     named = [os.path.realpath(path) for path in files.values() if path is not None]
     if len(set(named)) < len(named):
         *all_but_last, last = (f"{key}={path}" for key, path in files.items())
@@ -247,7 +249,7 @@ def preflight(config: Config, rank: int, world_size: int, device: str | None = N
     return CheckedRun(config, layout, spec, checkpoint, draft, prompts, finished, reason)
 
 
-def prepared(config: Config) -> int:
+def prepared(config: Config, work: Work | None = None) -> int:
     """How many ranks a run on this host starts, once all that can be checked without them is.
 
     Raises:
@@ -255,7 +257,7 @@ def prepared(config: Config) -> int:
     """
     check(config)
     world_size = ranks(config)
-    preflight(config, 0, world_size)
+    preflight(config, 0, world_size, work=work)
     check_tokenizer_files(config.model.path)
     # Whether GPUs reach each other they say themselves.
     here = {"gpus": torch.cuda.device_count(), "peers": True}
@@ -263,11 +265,11 @@ def prepared(config: Config) -> int:
     return world_size
 
 
-def _check_emulated(config: Config, layout: HelixLayout, processes: int) -> None:
+def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: int) -> None:
     """Raises ValueError where two processes cannot emulate ranks of the layout."""
     what = "comm.backend=emulated: one or two GPUs emulate ranks of a larger layout"
-    if config.bench.kind == "none":
-        raise ValueError(f"{what}, and tokens mean nothing: set bench=decode, comm, hopb or prefill")
+    if not work.timed:
+        raise ValueError(f"{what}, and tokens mean nothing: use `{TIMED}`, or bench=comm, hopb or prefill there")
     if config.layout.mode == "auto" or not 1 <= processes <= min(emulated.PROCESSES, layout.world_size - 1):
         raise ValueError(
             f"{what}: {processes} processes were started for {layout}; start {emulated.PROCESSES} at most, and set "
@@ -275,14 +277,12 @@ def _check_emulated(config: Config, layout: HelixLayout, processes: int) -> None
         )
 
 
-def _prompts(config: Config) -> list[Prompt]:
-    """What is to be decoded; nothing in a server, nor in a benchmark, unless it tunes on prompts."""
-    if config.serve.socket is not None:
-        return []
-    if config.bench.kind != "none" and (config.bench.kind != "tune" or config.decode.prompts is None):
+def _prompts(config: Config, work: Work) -> list[Prompt]:
+    """What is to be decoded."""
+    if work.prompts == "none" or (work.prompts == "taken" and config.decode.prompts is None):
         return []
     if config.decode.prompts is None:
-        raise ValueError("nothing to do: set decode.prompts=FILE.jsonl, or bench=decode to time decode steps")
+        raise ValueError(f"nothing to do: set decode.prompts=FILE.jsonl, or time decode steps with `{TIMED}`")
     prompts = read_prompts(Path(config.decode.prompts))
     if any(p.text is not None for p in prompts) and not has_tokenizer(config.model.path):
         why = "a shape without model.path has no tokenizer"

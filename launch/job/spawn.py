@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -17,31 +15,27 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launch.inputs import parts
 from launch.job import lifeline
 from launch.job.lifeline import LAUNCHER, SIGNALS, STOPPED_S, status
 
 INTERRUPTED = 130  # exit code after control-C, as in shells
 LOOK_S = 0.1  # between two polls of the ranks
 GONE_S = 15.0  # for a process that was killed to be gone
-ENTRY = Path(__file__).resolve().parents[2] / "torchrun_entry.py"
 REFUSED = 3  # exit code if some requests were refused and the others served
 # Lines of a failed job that tell the cause, the most reliable first: a killed rank, an error line, an exception.
 CAUSES = (r"rank \d+ was killed", r"error\b", r"[\w.]+(Error|Exception): ")
 
 
-def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -> int:
+def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> int:
     """Runs `work` on ranks of this host: forks of this process, which need no imports.
 
     Args:
         work: returns a rank's exit code.
-        arguments: arguments of `torchrun_entry.py` for the same work, if a fork cannot do it.
+        command: arguments of Python for the same work, if a fork cannot do it.
 
     Returns:
         0, or the exit code of the rank that failed first (1 if a signal killed it), or INTERRUPTED.
@@ -53,7 +47,7 @@ def launch(world_size: int, work: Callable[[], int], arguments: Sequence[str]) -
         port = listener.getsockname()[1]
         ranks: list[Rank] = []
         try:
-            _start(ranks, world_size, listener, work, arguments)
+            _start(ranks, world_size, listener, work, command)
             store = dist.TCPStore(
                 "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
@@ -110,7 +104,7 @@ class Rank:
 
 
 def _start(
-    ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], arguments: Sequence[str]
+    ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], command: Sequence[str]
 ) -> None:
     """Starts the ranks of a job and appends them; they begin with signals blocked, until they reset the handlers."""
     environment = {
@@ -125,7 +119,7 @@ def _start(
     # Ranks share the cores; one thread each if there are more ranks than cores.
     share = max(1, (os.cpu_count() or 1) // world_size)
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share
-    command = [sys.executable, "-u", str(ENTRY), *arguments]
+    command = [sys.executable, "-u", *command]
 
     def begin(rank: int) -> int:
         listener.close()  # or this rank would answer for a launcher that is gone
@@ -190,66 +184,23 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run(overrides: Sequence[str]) -> int:
-    """Runs `launch` in a new process, as this one may have threads or have used CUDA; returns its exit code."""
-    with _signals() as came, _job(overrides) as job:
+def run(command: Sequence[str]) -> int:
+    """Runs `launch` in a new process, as this one may have threads or have used CUDA; returns its exit code.
+
+    Args:
+        command: arguments of Python.
+    """
+    with _signals() as came, started(command) as job:
         while job.poll() is None and not came:
             time.sleep(LOOK_S)
     return INTERRUPTED if came else job.returncode
 
 
-class JobError(RuntimeError):
-    """Error: a job failed; the message is the line that tells the cause."""
-
-
-def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Runs a job and returns its record; with fewer GPUs than ranks, one or two GPUs emulate it.
-
-    Raises:
-        JobError: it failed.
-        KeyboardInterrupt: it was interrupted; no other job should start.
-    """
-    emulated = parts.is_emulated(ranks)
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "record.json"
-        backend = ["comm.backend=emulated"] if emulated else []
-        with heard() as lines:
-            code = run([*backend, *overrides, f"record={record}"])
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if code:
-            raise JobError(cause(lines) or f"exit code {code}")
-        written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-    return written
-
-
-def rows(overrides: Sequence[str], **variables: str) -> Iterator[dict[str, Any]]:
-    """Runs a job and yields its measurements, the lines of JSON that it prints; other lines go to the terminal.
-
-    Args:
-        variables: environment variables of the job.
-
-    Raises:
-        JobError: it failed.
-    """
-    with heard() as lines, _job(overrides, subprocess.PIPE, **variables) as job:
-        assert job.stdout is not None
-        for line in job.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-            else:
-                print(line, end="", flush=True)
-        job.wait()
-    if job.returncode:
-        raise JobError(cause(lines) or f"exit code {job.returncode}")
-
-
 @contextmanager
-def _job(overrides: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(command: Sequence[str], stdout: int | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Starts a launcher in a new process, which ends, with its ranks, at the end of the context."""
-    command = [sys.executable, "-u", str(ENTRY), *overrides]
     environment = os.environ | {LAUNCHER: str(os.getpid())} | variables
-    with subprocess.Popen(command, stdout=stdout, text=True, env=environment) as job:
+    with subprocess.Popen([sys.executable, "-u", *command], stdout=stdout, text=True, env=environment) as job:
         try:
             yield job
         finally:

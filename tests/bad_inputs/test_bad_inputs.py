@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.program import PROGRAM as LABORATORY
 from launch import agent, run
 from launch.inputs.files import claim
+from launch.inputs.work import RUNTIME, Program
 from launch.job import spawn
-from tests.bad_inputs.command_lines import BAD_AGENTS, BAD_COMMAND_LINES, BAD_ENVIRONMENTS, RANKS
+from tests.bad_inputs.command_lines import BAD_AGENTS, BAD_BENCHMARKS, BAD_COMMAND_LINES, BAD_ENVIRONMENTS, RANKS
 from tests.bad_inputs.configs import CONFIGS
 from tests.bad_inputs.files import CASES as FILES
 from tests.e2e.checkpoints import DEMO, checkpoint
@@ -26,28 +28,31 @@ Setup = Callable[[Path], Any]
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[list[str], str], None]:
     """Runs a command line in this process, which has to end it with one line that has the words, and start nothing."""
-    monkeypatch.setattr(spawn, "launch", lambda count, work: pytest.fail("ranks were started"))
+    monkeypatch.setattr(spawn, "launch", lambda count, work, command: pytest.fail("ranks were started"))
 
-    def check(arguments: list[str], words: str) -> None:
+    def check(arguments: list[str], words: str, program: Program = RUNTIME) -> None:
         capsys.readouterr()  # what making a checkpoint has printed
-        code, said = run.main(arguments), capsys.readouterr()
+        code, said = run.main(arguments, program), capsys.readouterr()
         assert code == 1 and said.out == ""
         assert said.err.startswith("error: ") and said.err.count("\n") == 1 and words in said.err, ascii(said.err)
 
     return check
 
 
-@pytest.mark.parametrize(
-    "arguments, code, words", BAD_COMMAND_LINES, ids=[ascii(case[0]) for case in BAD_COMMAND_LINES]
-)
-def test_command_lines(arguments: list[str], code: int, words: str, tmp_path: Path, refused: Any) -> None:
+CASES = [(RUNTIME, *case) for case in BAD_COMMAND_LINES] + [(LABORATORY, *case) for case in BAD_BENCHMARKS]
+
+
+@pytest.mark.parametrize("program, arguments, code, words", CASES, ids=[ascii(case[1]) for case in CASES])
+def test_command_lines(
+    program: Program, arguments: list[str], code: int, words: str, tmp_path: Path, refused: Any
+) -> None:
     assert code == 1
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(PROMPT)
     paths = {"MODEL": str(checkpoint("qwen3")), "PROMPTS": str(prompts)}
     for name, path in paths.items():
         arguments, words = [text.replace(name, path) for text in arguments], words.replace(name, path)
-    refused([f"model.path={paths['MODEL']}", f"decode.prompts={prompts}", *arguments], words)
+    refused([f"model.path={paths['MODEL']}", f"decode.prompts={prompts}", *arguments], words, program)
 
 
 @pytest.mark.parametrize("name, value, code, words", BAD_ENVIRONMENTS)

@@ -24,7 +24,7 @@ from helix.layout import HelixLayout
 from helix.events.request import Request
 from helix.speculation import NgramDrafter
 from kernels.attention.split_kv import PartialAttention
-from launch.measure.hopb import EXPECTED_UNITS, delays
+from benchmarks.ranks.hopb import EXPECTED_UNITS, delays
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, generate, loopback
 from tests.pool import Pool, pool

@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENTRY = [sys.executable, "torchrun_entry.py"]
+LABORATORY = [sys.executable, "-m", "benchmarks.entry"]
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench import main as bench_main
+from benchmarks.models import speculate
+from benchmarks.ranks.steps import UNTIMED
+from benchmarks.runner import Given
+from benchmarks.runner import run as run_benchmark
 from comm.loopback import LoopbackWorld
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from launch import demo
-from launch.bench import speculate
-from launch.bench.__main__ import main as bench_main
-from launch.bench.runner import Given
-from launch.bench.runner import run as run_benchmark
 from launch.demo import verdict
 from launch.inputs.files import claim
-from launch.measure.steps import UNTIMED
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
-from tests.e2e.cli import ENTRY, Ended, Job, torchrun
+from tests.e2e.cli import ENTRY, LABORATORY, Ended, Job, torchrun
 from tests.e2e.parity import build_engine
 
 FAMILY = "qwen3"  # no tokenizer: jobs start in three seconds
@@ -188,8 +188,8 @@ def test_bad_input_ends_every_rank_with_one_message(tmp_path: Path, many: Path) 
 def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: Path) -> None:
     """Found once the weights are in, on all ranks alike: in a run, and at the only point of a benchmark."""
     bench = ["bench=decode", "bench.points=[65536x300]", "bench.steps=1", "layout.kvp=1"]
-    for overrides in (["kv.tokens=1000000000000"], bench):
-        ended = run(tmp_path, *common(many), *overrides)
+    for overrides, command in ((["kv.tokens=1000000000000"], ENTRY), (bench, LABORATORY)):
+        ended = run(tmp_path, *common(many), *overrides, command=command)
         assert ended.code == 1 and ended.output.count("error: kv.tokens=") == 1, ended.output
         assert "rank 0 failed" not in ended.output and "of the free memory holds" in ended.output, ended.output
 
@@ -197,8 +197,9 @@ def test_too_large_a_cache_ends_every_rank_with_one_line(tmp_path: Path, many: P
 def test_too_large_a_model_ends_every_rank_with_one_line(tmp_path: Path) -> None:
     """DeepSeek-R1 over two ranks: half of 1.3 TB on each, of which nothing is taken."""
     ended = run(
-        tmp_path, "model=deepseek-r1", "model.load=random", "layout.kvp=2", "bench=decode", "bench.points=[1x64]"
-    )
+        tmp_path, "model=deepseek-r1", "model.load=random", "layout.kvp=2", "bench=decode", "bench.points=[1x64]",
+        command=LABORATORY,
+    )  # fmt: skip
     assert ended.code == 1 and ended.output.count("error: the weights of rank") == 1, ended.output
     assert "take 67" in ended.output and "GB in bfloat16 (helix kvp=2 tpa=1" in ended.output, ended.output
     assert "Traceback" not in ended.output
@@ -208,7 +209,8 @@ def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
     """One is beyond the model's context, the other has room for its drafts."""
     record = tmp_path / "record.json"
     points = "bench.points=[1x40000,2x64]"
-    ended = run(tmp_path, "model=demo", "bench=prefill", points, "speculation=ngram", f"record={record}")
+    given = ["model=demo", "bench=prefill", points, "speculation=ngram", f"record={record}"]
+    ended = run(tmp_path, *given, command=LABORATORY)
     assert ended.code == 0, ended.output
     long, short = json.loads(record.read_text())["points"]
     assert "context of 32768" in long["failed"] and short["tokens_per_s"] == 2 * 64 / short["prefill_s"] < 1e5
@@ -217,7 +219,7 @@ def test_prompts_are_timed_where_they_are_served(tmp_path: Path) -> None:
 @pytest.mark.slow  # calibration times those of two
 def test_collectives_of_three_ranks_are_timed(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    ended = run(tmp_path, "model=demo", "bench=comm", "layout.kvp=3", f"record={record}")
+    ended = run(tmp_path, "model=demo", "bench=comm", "layout.kvp=3", f"record={record}", command=LABORATORY)
     assert ended.code == 0, ended.output
     assert {row["ranks"] for row in json.loads(record.read_text())["collectives"]} == {3}
 
@@ -278,7 +280,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=synthetic", "speculation.gamma=3",
         "speculation.acceptance=1", "layout.kvp=2", "attention=block_sparse", "attention.from_tokens=0",
         "attention.topk=4", "kv.page_size=16", "kv.append_block=16", "attention.local_blocks=2", f"record={record}",
-        'bench.variants=["attention.topk=4","attention.topk=2"]',
+        'bench.variants=["attention.topk=4","attention.topk=2"]', command=LABORATORY,
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output
     assert ended.output.startswith("weights are random (model.load=random)")
@@ -352,7 +354,7 @@ def test_benchmarks_run_without_a_gpu(
 ) -> None:
     out = tmp_path / "bench.jsonl"
     for what in ("kernels", "baselines"):
-        monkeypatch.setattr(sys, "argv", ["launch.bench", what, f"output={out}"])
+        monkeypatch.setattr(sys, "argv", ["benchmarks.bench", what, f"output={out}"])
         bench_main()
         assert "mean nothing" in capsys.readouterr().out
     kernels, ragged, *rest = jsonl(out)

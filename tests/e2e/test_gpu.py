@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.quality.needles import SOURCES, make
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.layout import HelixLayout
-from launch.inputs.needles import SOURCES, make
 from tests.e2e.checkpoints import DEMO, FAMILIES, MOE_FAMILIES, checkpoint, oracle
 from tests.e2e.cli import ENTRY, Ended, Job
 from tests.e2e.parity import agreement, check, distributed_rank, loopback

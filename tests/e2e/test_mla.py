@@ -8,6 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
+from benchmarks.ranks.hopb import without_exchange
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
 from helix.control.engine import Engine
@@ -15,7 +16,6 @@ from helix.events.decision import StepKind
 from helix.layers import mla
 from helix.layout import HelixLayout
 from helix.run.autotune import step_seconds
-from launch.measure.hopb import without_exchange
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.deepseek import MLA_FAMILIES
 from tests.e2e.parity import check, distributed_rank, loopback

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks.serving import Arrival, Client, Seen
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.config import ServeConfig
@@ -30,7 +31,6 @@ from helix.models import Decoder
 from helix.placement import BlockBudget
 from helix.run.model_runner import StepTokens
 from helix.speculation import DraftBudget, NgramDrafter
-from launch.measure.serving import Arrival, Client, Seen
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Continuation, ModelDrafts, SelfDrafts, Sparse, build_engine
 from tests.e2e.test_parity import MOE_LENGTHS, MOE_TOKENS

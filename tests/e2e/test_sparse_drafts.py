@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.ranks.phases import phase_us
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
 from comm.torch_dist import TorchDistCommunicator
@@ -28,7 +29,6 @@ from helix.speculation import Draft, DraftBudget, SparseDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.steps.step import DecodeState, Step
 from kernels.attention.split_kv import PartialAttention
-from launch.measure.phases import phase_us
 from tests.e2e.checkpoints import checkpoint, oracle
 from tests.e2e.parity import Result, SelfDrafts, build_engine, check, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.quality.copy_prompts import copy_prompts
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
@@ -24,7 +25,6 @@ from helix.run.autotune import fill, step_seconds
 from helix.speculation import Draft, Drafter, NgramDrafter, SyntheticDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.steps.step import DecodeState
-from launch.inputs.copy_prompts import copy_prompts
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
 from tests.e2e.parity import Continuation, Result, build_engine, check, differences, distributed_rank, generate
 from tests.e2e.test_parity import LENGTHS, MOE_LENGTHS, MOE_TOKENS, NEW_TOKENS

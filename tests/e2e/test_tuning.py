@@ -14,21 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.ranks import tuning
+from benchmarks.ranks.tuning_steps import Measured, Way
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.engine import build_engine
 from helix.config import Config
 from helix.layout import HelixLayout
 from helix.models import Decoder
 from helix.models.loading import Checkpoint
-from launch.inputs.preflight import preflight
 from launch.inputs.prompts import read_prompts, to_request
 from launch.job.report import Phases
 from launch.job.task import Task
-from launch.measure import tuning
-from launch.measure.tuning_steps import Measured, Way
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.cli import Job
-from tests.unit.test_config import composed
+from tests.laboratory import composed, preflight
 
 NEW = 8
 
@@ -181,7 +180,7 @@ def test_the_command(prompts: Path, tmp_path: Path) -> None:
         *(root / "tuned" / f"{name}.{e}" for e in ("jsonl", "png")),
     ]
     arguments = [text for text in settings(prompts) if not text.startswith(("bench=", "speculation=", "bench.output"))]
-    command = [sys.executable, "-m", "launch.tune"]
+    command = [sys.executable, "-m", "benchmarks.tune"]
     try:
         ended = Job(command, f"name={name}", *arguments, log=tmp_path / "1.log").wait(240.0)
         assert ended.code == 0, ended.output

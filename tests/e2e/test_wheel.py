@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import COMMANDS
+from launch.cli import COMMANDS, LABORATORY
 from tests.e2e.checkpoints import DEMO
 from tests.e2e.cli import ROOT, Job
 
-PARTS = ("helix", "kernels", "comm", "launch", "conf", "pyproject.toml", "torchrun_entry.py", "README.md", "LICENSE")
+FOLDERS = ("helix", "kernels", "comm", "launch", "benchmarks", "conf")
+PARTS = (*FOLDERS, "pyproject.toml", "torchrun_entry.py", "README.md", "LICENSE")
+RECORDS = shutil.ignore_patterns("results", "figures", "*.md")  # of the laboratory, which a wheel leaves out
 IN_A_CHECKOUT = ("bench", "demo", "fidelity", "acceptance", "plot", "tables", "needles make output=x")
-IN_A_CHECKOUT += ("plan check", "plan bill", "simulate figures")
+IN_A_CHECKOUT += ("planner check", "planner bill", "paper")
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -32,8 +34,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, environment = directory / "source", directory / "environment"
     source.mkdir()
     for part in PARTS:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        copy(ROOT / part, source / part)
+        if part in FOLDERS:
+            shutil.copytree(ROOT / part, source / part, ignore=RECORDS if part == "benchmarks" else None)
+        else:
+            shutil.copy(ROOT / part, source / part)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     build = [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", f"--wheel-dir={directory}"]
     subprocess.run(build, check=True)
@@ -77,9 +81,9 @@ def test_it_serves_its_page(installed: Path, tmp_path: Path) -> None:
 
 def files(root: Path) -> set[Path]:
     """Lists the files that a wheel holds, of the checkout or of where it is installed."""
-    folders = [root / part for part in PARTS if "." not in part and part != "LICENSE"]
-    found = (file for folder in folders for file in folder.rglob("*.*"))
-    return {file.relative_to(root) for file in found if file.suffix in (".py", ".yaml", ".txt", ".html")}
+    found = (file.relative_to(root) for folder in FOLDERS for file in (root / folder).rglob("*.*"))
+    code = {file for file in found if file.suffix in (".py", ".yaml", ".txt", ".html")}
+    return {file for file in code if file.parts[:2] != ("benchmarks", "results")}
 
 
 def test_it_has_all_that_the_checkout_has(installed: Path) -> None:
@@ -88,7 +92,7 @@ def test_it_has_all_that_the_checkout_has(installed: Path) -> None:
 
 
 def test_commands_of_the_checkout_say_so(installed: Path, tmp_path: Path) -> None:
-    assert {command.split()[0] for command in IN_A_CHECKOUT} <= COMMANDS.keys()
+    assert {command.split()[0] for command in IN_A_CHECKOUT} <= (COMMANDS | LABORATORY).keys()
     program = [str(installed / "python"), "-c", PROGRAM, *IN_A_CHECKOUT]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     said = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
@@ -102,7 +106,7 @@ PROGRAM = """
 import importlib, sys
 for command in sys.argv[1:]:
     name, *arguments = command.split()
-    module = importlib.import_module("launch.bench.__main__" if name == "bench" else f"launch.{name}")
+    module = importlib.import_module(f"{'launch' if name == 'demo' else 'benchmarks'}.{name}")
     sys.argv = [name, *(arguments or ["kernels"] * (name == "bench"))]
     try:
         module.main()

@@ -30,7 +30,7 @@ from rich.text import Text
 from tests.faults.planted import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
-SHARED = "assets", "benchmarks", "docs"  # folders in which nothing is planted: links
+SHARED = "assets", "benchmarks/results", "benchmarks/figures", "docs"  # folders in which nothing is planted: links
 COPIES = 2  # that are tested at a time
 DEADLINE_S = 120.0  # of a test; a fault that lets one hang is caught by it
 OK, FAILED = 0, 1  # exit codes of pytest
@@ -55,7 +55,7 @@ class Found:
 def copy_tree(target: Path) -> None:
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for name in map(Path, listed.splitlines()):
-        if name.parts[0] not in SHARED and (ROOT / name).is_file():
+        if not any(name.is_relative_to(shared) for shared in SHARED) and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target / name)
     for name in SHARED:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kernels.linear import MATRICES
 from kernels.dense import linear_sm90
 from kernels.dense.linear import linear
 from kernels.reference.linear import linear as reference
-from launch.bench.linear import MATRICES
 
 # Triton's interpreter multiplies the bit patterns of bf16: the kernel takes bf16 on a GPU alone.
 CASES = [

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.papers import verification as bench_verify
 from kernels.peers.mailbox import TURN, send
 from kernels.reference import verify as reference
 from kernels.tokens import verify as kernels
 from kernels.tokens.verify import Packed, Verified
-from launch.bench import verify as bench_verify
 
 SCANS = {"naive": kernels.naive, "scan": kernels.verify}
 FUSED = {"fused": kernels.verify_and_pack, "one block": kernels.verify_and_pack_one_block}

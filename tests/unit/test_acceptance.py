@@ -13,6 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.acceptance import OPTIONS, measure
+from benchmarks.quality import continuations, copy_prompts, haystacks
+from benchmarks.quality.acceptance_rows import counted, ways
+from benchmarks.quality.agreement import mean_range
+from benchmarks.quality.continuations import FACTS, TASKS, Continuation
+from benchmarks.quality.draft_meter import DraftMeter
+from benchmarks.quality.drafting import DRAFTERS, Outcome, Way, run
+from benchmarks.quality.prefilled import Setting
+from benchmarks.records import acceptance_figures, acceptance_tables
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.control.engine import Engine
 from helix.events.decision import StepKind
@@ -21,16 +30,7 @@ from helix.layout import HelixLayout
 from helix.speculation import Draft, DraftBudget, Drafter
 from helix.steps.step import DecodeState
 from helix.tokenizer import load_tokenizer
-from launch.acceptance import OPTIONS, measure
-from launch.inputs import continuations, copy_prompts, haystacks
 from launch.inputs.compose import ROOT
-from launch.inputs.continuations import FACTS, TASKS, Continuation
-from launch.measure.acceptance_rows import counted, ways
-from launch.measure.agreement import mean_range
-from launch.measure.draft_meter import DraftMeter
-from launch.measure.drafting import DRAFTERS, Outcome, Way, run
-from launch.measure.prefilled import Setting
-from launch.records import acceptance_figures, acceptance_tables
 from tests.e2e.parity import SelfDrafts, build_engine
 from tests.legible import illegible
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from launch.bench import hopb
-from launch.bench.__main__ import BENCHMARKS, given, main
-from launch.bench.runner import Benchmark, Given, Part, record, run
-from launch.bench.steps import time_job
-from launch.bench.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks import jobs
+from benchmarks.bench import BENCHMARKS, given, main
+from benchmarks.models import hopb
+from benchmarks.models.steps import time_job
+from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
+from benchmarks.records.step_tables import largest_batch
+from benchmarks.runner import Benchmark, Given, Part, record, run
 from launch.inputs import parts
 from launch.inputs.auto_layout import ranks as ranks_of
-from launch.inputs.compose import composed
 from launch.inputs.shapes import spec_of
 from launch.job import spawn
-from launch.records.step_tables import largest_batch
+from tests.laboratory import composed
 
 
 @pytest.mark.parametrize(
@@ -74,12 +76,12 @@ def test_ranks_beyond_the_gpus_are_emulated(
     started: list[list[str]] = []
     monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(spawn, "run", lambda overrides: started.append(overrides) or 1)
-    with pytest.raises(spawn.JobError, match=r"^exit code 1$"):
-        spawn.measure(ranks, wanted := ["bench=comm", f"layout.kvp={ranks}"])
+    with pytest.raises(jobs.JobError, match=r"^exit code 1$"):
+        jobs.measure(ranks, wanted := ["bench=comm", f"layout.kvp={ranks}"])
     [overrides] = started
-    assert overrides[:-1] == ["comm.backend=emulated"] * emulated + wanted
+    assert overrides[:-1] == [*jobs.COMMAND, *["comm.backend=emulated"] * emulated, *wanted]
     assert overrides[-1].startswith("record=")
-    assert ranks_of(composed(overrides)) == processes
+    assert ranks_of(composed(*overrides[2:])) == processes
 
 
 def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_what_a_benchmark_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["launch.bench", *arguments])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.bench", *arguments])
     main()
     return capsys.readouterr().out
 
@@ -134,9 +136,9 @@ def test_every_benchmark_is_listed_and_teaches(
     for what, benchmark in BENCHMARKS.items():
         assert f"{what:<15} {benchmark.about}" in listed
         taught = said(monkeypatch, capsys, what, "--help")
-        assert f"python -m launch.bench {what}" in taught and "output" in taught
+        assert f"python -m benchmarks.bench {what}" in taught and "output" in taught
         assert ("ranks " in taught, "models:" in taught) == (benchmark.emulated, bool(benchmark.models))
-    monkeypatch.setattr(sys, "argv", ["launch.bench", "kernel"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.bench", "kernel"])
     with pytest.raises(SystemExit, match=r"^error: kernel is unknown; known: .*\(did you mean kernels\?\)"):
         main()
 
@@ -148,7 +150,7 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
         for i in range(count):
             yield {"bare": i, "us": 12.345, "bar_us": None if i else 6.1725}
         if count == 3:
-            raise spawn.JobError("no room")
+            raise jobs.JobError("no room")
 
     device, out = parts.torch.device("cpu"), tmp_path / "rows.jsonl"
     part = Part(lambda given: [(1,), (2,)], measure, "bare us bar_us us/bar_us")
@@ -163,7 +165,7 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
     assert [line for line in table if line] == [["0", "12.3", "6.17", "2.00"]] * 2 + [["1", "12.3", "-", "-"]]
 
     failing = Benchmark("", "", (Part(lambda given: [(3,)], measure, "us"),))
-    with pytest.raises(spawn.JobError):
+    with pytest.raises(jobs.JobError):
         record("x", run(failing, Given(device, 2)), Given(device, 2), out)
     assert len(out.read_text().splitlines()) == 7 and "appended 3 lines" in capsys.readouterr().out
 
@@ -171,7 +173,7 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
 def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ("ttl", "mla", "delay", "timeline")
     job = {"hopb": [{"kind": kind} for kind in kinds]}
-    monkeypatch.setattr(spawn, "measure", lambda ranks, overrides: job)
+    monkeypatch.setattr(jobs, "measure", lambda ranks, overrides: job)
     given = Given(parts.torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
     monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: 2)
     counted = {case: [row["kind"] for row in hopb.measure(given, *case)] for case in hopb.cases(given)}
@@ -179,3 +181,19 @@ def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.Mo
         ("qwen2.5-3b", "symm_mem"): [*kinds], ("qwen2.5-3b", "nccl"): ["ttl", "mla"],
         ("qwen2.5-7b", "symm_mem"): ["ttl"], ("qwen2.5-7b", "nccl"): ["ttl"],
     }  # fmt: skip
+
+
+def test_rows_come_while_a_job_measures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And one that fails leaves those that it had; one whose rows nobody wants any more ends."""
+    job = tmp_path / "job.py"
+    job.write_text("import sys\nprint('a table')\nprint('{\"a\": 1}')\nsys.exit('error: no room')\n")
+    rows = jobs.rows([], [str(job)])
+    assert next(rows) == {"a": 1}
+    with pytest.raises(jobs.JobError, match=r"^no room$"):
+        next(rows)
+    assert capfd.readouterr().out == "a table\n"
+    job.write_text("import sys, time\nprint(sys.argv[1])\ntime.sleep(60)\n")
+    begin, rows = time.monotonic(), jobs.rows(['{"b": 2}'], [str(job)])
+    assert next(rows) == {"b": 2}
+    rows.close()
+    assert time.monotonic() - begin < 30

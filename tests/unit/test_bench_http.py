@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.http import Client, Seen, row, serving
-from launch.job.spawn import JobError
+from benchmarks.jobs import JobError
+from benchmarks.models.http import Client, Seen, row, serving
 from tests.serving.front import front
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from launch.bench.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
+from benchmarks.models.speculate import GAMMAS, PARTS, REST, expected_tokens, split, with_gains
+from benchmarks.quality.copy_prompts import GIVEN, LINES, copy_prompts
+from benchmarks.records import rows, tables
 from launch.inputs.compose import ROOT
-from launch.inputs.copy_prompts import GIVEN, LINES, copy_prompts
-from launch.records import rows, tables
 
 # Of the benchmark of verification; no decode step has them, nor those of prompts.
 ELSEWHERE = {"naive", "verify", "pack", "one_block", "verify_and_pack"}

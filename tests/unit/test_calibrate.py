@@ -14,16 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import calibrate
+from benchmarks.calibrate import ROWS, assemble, main, measure
+from benchmarks.records.recorded_steps import FILES
 from helix.simulate import constants
 from helix.simulate.cost import sent_bytes
 from helix.simulate.hardware import EXTRAPOLATED, MEASURED, Hardware
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
-from launch import calibrate
-from launch.calibrate import ROWS, assemble, main, measure
 from launch.inputs.hardware import load_hardware, read_hardware
 from launch.inputs.shapes import load_spec
-from launch.records.recorded_steps import FILES
 
 H200 = load_hardware("h200")
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_constants_of_planted_rows() -> None:
 
 
 def comm_rows(rate: float = 2e11) -> list[dict[str, Any]]:
-    """What `launch.bench.comm` would record of collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
+    """What `helix bench comm` would record of collectives with latencies of 2 and 3 us (NCCL: ten times) over 2, 4."""
     rows = []
     for width, latency in ((2, 2e-6), (4, 3e-6)):
         for name, sizes in (

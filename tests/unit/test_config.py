@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from helix.config import BenchConfig, Config, bench_points, check
+from helix.config import Config, check
 from launch.inputs import compose
-from launch.inputs.compose import GROUPS, ROOT, sweep_points, told
+from launch.inputs.compose import ROOT, RUN, sweep_points, told
 
 CONF = Path(ROOT) / "conf"
 
@@ -26,7 +26,7 @@ def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
     assert config.kv.append_block == 16 and config.decode.temperature == 0
 
 
-@pytest.mark.parametrize("group, option", [(g, option) for g in GROUPS for option in GROUPS[g]])
+@pytest.mark.parametrize("group, option", [(g, option) for g in RUN.groups for option in RUN.groups[g]])
 def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
     config = composed(f"{group}={option}")
     check(config)
@@ -56,7 +56,7 @@ def test_unknown_keys_are_refused() -> None:
 def test_help_names_every_group() -> None:
     text = told(["--help", "layout=tp"])
     assert text is not None and "  layout: auto, helix, medha, tp\n" in text and "mode: tp\n" in text
-    for group in [*GROUPS, "record", "seed"]:
+    for group in [*RUN.groups, "record", "seed"]:
         assert f"\n  {group} " in text or group == "experiment", group
     assert "hardware" not in text, "the simulator's alone"
 
@@ -75,7 +75,6 @@ def test_the_composed_config_is_shown() -> None:
         ("attention.policy=sparse", ["attention.policy", "sparse", "dense"]),
         ("comm.backend=mpi", ["comm.backend", "mpi", "gloo"]),
         ("hopb.chunks=3", ["hopb.chunks", "'3'", "none, auto, 2, 4, 8"]),
-        ("bench.kind=all", ["bench.kind", "all", "decode"]),
         ("speculation.drafter=oracle", ["speculation.drafter", "oracle", "none, ngram, model, sparse, synthetic"]),
         (
             "speculation.policy=best",
@@ -88,7 +87,6 @@ def test_the_composed_config_is_shown() -> None:
         ("speculation.acceptance=1.5", ["speculation.acceptance", "1.5", "from 0 to 1"]),
         ("speculation.gamma=32", ["speculation.gamma", "32", "from 1 to 31"]),
         ("speculation.longest=0", ["speculation.longest", "0", "from 1 to 8"]),
-        ("bench.gammas=[0,1]", ["bench.gammas", "1", "speculation.drafter=none"]),
         ("kv.append_block=0", ["kv.append_block", "0", "from 1"]),
         ("kv.page_size=-1", ["kv.page_size", "-1"]),
         ("kv.tokens=0", ["kv.tokens", "0"]),
@@ -190,22 +188,7 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
             sweep_points([text])
 
 
-def test_points_are_read_before_anything_is_loaded() -> None:
-    assert bench_points(BenchConfig("decode", ["2x3", "1x64K", "8x1M"])) == [(2, 3), (1, 65536), (8, 1 << 20)]
-    with pytest.raises(ValueError, match=r"bench\.points has '1x2G'"):
-        check(composed("bench=decode", "bench.points=[1x2G]"))
-    with pytest.raises(ValueError, match=r"bench\.points is empty"):
-        check(composed("bench=prefill", "bench.points=[]"))
-
-
-def test_drafts_to_time_are_those_that_are_proposed() -> None:
-    check(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,1,7]"))
-    with pytest.raises(ValueError, match=r"bench\.gammas has 8, but speculation.drafter=ngram .* proposes 7 at most"):
-        check(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,8]"))
-
-
 def test_the_schema_has_these_groups() -> None:
     assert set(Config.__dataclass_fields__) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "serve", "bench", "record",
-        "seed",
+        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "serve", "record", "seed",
     }  # fmt: skip

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import reference
+from benchmarks.records.step_tables import headline
+from benchmarks.records.tables import PAGES, with_tables
+from benchmarks.schema import SETTINGS
 from helix.layout import HelixLayout
-from launch import reference
-from launch.inputs.compose import composed, sweep_points
+from launch.inputs.compose import RUN, Settings, composed, sweep_points
 from launch.inputs.shapes import load_spec
-from launch.records.step_tables import headline
-from launch.records.tables import PAGES, with_tables
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
@@ -36,12 +37,15 @@ FILE = re.compile(
 PLACEHOLDER = re.compile(r"\b(?:x|test_x|x_sm90|mine)\.|[A-Z]{2,}")  # in `helix/models/x.py`, `conf/GROUP/`
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|takes minutes)$")
-RUNS = "torchrun_entry.py", "helix run", "launch.serve", "launch/agent.sh", "launch/slurm.sbatch"
+RUNS = "torchrun_entry.py", "benchmarks.entry", "helix run", "launch.serve", "launch/agent.sh", "launch/slurm.sbatch"
 # Words for what this project once reported to someone; in records, `"bar"` is a key.
 WORDS = re.compile(
     r"""\b(?:asked|bars|(?<!['"])(?<!progress )bar(?!['"])|missed|likewise|play(?:s|ed|ing)?|stand-ins?)\b""", re.I
 )
-CODE = "helix", "kernels", "comm", "launch", "conf"
+CODE = [ROOT / room for room in ("helix", "kernels", "comm", "launch", "conf")]
+CODE += [*(ROOT / "benchmarks").glob("*.py"), *(f.parent for f in (ROOT / "benchmarks").glob("*/__init__.py"))]
+CODE += [ROOT / "benchmarks" / "conf"]
+SWEEPS = {"launch.sweep": RUN, "benchmarks.sweep": SETTINGS}
 BESIDE = "torchrun_entry.py", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"  # code that is in no room
 
 
@@ -137,10 +141,16 @@ def remarks(file: Path) -> str:
     return "\n".join([*comments, *docstrings])
 
 
+def files_in(*paths: Path) -> list[Path]:
+    """Lists files of code, among some files and folders."""
+    found = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.*"))]
+    return [file for file in found if file.is_file() and file.suffix != ".pyc"]
+
+
 def test_what_code_names_is_there() -> None:
     """Paths, links and headings in comments and docstrings of all rooms and of conf/; papers are named by their ids."""
     files = [ROOT / name for name in BESIDE]
-    files += [f for room in (*CODE, "tests") for f in (ROOT / room).rglob("*.*") if f.is_file() and f.suffix != ".pyc"]
+    files += files_in(*CODE, ROOT / "tests")
     found = []
     for file in files:
         said = remarks(file)
@@ -152,10 +162,9 @@ def test_what_code_names_is_there() -> None:
 
 def test_words_are_plain() -> None:
     """Pages, and code with all its docstrings, comments, messages and names."""
-    code = [file for folder in CODE for file in (ROOT / folder).rglob("*.*") if file.suffix != ".pyc"]
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
-        for file in [*(ROOT / page for page in DOCS), *code]
+        for file in [*(ROOT / page for page in DOCS), *files_in(*CODE)]
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
         if WORDS.search(line)
     ]
@@ -198,9 +207,9 @@ def test_commands_are_understood(
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
         if any(name in command for name in RUNS):
             at = max(i for i, word in enumerate(words) if any(word == name.split()[-1] for name in RUNS))
-            _composes(words[at + 1 :], sweeps=False)
-        elif words[:4] == ["python", "-m", "launch.sweep", "-m"]:
-            _composes(words[4:], sweeps=True)
+            _composes(words[at + 1 :], sweeps=False, settings=SETTINGS if "benchmarks.entry" in words else RUN)
+        elif words[:2] == ["python", "-m"] and words[2] in SWEEPS:
+            _composes(words[4:], sweeps=True, settings=SWEEPS[words[2]])
         elif words[:3] == ["python", "-m", "pytest"]:
             assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), command
         elif words[:2] == ["python", "-m"]:
@@ -215,18 +224,18 @@ def test_commands_are_understood(
             assert words[0] in (".", "pip"), command
 
 
-def _composes(overrides: list[str], sweeps: bool) -> None:
+def _composes(overrides: list[str], sweeps: bool, settings: Settings) -> None:
     if overrides == ["--help"]:
         return
-    for point in sweep_points(overrides)[0] if sweeps else [overrides]:
-        config = composed(point)
+    for point in sweep_points(overrides, settings)[0] if sweeps else [overrides]:
+        config = composed(point, settings)
         assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 
 
 def _has_options(
     module: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [words[0]] if words and module in ("launch.simulate", "launch.bench") else []
+    command = [words[0]] if words and module in ("launch.simulate", "benchmarks.bench", "benchmarks.planner") else []
     assert _main(module, [*command, "--help"], monkeypatch) in (None, 0)
     said = capsys.readouterr().out
     for option in (word.partition("=")[0] for word in words if re.match(r"--\w|\w+=", word)):
@@ -239,6 +248,6 @@ def _main(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> obj
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     try:
-        return importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main()
+        return importlib.import_module(module).main()
     except SystemExit as end:
         return end.code

@@ -23,9 +23,9 @@ from helix.models import Decoder, spec_from_config
 from helix.models.loading import read_config
 from helix.placement import Placement
 from helix.speculation import DraftModel, ModelDrafter
-from launch.inputs.preflight import CheckedDraft, preflight
+from launch.inputs.preflight import CheckedDraft
 from tests.e2e.checkpoints import DEMO, checkpoint
-from tests.unit.test_config import composed
+from tests.laboratory import composed, preflight
 
 
 def config(draft: Path | str, *overrides: str, target: Path | None = None) -> Config:

@@ -12,21 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import fidelity
+from benchmarks.fidelity import measure
+from benchmarks.quality import fidelity_tasks, forced, haystacks, prefilled
+from benchmarks.quality.agreement import common_prefix, compare, mcnemar, paired, wilson
+from benchmarks.quality.fidelity_tasks import policies
+from benchmarks.quality.forced import Policy, run
+from benchmarks.quality.haystacks import Haystack, texts
+from benchmarks.quality.prefilled import Setting
 from helix.attention.dense import DenseAttention
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
 from helix.tokenizer import load_tokenizer
 from kernels.attention.split_kv import PartialAttention
-from launch import fidelity
-from launch.fidelity import measure
-from launch.inputs import haystacks
 from launch.inputs.compose import ROOT
-from launch.inputs.haystacks import Haystack, texts
-from launch.measure import fidelity_tasks, forced, prefilled
-from launch.measure.agreement import common_prefix, compare, mcnemar, paired, wilson
-from launch.measure.fidelity_tasks import policies
-from launch.measure.forced import Policy, run
-from launch.measure.prefilled import Setting
 
 DEMO = ROOT / "assets/demo-model"
 BUDGETS = {topk: BlockBudget(1, 2, topk, 0) for topk in (0, 3, 40)}

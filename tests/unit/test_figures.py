@@ -11,11 +11,11 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.figure import Figure
 
+from benchmarks.records import figures as records_figures
+from benchmarks.records import style
+from benchmarks.records.figures import DRAWINGS, footer, main, rows_of
+from benchmarks.records.rows import newest
 from launch.inputs.compose import ROOT
-from launch.records import figures as records_figures
-from launch.records import style
-from launch.records.figures import DRAWINGS, footer, main, rows_of
-from launch.records.rows import newest
 from tests.legible import illegible
 
 K = 1024

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import program, schema
+from launch.inputs.work import DECODE, SERVE
+
 ROOT = Path(__file__).parents[2]
-OURS = ("kernels", "comm", "helix", "launch", "torchrun_entry")
+OURS = ("kernels", "comm", "helix", "launch", "torchrun_entry", "benchmarks")
+PACKAGES = tuple(name for name in OURS if name != "torchrun_entry")
 
 # What each package may import of ours.
 ALLOWED = {
@@ -22,6 +26,7 @@ ALLOWED = {
     "helix": {"kernels", "comm", "helix"},
     "launch": {"kernels", "comm", "helix", "launch"},
     "torchrun_entry": {"kernels", "comm", "launch"},
+    "benchmarks": set(OURS),
 }
 # Of others, kernels may import these alone.
 KERNELS_LIBRARIES = {"torch", "triton"}
@@ -51,15 +56,23 @@ LEVELS = {
         {"build"},
         {"llm", "simulate"},
     ],
-    "launch": [{"inputs"}, {"serving"}, {"job"}, {"measure"}, {"bench"}, {"records"}],
+    "launch": [{"inputs"}, {"serving"}, {"job"}],
+    "benchmarks": [
+        {"jobs", "runner", "schema", "timer"},
+        {"ranks"},
+        {"kernels", "program", "quality"},
+        {"models"},
+        {"records"},
+        {"papers"},
+    ],
 }
-COMMANDS = len(LEVELS["launch"])  # the level of files beside launch's rooms: what one types
+COMMANDS = 99  # the level of other files beside the rooms of launch and benchmarks: what one types
 # Imports that take seconds, and that rank 0 alone needs; and one of an extra of its own.
 LATE = {"transformers", "tokenizers", "tomllib", "gguf"}
 
 
 def sources(*more: str) -> list[Path]:
-    return [ROOT / "torchrun_entry.py", *(f for p in (*OURS[:-1], *more) for f in sorted((ROOT / p).rglob("*.py")))]
+    return [ROOT / "torchrun_entry.py", *(f for p in (*PACKAGES, *more) for f in sorted((ROOT / p).rglob("*.py")))]
 
 
 def name_of(path: str) -> str:
@@ -91,7 +104,7 @@ def level_of(module: str) -> int | None:
     package, _, rest = module.partition(".")
     room = rest.partition(".")[0]
     found = next((i for i, rooms in enumerate(LEVELS[package]) if room in rooms), None)
-    return COMMANDS if found is None and package == "launch" and "." not in rest else found
+    return COMMANDS if found is None and package in ("launch", "benchmarks") and "." not in rest else found
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -140,8 +153,9 @@ def test_imports_point_one_way() -> None:
         ("helix/layers/x.py", "from helix.models import Decoder"),
         ("helix/steps/step.py", "def f():\n    import helix.attention.base"),
         ("launch/inputs/x.py", "from launch.job import spawn"),
-        ("launch/measure/x.py", "from launch.bench.clock import seconds"),
-        ("launch/records/x.py", "from launch.plan import main"),
+        ("launch/x.py", "from benchmarks.timer import seconds"),
+        ("benchmarks/ranks/x.py", "from benchmarks.kernels.comm import measure"),
+        ("benchmarks/records/x.py", "from benchmarks.bench import main"),
         ("launch/new/x.py", "import torch"),
         ("torchrun_entry.py", "from helix.config import Config"),
     ],
@@ -170,22 +184,10 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert cycle(edges | {"kernels.dispatch": {"launch.run"}}) != []
 
 
-def test_a_plain_decode_imports_no_benchmark() -> None:
-    """From the entry to the work of bench=none; other kinds of work are imported by name, each where it is done."""
-    tree = ast.parse((ROOT / "launch/run.py").read_text())
-    (table,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "WORK"]
-    work = ast.literal_eval(table)
-    assert set(work) == {file.stem for file in (ROOT / "conf/bench").glob("*.yaml")}
-    assert all(module in MODULES and "run" in definitions(module) for module in work.values()), work
-    reached, todo = set(), ["launch.run", work["none"]]
-    while todo:
-        module = todo.pop()
-        reached.add(module)
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        path = path if path.is_file() else path.with_suffix("") / "__init__.py"
-        todo += {m for m, _ in imports(ast.parse(path.read_text())) if m in MODULES} - reached
-    assert {".".join(m.split(".")[:2]) for m in reached} & {"launch.measure", "launch.bench", "launch.records"} == set()
-    assert "helix.control.engine" in reached and "kernels.attention.flash_decode" in reached
+def test_each_kind_of_work_is_a_module_that_is_imported_where_it_is_done() -> None:
+    work = [DECODE.module, SERVE.module, *program.MODULES.values()]
+    assert {"none", *program.MODULES} == {*schema.KINDS} == {f.stem for f in (schema.CONF / "bench").glob("*.yaml")}
+    assert all(module in MODULES and "run" in definitions(module) for module in work), work
 
 
 def definitions(module: str) -> set[str]:

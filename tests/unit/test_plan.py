@@ -12,6 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import planner
+from benchmarks.program import PROGRAM
+from benchmarks.records.planner_check import regrets, summary
+from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
 from helix.layout import HelixLayout
 from helix.simulate import fit as fitting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
@@ -23,15 +27,12 @@ from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, ranks, workload
 from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
-from launch.inputs.preflight import preflight
 from launch.inputs.prompts import Prompt
 from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, answer, main
-from launch.records.planner_check import regrets, summary
-from launch.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
 from launch.sweep import skip_reason
 from tests.e2e.checkpoints import checkpoint
-from tests.unit.test_config import composed
+from tests.laboratory import composed, preflight
 
 M = 1 << 20
 H200 = load_hardware("h200")
@@ -304,7 +305,7 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
             assert run.layout == choice.layout and run.spec == ranking.question.spec
         assert config.kv.append_block == choice.append_block
         assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
-        assert workload(config, run.prompts) == (choice.batch, given["length"])
+        assert PROGRAM.work(config).load == (choice.batch, given["length"])
 
 
 def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
     found = json.loads(path.read_text())
     for choice in found["choices"]:
-        assert choice["command"].startswith("torchrun --nproc-per-node=4 torchrun_entry.py model=qwen2.5-7b layout=")
+        assert choice["command"].startswith("torchrun --nproc-per-node=4 -m benchmarks.entry model=qwen2.5-7b layout=")
         assert " model.load=random bench=decode " in choice["command"]
         assert f"{1e3 * choice['ttl_s']:.2f} ms" in out and choice["in_time"] == (choice["ttl_s"] <= 5.1e-3)
     assert "(late)" in out and found["choices"][0]["command"] in out
@@ -372,7 +373,6 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--gpus 8", "--gpus: arguments are KEY=VALUE, with keys model, gpus, "),
         ("--gpus=8", "did you mean gpus=VALUE? (see --help)"),
         ("model=demo gpus=8 length=", "length= has no value"),
-        ("check nowhere.jsonl", "nowhere.jsonl cannot be read"),
     ],
 )
 def test_wrong_questions_are_answered_with_what_is_known(arguments: str, words: str) -> None:
@@ -380,12 +380,20 @@ def test_wrong_questions_are_answered_with_what_is_known(arguments: str, words: 
         main(arguments.split())
 
 
+def test_records_that_are_not_there_are_named() -> None:
+    for command in ("check", "bill"):
+        with pytest.raises(SystemExit, match=r"error: .*nowhere\.jsonl cannot be read"):
+            planner.main([command, "nowhere.jsonl"])
+    with pytest.raises(SystemExit, match="chek is unknown; known: check, bill"):
+        planner.main(["chek"])
+
+
 # ---- layout=auto
 
 
 def auto(*overrides: str, prompts: tuple[Prompt, ...] = (), world: int = 8, device: str | None = H200.name) -> str:
     config = composed("model=qwen2.5-7b", "layout=auto", *overrides)
-    layout, reason = choose(config, load_spec("qwen2.5-7b"), prompts, world, device)
+    layout, reason = choose(config, load_spec("qwen2.5-7b"), prompts, world, device, PROGRAM.work(config).load)
     assert reason
     return str(layout)
 
@@ -408,11 +416,11 @@ def test_auto_counts_sparse_attention() -> None:
     ).startswith("helix ")
     assert auto(*sparse, f"attention.from_tokens={M + 1}", f"bench.points=[1x{M}]").startswith("helix ")
     config = composed("model=qwen2.5-7b", "layout=auto", *sparse, f"bench.points=[1x{M}]")
-    assert ", block_sparse attention: " in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name)[1]
+    assert ", block_sparse attention: " in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name, (1, M))[1]
     config.attention.from_tokens = M + 1
-    assert "block_sparse" not in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name)[1]
+    assert "block_sparse" not in choose(config, load_spec("qwen2.5-7b"), (), 8, H200.name, (1, M))[1]
     with pytest.raises(ValueError, match=r"block-sparse attention .* latents \(MLA\)"):
-        choose(composed("model=deepseek-v2-lite", *sparse), load_spec("deepseek-v2-lite"), (), 8, H200.name)
+        choose(composed("model=deepseek-v2-lite", *sparse), load_spec("deepseek-v2-lite"), (), 8, H200.name, (1, M))
 
 
 def test_auto_counts_the_longest_prompt_and_the_slots() -> None:

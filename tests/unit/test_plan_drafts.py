@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.records.planner_check import drafted_errors
+from benchmarks.records.recorded_steps import RECORDED, read_cells
 from helix.simulate import cost
 from helix.simulate.drafting import compared, pays_from
 from helix.simulate.hardware import EXTRAPOLATED, Constant
@@ -20,13 +22,10 @@ from helix.simulate.points import Options, Points, Speculation
 from helix.simulate.step import StepCost, predict
 from launch.inputs.arguments import parse
 from launch.inputs.hardware import load_hardware
-from launch.inputs.preflight import preflight
 from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, answer, main
-from launch.records.planner_check import drafted_errors
-from launch.records.recorded_steps import RECORDED, read_cells
+from tests.laboratory import composed, preflight
 from tests.sequences import with_windows
-from tests.unit.test_config import composed
 
 K, M = 1 << 10, 1 << 20
 # With prices as they were expected before any was measured.

@@ -19,12 +19,12 @@ from helix.layout import HelixLayout
 from helix.placement import Placement
 from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MOST_PAGES
-from launch.inputs.compose import GROUPS
-from launch.inputs.preflight import check_tokenizers, preflight
+from launch.inputs.compose import RUN
+from launch.inputs.preflight import check_tokenizers
 from launch.job import spawn
 from launch.run import main
 from tests.e2e.checkpoints import DEMO, checkpoint
-from tests.unit.test_config import composed
+from tests.laboratory import composed, preflight
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def problem(model: Path, prompts: Path, *overrides: str, world: int = 2) -> str:
     return messages.pop()
 
 
-SHAPES = [name for name in GROUPS["model"] if name != "demo"]
+SHAPES = [name for name in RUN.groups["model"] if name != "demo"]
 
 
 @pytest.mark.parametrize("name", SHAPES)

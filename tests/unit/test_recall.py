@@ -8,6 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.quality import haystacks
+from benchmarks.quality.forced import Policy, run
+from benchmarks.quality.hits import HitMeter
+from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.recall import RecallMeter, best_of, block_scores, local_choice
+from benchmarks.quality.variants import STORED, SharedChoice, rounded
 from helix.attention.base import LayerAttention
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.layout import HelixLayout
@@ -17,13 +23,7 @@ from helix.steps.step import Step
 from helix.tokenizer import load_tokenizer
 from kernels.reference.block_bounds import SCORES, fold_blocks
 from kernels.reference.select_blocks import block_scores as scores_of_pages
-from launch.inputs import haystacks
 from launch.inputs.compose import ROOT
-from launch.measure.forced import Policy, run
-from launch.measure.hits import HitMeter
-from launch.measure.prefilled import Setting
-from launch.measure.recall import RecallMeter, best_of, block_scores, local_choice
-from launch.measure.variants import STORED, SharedChoice, rounded
 
 PAGE, HEADS, DIM = 4, 2, 8
 

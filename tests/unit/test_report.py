@@ -12,6 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.quality.needles import ANSWER_TOKENS, make, score
+from benchmarks.quality.needles import main as needles
 from helix.config import Config, DecodeConfig
 from helix.control.timings import Timings
 from helix.errors import RankError
@@ -19,8 +21,6 @@ from helix.events.request import Output
 from helix.layout import HelixLayout
 from helix.speculation.adaptive import Acceptance, DraftOutcome
 from launch.inputs.files import check_record
-from launch.inputs.needles import ANSWER_TOKENS, make, score
-from launch.inputs.needles import main as needles
 from launch.inputs.preflight import preflight
 from launch.job.membership import Job
 from launch.job.report import Console, OneAtATime, Phases, percentile_us, summary, write_record

@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from benchmarks import paper
+from benchmarks.papers import rows as paper_rows
+from benchmarks.papers.figures import PAGE, recorded, with_tables
+from benchmarks.records import style
 from helix.layout import HelixLayout
 from helix.simulate.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
 from helix.simulate.search import best_at, frontier, layouts, search
 from helix.simulate.step import predict
+from launch.inputs.compose import ROOT
 from launch.inputs.hardware import HARDWARE, load_hardware
 from launch.inputs.preflight import check_layout
 from launch.inputs.shapes import load_spec, spec_of
-from launch.records import paper_rows, style
-from launch.records.paper import PAGE, recorded, with_tables
-from launch.simulate import ROOT, main
+from launch.simulate import main
 from tests.legible import illegible
 from tests.sequences import with_windows
 
@@ -245,7 +248,7 @@ def test_figures_and_tables_are_those_of_the_code(
 ) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(style.plt, "close", figures.append)
-    main(["figures", "page=false", f"results={tmp_path}", f"figures={tmp_path}"])
+    paper.main(["page=false", f"results={tmp_path}", f"figures={tmp_path}"])
     monkeypatch.undo()
     for figure in figures:
         assert not illegible(figure)
@@ -257,7 +260,7 @@ def test_figures_and_tables_are_those_of_the_code(
         if path.stem == "recorded":  # grows with what is measured
             continue
         with path.open() as old, (tmp_path / path.name).open() as new:
-            assert list(csv.reader(old)) == list(csv.reader(new)), f"run python -m launch.simulate figures: {path.name}"
+            assert list(csv.reader(old)) == list(csv.reader(new)), f"run python -m benchmarks.paper: {path.name}"
     for picture in tmp_path.glob("*.png"):
         assert (ROOT / "benchmarks" / "figures" / picture.name).is_file() and picture.stat().st_size > 10_000
     assert len(list(tmp_path.glob("*.png"))) == 6
@@ -291,7 +294,7 @@ def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
         ("point hardware=h200 model=llama-3.1-70b hopb=no", "hopb=no must be true or false"),
         ("point hardware=h200 model=llama-3.1-70b kpv=2", "(did you mean kvp?)"),
         ("point hardware=h200", "model missing: add model=VALUE"),
-        ("points", "points is unknown; known: point, figures (did you mean point?)"),
+        ("points", "points is unknown; known: point (did you mean point?)"),
     ],
 )
 def test_wrong_arguments_are_answered_with_what_is_known(arguments: str, words: str) -> None:

@@ -12,17 +12,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from benchmarks import jobs
+from benchmarks.models import steps
+from benchmarks.planner import main
+from benchmarks.records import figures, sparse_bill, tables
+from benchmarks.records.planner_check import regrets
+from benchmarks.records.recorded_steps import Cell, cell_of, halves, read_cells
+from benchmarks.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, reads, summary
 from helix.simulate.constants import LEAST_S
 from helix.simulate.crossover import crossover
 from helix.simulate.points import Sparse
-from launch.bench import steps
 from launch.inputs import parts
-from launch.job import spawn
-from launch.plan import main
-from launch.records import figures, sparse_bill, tables
-from launch.records.planner_check import regrets
-from launch.records.recorded_steps import Cell, cell_of, halves, read_cells
-from launch.records.sparse_bill import Account, Bill, accounts, bill_table, crossover_table, reads, summary
 from tests.legible import illegible
 
 K = 1024
@@ -33,7 +33,7 @@ LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, 1024 * K)
 
 
 def row(layout: str, batch: int, length: int, sparse: Sparse | None, seconds: float) -> dict[str, Any]:
-    """A row of `launch.bench sparse-steps`."""
+    """A row of `benchmarks.bench sparse-steps`."""
     found = {
         "device": "NVIDIA H200", "commit": "a1", "model": "qwen2.5-7b", "layers": 28, "layout": layout, "batch": batch,
         "length": length, "ttl_p50_us": 1e6 * seconds, "sparse": None, "attention": "dense",
@@ -199,7 +199,7 @@ def test_what_the_benchmark_keeps_is_what_the_bill_reads(monkeypatch: pytest.Mon
             ],
         }  # fmt: skip
 
-    monkeypatch.setattr(spawn, "measure", job)
+    monkeypatch.setattr(jobs, "measure", job)
     given = steps.Given(parts.torch.device("cuda"), 1)
     (part,) = steps.SPARSE.parts
     rows = [r for case in part.cases(given) for r in part.measure(given, *case)]

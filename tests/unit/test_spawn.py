@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from launch.job import spawn
 from launch.job.lifeline import age_s
 from launch.job.report import Phases
-from launch.job.spawn import JobError, cause, heard
+from launch.job.spawn import cause, heard
 from tests.e2e.cli import ROOT
 
 # A launcher that has checked a run, as every launcher has, and starts ranks again and again.
@@ -72,8 +70,8 @@ with directory():
     for work in (state, lambda: 7, fail, die):
         print("returned", spawn.launch(2 if work in (state, fail) else 1, work, []), flush=True)
 torch.cuda._is_in_bad_fork = lambda: True
-spawn.ENTRY = "-c"
-print("anew", spawn.launch(2, state, ["import os, sys; print(os.environ['RANK'], sys.argv[1:], flush=True)", "k=v"]))
+say = "import os, sys; print(os.environ['RANK'], sys.argv[1:], flush=True)"
+print("anew", spawn.launch(2, state, ["-c", say, "k=v"]))
 """
 
 
@@ -116,25 +114,6 @@ def test_listening_leaves_no_file_open() -> None:
         with heard():
             os.write(2, b"a word\n")
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_rows_come_while_a_job_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """And one that fails leaves those that it had; one whose rows nobody wants any more ends."""
-    job = tmp_path / "job.py"
-    monkeypatch.setattr(spawn, "ENTRY", job)
-    job.write_text("import sys\nprint('a table')\nprint('{\"a\": 1}')\nsys.exit('error: no room')\n")
-    rows = spawn.rows([])
-    assert next(rows) == {"a": 1}
-    with pytest.raises(JobError, match=r"^no room$"):
-        next(rows)
-    assert capfd.readouterr().out == "a table\n"
-    job.write_text("import sys, time\nprint(sys.argv[1])\ntime.sleep(60)\n")
-    begin, rows = time.monotonic(), spawn.rows(['{"b": 2}'])
-    assert next(rows) == {"b": 2}
-    rows.close()
-    assert time.monotonic() - begin < 30
 
 
 def test_how_long_a_process_is_there_begins_with_its_start() -> None:

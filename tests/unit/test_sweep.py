@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.program import PROGRAM
 from launch.job import spawn
 from launch.sweep import Point, check, run
-from tests.unit.test_config import composed
+from tests.laboratory import composed
 
 
 def points(tmp_path: Path, *overrides: str) -> list[Point]:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt_ids": [1, 2, 3]}\n')
-    return [Point(i, [o], composed(f"decode.prompts={prompts}", *o.split())) for i, o in enumerate(overrides)]
+    configs = [composed(f"decode.prompts={prompts}", *o.split()) for o in overrides]
+    return [Point(i, [o], c, PROGRAM.work(c)) for i, (o, c) in enumerate(zip(overrides, configs, strict=True))]
 
 
 def test_a_mistake_of_all_points_ends_the_sweep(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.ranks.variants import variants
+from benchmarks.schema import LabConfig
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from helix.config import AttentionConfig, Config, KVConfig, check
@@ -20,7 +22,6 @@ from helix.models.loading import read_config
 from helix.placement import BlockBudget, Placement
 from launch.inputs.compose import ROOT
 from launch.inputs.shapes import load_spec
-from launch.inputs.variants import variants
 
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
@@ -164,7 +165,7 @@ def test_what_does_not_go_together(change: dict[str, object], said: str) -> None
 
 def test_variants_switch_what_comes_early() -> None:
     """Over one cache; all else stays."""
-    given = config(1e9, 1e8)
+    given = LabConfig(**vars(config(1e9, 1e8)))
     given.bench.variants = ["kv.ahead=true", ""]
     found = [x.kv.ahead for x in variants(given).values()]
     assert found == [True, False]

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import tune
+from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
+from benchmarks.ranks.tuning_steps import Measured, Way
+from benchmarks.records.tuned import OPTIONS
 from helix.config import Config
-from launch import tune
-from launch.inputs.preflight import preflight
 from launch.inputs.prompts import read_prompts
-from launch.inputs.tuning import MeasuredFile, read_measured
-from launch.measure.tuning_steps import Measured, Way
-from launch.records.tuned import OPTIONS
+from launch.inputs.work import Program
 from tests.e2e.checkpoints import DEMO
-from tests.unit.test_config import composed
+from tests.laboratory import composed, preflight
 
 ABOUT = {"device": "CPU", "commit": "abc"}
 
@@ -177,7 +177,9 @@ def test_the_fastest_is_written_and_runs(
     text = (tmp_path / "conf" / "speculation" / "mine.yaml").read_text()
     found = yaml.safe_load(text)["speculation"]
     assert written.items() <= found.items() and set(found) == {"drafter", *OPTIONS[found["drafter"]]}
-    assert text.startswith(f"# @package _global_\n# Written by launch.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: ")
+    assert text.startswith(
+        f"# @package _global_\n# Written by benchmarks.tune for {DEMO}, helix kvp=1 tpa=1, 2 prompts: "
+    )
     assert composed(*(f"speculation.{key}={str(value).lower()}" for key, value in found.items()))
     assert (tmp_path / "tuned" / "mine.png").stat().st_size > 1000
     assert not [m for m in (tmp_path / "tuned").iterdir() if m.suffix not in (".png", ".jsonl")]
@@ -186,7 +188,7 @@ def test_the_fastest_is_written_and_runs(
 def test_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def run(overrides: list[str]) -> int:
+    def run(overrides: list[str], program: Program) -> int:
         started.append(overrides)
         return 130
 

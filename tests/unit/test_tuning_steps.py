@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.measure.tuning_steps import Candidates, Measured, Tuned, Way, levels_at, run
+from benchmarks.ranks.tuning_steps import Candidates, Measured, Tuned, Way, levels_at, run
 
 SPARSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)
 GAMMAS = (1, 2, 3, 4, 6, 8, 11)

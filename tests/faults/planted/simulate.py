@@ -47,11 +47,11 @@ FAULTS = [
         "self.zeros, 0, hw.bounds_share)", "self.zeros, 0)", COST,
     ),
     Fault(
-        "what is held out is fitted on", "launch/records/sparse_bill.py",
+        "what is held out is fitted on", "benchmarks/records/sparse_bill.py",
         "bill = fit(*kept)", "bill = fit(dense, chosen)", BILL,
     ),
     Fault(
-        "a block-sparse row may read everything", "launch/records/recorded_steps.py",
+        "a block-sparse row may read everything", "benchmarks/records/recorded_steps.py",
         "if read > held - 1 and", "if read > held + 1 and", BILL,
     ),
     Fault(

@@ -1,0 +1,160 @@
+"""How many drafts hold that the model makes itself with few keys: each policy on the same prompts.
+
+  python -m benchmarks.acceptance model=demo
+  python -m benchmarks.acceptance model=DIR length=16384,32768 gamma=7,11 output=acceptance.jsonl
+  python -m benchmarks.acceptance model=demo policies=all sparsity=0.01,0.02,0.05,0.1,0.2
+  python -m benchmarks.acceptance model=demo policies=all temperature=0.6 noise=shared,own kvp=1,4
+  python -m benchmarks.acceptance model=demo prompts=4 policies=all,window meter=true
+
+Every prompt is prefilled once, and each way to draft goes on from there. Values with commas are combined, each with
+each; an option that a policy does not read changes nothing of it. Ranges are of 95%: Student's over prompts for tokens
+an iteration, Wilson's for the share of drafts that hold. On a CPU in float32, tokens must be those without drafts.
+
+  task         code      this repository's sources, which the demo model has not seen, continued
+               copy      a file at any depth, continued with a name replaced
+               facts     numbers of eight lines, wanted one after the other; questions come as drafts that hold
+               several with commas (default: all three)
+  model        demo, or the directory of a checkpoint
+  length       tokens of a prompt and what follows it; several with commas (default 8192)
+  prompts      of a task, at least 2 (default 30)
+  new_tokens   of each prompt (default 128)
+  policies     the product's: any, c2q, window, quest, full; ngram; and, made for comparison: all, accepted, last (the
+               mean of all queries of verification, of those whose drafts held, the last of these), oracle (each draft
+               chooses by its own logits), weights (by weights after the softmax), fixed (any, as many keys as of a
+               text that fills the model's context). Several with commas (default: all of them)
+  gamma        drafts of an iteration (default 7)
+  sparsity, noise
+               as of speculation=sparse
+  recent       of the keys, the share that the latest have whatever their score (default 0.5)
+  reach        a key scores as the best of itself and so many before it (default 8)
+  temperature  0, or with top-p 0.95 and top-k 20 (default 0)
+  kvp          ranks over which the cache is split, threads of this process (default 1)
+  meter        true: also which of the keys that each draft would choose are there, and what they have of its attention,
+               by a choice over all ranks and by 1, 4 and 8 ranks for themselves; slow, with kvp=1 (default false)
+  dtype        float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
+  output       a file to append a JSON line for each row to, as soon as it is there
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.quality.acceptance_rows import DEFAULTS, rows, ways
+from benchmarks.quality.continuations import FACTS, TASKS
+from benchmarks.quality.drafting import DRAFTERS, PAGES, run
+from benchmarks.quality.prefilled import Setting
+from benchmarks.records.acceptance_tables import terminal_tables
+from benchmarks.records.rows import append
+from helix.config import MAX_QUERIES
+from launch.inputs.arguments import (
+    boolean,
+    helped,
+    need_checkout,
+    numbers,
+    one_of,
+    parse,
+    several,
+    unknown,
+    whole_numbers,
+)
+from launch.job.report import provenance
+
+KEYS: dict[str, Callable[[str], Any]] = {
+    "task": several, "model": str, "length": whole_numbers, "prompts": int, "new_tokens": int, "policies": several,
+    "gamma": whole_numbers, "sparsity": numbers, "recent": numbers, "reach": whole_numbers,
+    "noise": several, "temperature": numbers, "kvp": whole_numbers, "meter": boolean,
+    "dtype": one_of("float32", "bfloat16", "float16"), "output": Path,
+}  # fmt: skip
+OPTIONS: dict[str, list[Any]] = {
+    **{name: [getattr(DEFAULTS, name)] for name in ("sparsity", "recent", "reach")},
+    "noise": ["shared"], "gamma": [7], "temperature": [0.0],
+}  # fmt: skip
+WORDS: dict[str, list[Any]] = {
+    "task": [*TASKS], "policies": [*DRAFTERS], "noise": ["shared", "own"], "reach": [0, 1, 2, 4, 8, 16],
+}  # fmt: skip
+RANGES: dict[str, Callable[[float], bool]] = {
+    "sparsity": lambda x: 0 < x <= 1, "recent": lambda x: 0 <= x <= 1, "temperature": lambda x: 0 <= x < 100,
+    "gamma": lambda x: 1 <= x < MAX_QUERIES,
+}  # fmt: skip
+METERED = (1, 4, 8)  # ranks
+
+
+def _check(values: dict[str, Any], options: dict[str, list[Any]]) -> None:
+    """Raises ValueError where a value is none that its key can have."""
+    for name, given in ({key: values[key] for key in ("task", "policies") if key in values} | options).items():
+        for value in given:
+            if name in WORDS and value not in WORDS[name]:
+                raise ValueError(f"{name}: {unknown(str(value), [str(word) for word in WORDS[name]])}")
+            if name in RANGES and not RANGES[name](value):
+                raise ValueError(f"{name}={value:g} is out of range (see --help and docs/reference/config.md)")
+
+
+def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each length and number of ranks, as soon as they are measured.
+
+    Raises:
+        ValueError: the model, the prompts or the policies cannot be as they are given.
+        RuntimeError: drafts have changed tokens.
+    """
+    options = {name: values.get(name, default) for name, default in OPTIONS.items()}
+    _check(values, options)
+    policies = values.get("policies", [*DRAFTERS])
+    chosen = ways(policies, options)
+    tasks, lengths, kvps = values.get("task", [*TASKS]), values.get("length", [8192]), values.get("kvp", [1])
+    prompts, new_tokens, metered = values.get("prompts", 30), values.get("new_tokens", 128), values.get("meter", False)
+    if prompts < 2:
+        raise ValueError(f"prompts={prompts} must be at least 2")
+    if metered and kvps != [1]:
+        raise ValueError("meter=true computes on one rank what several choose: leave kvp out")
+    settings = {kvp: Setting.create(values["model"], kvp, values.get("dtype")) for kvp in kvps}
+    setting = settings[kvps[0]]
+    spec, tokenizer = setting.spec(), setting.tokenizer()
+    for length in lengths:
+        if not 2 * FACTS <= new_tokens <= length // 2 or length > spec.max_positions:
+            raise ValueError(
+                f"length={length} must be within the model's {spec.context}, and new_tokens={new_tokens} from "
+                f"{2 * FACTS} to half of it"
+            )
+    for way in chosen:
+        if way.policy == "quest":
+            for kvp in kvps:
+                way.budget.blocks(PAGES["quest"], kvp, max(lengths), way.gamma)
+    facts = provenance(torch.device(setting.device))
+    for length in lengths:
+        room = length - new_tokens - MAX_QUERIES
+        given = [c for task in tasks for c in TASKS[task](tokenizer, room, prompts)]
+        for kvp, of_kvp in settings.items():
+            began = time.perf_counter()
+            exact = of_kvp.device == "cpu" and of_kvp.dtype == torch.float32
+            found = run(of_kvp, given, new_tokens, chosen, METERED if metered else ())
+            about = {**facts, "model": of_kvp.path.name, "dtype": str(of_kvp.dtype), "length": length, "kvp": kvp}
+            yield [about | {"new_tokens": new_tokens} | row for row in rows(found, [c.task for c in given], exact)]
+            took = time.perf_counter() - began
+            print(f"{length} tokens, kvp={kvp}: {len(chosen)} ways in {took:.1f} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Measures, prints the tables and appends the rows."""
+    if helped(sys.argv[1:], __doc__):
+        return
+    need_checkout("helix acceptance")
+    try:
+        values = parse(sys.argv[1:], KEYS, ("model",))
+        for found in measure(values):
+            for table in terminal_tables(found):
+                Console(width=200).print(table)
+            if "output" in values:
+                append(values["output"], found)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

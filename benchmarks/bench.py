@@ -1,0 +1,139 @@
+"""Benchmarks: time kernels, collectives and whole models, and append what was measured to benchmarks/results/.
+
+python -m benchmarks.bench WHAT                      one of the subjects below; `WHAT --help` says what it measures
+python -m benchmarks.bench step models=qwen2.5-7b
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import jobs
+from benchmarks.kernels import attention, comm, linear, mla, moe, sampling, sparse, tier
+from benchmarks.models import (
+    hopb,
+    http,
+    prefill,
+    self_drafts,
+    serve,
+    sparse_costs,
+    speculate,
+    start,
+    steps,
+    tier_needles,
+    tier_prefill,
+    tier_steps,
+)
+from benchmarks.papers import verification as verify
+from benchmarks.runner import Benchmark, Given, record, run
+from launch.inputs import parts
+from launch.inputs.arguments import helped, need_checkout, parse, several, unknown
+from launch.inputs.compose import ROOT
+from launch.job import spawn
+
+BENCHMARKS = {
+    "kernels": Benchmark(
+        "decode attention beside torch's, and small-batch projections beside cuBLAS, on one GPU",
+        f"{attention.__doc__}\n{linear.__doc__}",
+        (*attention.PARTS, linear.PART),
+    ),
+    "moe": moe.BENCHMARK,
+    "mla": mla.BENCHMARK,
+    "verify": verify.BENCHMARK,
+    "sampling": sampling.BENCHMARK,
+    "sparse": sparse.BENCHMARK,
+    "tier": tier.BENCHMARK,
+    "comm": comm.BENCHMARK,
+    "step": steps.STEP,
+    "baselines": steps.BASELINE,
+    "sparse-steps": steps.SPARSE,
+    "sparse-policies": steps.SPARSE_POLICIES,
+    "sparse-costs": sparse_costs.BENCHMARK,
+    "tier-steps": tier_steps.BENCHMARK,
+    "tier-prefill": tier_prefill.BENCHMARK,
+    "tier-needles": tier_needles.BENCHMARK,
+    "speculate": speculate.BENCHMARK,
+    "self-drafts": self_drafts.BENCHMARK,
+    "prefill": prefill.BENCHMARK,
+    "prefill-kernels": prefill.KERNELS_ALONE,
+    "serve": serve.BENCHMARK,
+    "serve-http": http.BENCHMARK,
+    "start": start.BENCHMARK,
+    "hopb": hopb.BENCHMARK,
+}
+KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "output": (Path, "a file to append JSON lines to (default: benchmarks/results/WHAT.jsonl, or .emulated-N.jsonl)"),
+    "ranks": (int, "N ranks, more than there are GPUs: one or two GPUs emulate them (docs/results/emulated.md)"),
+    "models": (several, "some of its models, A,B"),
+}
+
+
+def keys(benchmark: Benchmark) -> list[str]:
+    """The keys that a benchmark takes."""
+    return ["output", *["ranks"] * benchmark.emulated, *["models"] * bool(benchmark.models)]
+
+
+def taught(what: str | None) -> str:
+    """The list of subjects, or what one of them measures and takes."""
+    if what is None:
+        listed = "\n".join(f"  {name:<15} {benchmark.about}" for name, benchmark in BENCHMARKS.items())
+        return f"{__doc__}\n{listed}\n\nWithout a GPU the smallest case runs, to show that it does."
+    benchmark = BENCHMARKS[what]
+    taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))
+    models = f"\n\nmodels: {', '.join(benchmark.models)}" if benchmark.models else ""
+    example = f"python -m benchmarks.bench {what}" + (f" models={benchmark.models[0]}" if benchmark.models else "")
+    return f"{benchmark.text.strip()}\n\n{taken}{models}\n\nexample: {example}"
+
+
+def given(what: str, arguments: Sequence[str], gpus: int) -> tuple[Given, Path | None]:
+    """What a benchmark is given, and where its rows go.
+
+    Raises:
+        ValueError: it takes no such key or has no such model, or these ranks cannot be emulated.
+    """
+    benchmark = BENCHMARKS[what]
+    values = parse(arguments, {key: KEYS[key][0] for key in keys(benchmark)})
+    models, ranks = values.get("models"), values.get("ranks")
+    if ranks is not None and not parts.is_emulated(ranks):
+        raise ValueError(f"ranks={ranks}: one or two GPUs emulate more ranks than there are GPUs; there are {gpus}")
+    if models is not None:
+        if not gpus:
+            raise ValueError("models: without a GPU the demo model runs, and no other: leave it out")
+        for model in models:
+            if model not in benchmark.models:
+                raise ValueError(f"models: {unknown(model, benchmark.models)}")
+    return Given(torch.device("cuda" if gpus else "cpu"), ranks or gpus or 2, models), values.get("output")
+
+
+def main() -> None:
+    """Runs a benchmark and appends a JSON line for each of its rows."""
+    what, arguments = next(iter(sys.argv[1:]), "--help"), sys.argv[2:]
+    if helped([what, *arguments], taught(what if what in BENCHMARKS else None)):
+        return
+    need_checkout("helix bench")
+    gpus = torch.cuda.device_count()
+    try:
+        if what not in BENCHMARKS:
+            raise ValueError(unknown(what, BENCHMARKS))
+        settings, output = given(what, arguments, gpus)
+        if not gpus:
+            print("no GPU: the smallest case on the CPU, to show that it runs; the figures mean nothing")
+        name = f"{what}.emulated-{settings.ranks}" if settings.emulated else what
+        if output is None and gpus:
+            output = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+        record(name, run(BENCHMARKS[what], settings), settings, output)
+    except jobs.JobError as error:
+        sys.exit(f"error: a job of the benchmark failed: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(spawn.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What block-sparse attention changes: the same prompts under several policies, each beside dense attention.
+
+  python -m benchmarks.fidelity model=demo
+  python -m benchmarks.fidelity task=needles model=DIR length=8192,32768 haystack=loop,code count=200 output=FILE.jsonl
+  python -m benchmarks.fidelity task=text model=DIR length=32768 steps=256 kvp=4 choice=global output=fidelity.jsonl
+
+Every prompt is prefilled densely once, and each policy goes on from there. Texts are this repository's sources, of
+which the demo model has seen none. Ranges are Wilson's, of 95%. A policy that was to leave blocks out and read them all
+is an error: blocks are counted on the device.
+
+  task       text       every step of true text. `agrees`: the likeliest token is that of dense attention; `sure`: of
+                        the steps in which dense attention prefers its token by a logit of more than 1. KL is of the
+                        dense distribution to the policy's, in nats; TV is half the sum of differences
+             needles    a numbered line hidden in each prompt, at depths over all of the text; its number is the answer.
+                        p: how probable so uneven a split of the prompts that only dense attention or only the policy
+                        gets right would be, were both as good (McNemar's test, exact, two-sided)
+             facts      four such lines, whose numbers are wanted one after the other
+             free       greedy text of each policy's own, up to the first token that is not dense attention's
+             generated  as text; also with pages that become full behind the prefill never to be chosen (-frozen)
+             recall     what choices keep of dense attention's weight, which of the best blocks they find, and what
+                        ranks that choose for themselves lose
+             hits       how many of the chosen blocks a cache of hot blocks would have had, by its share of the text's
+                        blocks and by layer; shares that do not hold one choice are left out. With kv.ahead: the same
+                        behind guesses, how much more comes then, and which share of the blocks that layers choose
+                        among more the guesses name (the first layer has none)
+  model      demo, or the directory of a checkpoint
+  length     tokens of a text, prefill and steps, or of a prompt and its answer; several with commas (default 8192)
+  steps      of each text, the last of its tokens (default 64, of free 128, of generated 1024)
+  count      texts, none of whose lines is in another (default 5), or prompts (default 200, of facts 50)
+  haystack   of needles and facts: code, loop (a paragraph over and over), or both with a comma (default code)
+  kvp        ranks over which the cache is split, threads of this process (default 1)
+  choice     local: each rank takes its share of the blocks; global: one choice over all of them (default local)
+  policies   some of the names in the table's column, separated by commas (default: all)
+  dtype      float32, bfloat16 or float16 (default: the checkpoint's on a GPU, float32 on a CPU)
+  output     a file to append a JSON line for each row to, as soon as it is there
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.quality.fidelity_tasks import TASKS, Task, policies
+from benchmarks.quality.forced import Policy
+from benchmarks.quality.haystacks import KINDS
+from benchmarks.quality.prefilled import Setting
+from benchmarks.records.columns import terminal_table
+from benchmarks.records.fidelity_tables import COLUMNS
+from benchmarks.records.rows import append
+from launch.inputs.arguments import helped, need_checkout, one_of, parse, several, unknown, whole_numbers
+from launch.job.report import provenance
+
+KEYS: dict[str, Callable[[str], Any]] = {
+    "task": one_of(*TASKS), "model": str, "length": whole_numbers, "steps": int, "count": int, "haystack": several,
+    "kvp": int, "choice": one_of("local", "global"), "policies": several,
+    "dtype": one_of("float32", "bfloat16", "float16"), "output": Path,
+}  # fmt: skip
+STEPS = {"free": 128, "generated": 1024}
+COUNTS = {"needles": 200, "facts": 50}
+HAYSTACKS = ("needles", "facts")
+NOT_READ = {"needles": ("steps",), "facts": ("steps",), "recall": ("policies", "choice", "kvp", "haystack")}
+
+
+def chosen_policies(values: dict[str, Any], length: int) -> tuple[Policy, ...]:
+    """Dense attention and the policies of the command line.
+
+    Raises:
+        ValueError: a name is unknown, or a policy reads all of so short a text.
+    """
+    known = {policy.name: policy for policy in policies()}
+    for name in values.get("policies", []):
+        if name not in known:
+            raise ValueError(f"policies: {unknown(name, known)}")
+    wanted = ["dense", *(name for name in values.get("policies", known) if name != "dense")]
+    for name in wanted:
+        if (known[name].keys or 0) >= length:
+            raise ValueError(f"{name} reads all of a text of length={length}: set length higher, or policies=...")
+    return tuple(replace(known[name], choice=values.get("choice", "local")) for name in wanted)
+
+
+def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each cell, a length and a haystack, as soon as it is measured.
+
+    Raises:
+        ValueError: the model, the texts or the policies cannot be as they are given.
+        RuntimeError: a policy that was to leave blocks out has read them all.
+    """
+    task, lengths = values.get("task", "text"), values.get("length", [8192])
+    setting = Setting.create(values["model"], values.get("kvp", 1), values.get("dtype"))
+    spec, kvp, dtype = setting.spec(), setting.layout.kvp, str(setting.dtype)
+    steps, count = values.get("steps", STEPS.get(task, 64)), values.get("count", COUNTS.get(task, 5))
+    for key in NOT_READ.get(task, ("haystack",)):
+        if key in values:
+            raise ValueError(f"task={task} does not read {key}: leave it out")
+    for length in lengths:
+        if not 3 <= steps + 2 <= length <= spec.max_positions:
+            raise ValueError(f"length={length} must be more than steps={steps} and within the model's {spec.context}")
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1")
+    haystacks = values.get("haystack", ["code"])
+    if unknown_kinds := {*haystacks} - {*KINDS}:
+        raise ValueError(f"haystack: {unknown(min(unknown_kinds), KINDS)}")
+    chosen = {length: () if task == "recall" else chosen_policies(values, length) for length in lengths}
+    tokenizer = setting.tokenizer()
+    facts = provenance(torch.device(setting.device))
+    for length in lengths:
+        for haystack in haystacks if task in HAYSTACKS else haystacks[:1]:
+            began = time.perf_counter()
+            given = Task(setting, tokenizer, chosen[length], length, steps, count, haystack)
+            shared = {"kind": task, **facts, "model": setting.path.name, "length": length, "kvp": kvp}
+            yield [shared | {"dtype": dtype} | row for row in TASKS[task](given)]
+            what = f"{task}, {length} tokens" + f", {haystack}" * (task in HAYSTACKS)
+            print(f"{what}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """A table for each kind of row."""
+    for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
+        yield terminal_table(kind, COLUMNS[kind], list(same))
+
+
+def main() -> None:
+    """Measures, prints the tables and appends the rows."""
+    if helped(sys.argv[1:], __doc__):
+        return
+    need_checkout("helix fidelity")
+    try:
+        values = parse(sys.argv[1:], KEYS, ("model",))
+        for rows in measure(values):
+            for table in tables(rows):
+                Console(width=180).print(table)
+            if "output" in values:
+                append(values["output"], rows)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Times `flash_decode` beside torch's own attention: `python -m benchmarks.bench kernels`.
+
+Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2, ours over
+pages in random order, torch's over contiguous memory (which is easier), FlashInfer's, where it is installed, over the
+same pages as ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.runner import Given, Part, Row
+from benchmarks.timer import DIM, PAGE, READ_CEILING, ROTATED, K, seconds
+from kernels.attention.flash_decode import flash_decode
+from kernels.paged_keys import PagedKeys
+
+TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+PEERS = (*TORCH, "flashinfer")
+Shape = tuple[int, int, int, int, int]
+ROWS: list[
+    Shape
+] = [  # query heads, KV heads, batch, KV length, queries: what a rank of a Helix layout sees, and models
+    *[(8, 1, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
+    *[(8, 1, 8, n * K, 1) for n in (4, 16, 64, 128)],
+    *[(8, 1, 32, n * K, 1) for n in (4, 32)],
+    *[(28, 4, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
+    *[(28, 4, 8, n * K, 1) for n in (4, 16, 64, 128)],
+    *[(32, 8, 1, n * K, 1) for n in (4, 16, 64, 128, 256)],
+    *[(32, 8, 8, n * K, 1) for n in (4, 16, 64, 128)],
+    *[(heads, kv, 1, n * K, 8) for heads, kv in ((8, 1), (28, 4), (32, 8)) for n in (64, 128)],
+    *[(8, 1, 1, 128 * K, 16), (8, 1, 8, 64 * K, 16), (64, 8, 1, 64 * K, 16)],
+]
+
+
+@dataclass
+class Setting:
+    """One row's tensors: `copies` caches over which runs rotate."""
+
+    q: torch.Tensor
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    table: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+
+    def ours(self, copy: int, **options: Any) -> torch.Tensor:
+        keys = PagedKeys(*self.caches[copy], self.table, self.lo, self.hi, DIM**-0.5)
+        return flash_decode(self.q, keys, **options)[0]
+
+    def contiguous(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same keys and values as [B, Hkv, S, D]."""
+        k, v = (c[self.table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in self.caches[copy])
+        return k, v
+
+
+def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> Setting:
+    dtype = torch.bfloat16
+    bytes_each = 2 * batch * length * kv_heads * DIM * dtype.itemsize
+    copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
+    pages = batch * length // PAGE
+    shape = (pages, PAGE, kv_heads, DIM)
+    caches = [
+        (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
+        for _ in range(copies)
+    ]
+    table = torch.randperm(pages, device=device).view(batch, -1).int()
+    q = torch.randn(batch, queries, q_heads, DIM, device=device, dtype=dtype)
+    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peers read them
+    return Setting(q, caches, table, torch.zeros_like(hi), hi)
+
+
+def flashinfer(s: Setting) -> Callable[[int], torch.Tensor]:
+    """FlashInfer's paged attention of the same caches, tensor cores on; the copy's number -> the output."""
+    module = importlib.import_module("flashinfer")  # a peer, no part of the project
+    batch, queries, q_heads, dim = s.q.shape
+    pages, page_size, kv_heads, _ = s.caches[0][0].shape
+    device = s.q.device
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * (pages // batch)
+    last = torch.full((batch,), page_size, dtype=torch.int32, device=device)
+    kinds = {"q_data_type": s.q.dtype, "kv_data_type": s.q.dtype}
+    if queries == 1:
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(indptr, s.table.flatten(), last, q_heads, kv_heads, dim, page_size, **kinds)
+    else:
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
+        wrapper.plan(rows, indptr, s.table.flatten(), last, q_heads, kv_heads, dim, page_size, causal=False, **kinds)
+    q = s.q.flatten(0, 1)
+    return lambda i: wrapper.run(q, s.caches[i])
+
+
+def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, queries: int) -> list[Row]:
+    """One row: ours and the peers, in microseconds."""
+    device = given.device
+    s = setting(q_heads, kv_heads, batch, length, queries, device)
+    copies = len(s.caches)
+    size = 2 * s.caches[0][0].numel() * 2
+    row: dict[str, Any] = {"kind": "decode" if queries == 1 else "verify", "heads": f"{q_heads}/{kv_heads}"}
+    row |= {"batch": batch, "length": length, "queries": queries, "kv_bytes": size}
+    q = s.q.transpose(1, 2)
+    k, v = s.contiguous(0)
+    wanted = scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True) if size < 1 << 30 else None
+    if wanted is not None:
+        error = (s.ours(0).transpose(1, 2).float() - wanted).norm() / wanted.norm()
+        # bf16 weights and outputs: two roundings of 2^-9 each.
+        assert error < 1e-2, f"flash_decode is off by {error:.1e} of its norm at {row}"
+    row["us"] = seconds(s.ours, copies, device) * 1e6
+    # As few contiguous copies as rotation needs: memory is also ours.
+    peers = [(k, v), *(s.contiguous(i) for i in range(1, copies))]
+    row |= {f"{name}_us": None for name in PEERS}
+    if device.type == "cuda":
+        for name, backend in TORCH.items():
+            with sdpa_kernel(backend):
+                row[f"{name}_us"] = 1e6 * seconds(
+                    lambda i: scaled_dot_product_attention(q, *peers[i], enable_gqa=True), copies, device
+                )
+        del peers
+        if importlib.util.find_spec("flashinfer"):
+            theirs = flashinfer(s)
+            error = (theirs(0).view_as(s.q).float() - s.ours(0).float()).norm() / s.ours(0).float().norm()
+            assert error < 1e-2, f"FlashInfer and flash_decode differ by {error:.1e} of their norm at {row}"
+            row["flashinfer_us"] = 1e6 * seconds(theirs, copies, device)
+    row["tb_per_s"] = size / row["us"] / 1e6
+    row["of_ceiling"] = row["tb_per_s"] * 1e12 / READ_CEILING
+    best = min((row[f"{p}_us"] for p in PEERS if row[f"{p}_us"]), default=None)
+    row["best_peer_over_ours"] = best / row["us"] if best else None
+    row["bar_us"] = size / 4.4e12 * 1e6 + 5  # KV bytes at 4.4 TB/s and a launch
+    return [row]
+
+
+def measure_ragged(given: Given) -> list[Row]:
+    """The mixed batch beside equal lengths; 8/1 heads."""
+    device = given.device
+    lengths = [K] * 100 + [128 * K] * 4 if device.type == "cuda" else [64] * 5 + [256]
+    batch, pages = len(lengths), sum(lengths) // PAGE
+    dtype = torch.bfloat16
+    caches = [torch.randn(pages, PAGE, 1, DIM, device=device, dtype=dtype) for _ in range(2)]
+    order = torch.randperm(pages, device=device).int()
+    q = torch.randn(batch, 1, 8, DIM, device=device, dtype=dtype)
+    equal = pages // batch
+    times = {}
+    for name, counts in (("ragged", [n // PAGE for n in lengths]), ("uniform", [equal] * batch)):
+        table = torch.zeros(batch, max(counts), dtype=torch.int32, device=device)
+        begin = 0
+        for i, count in enumerate(counts):
+            table[i, :count] = order[begin : begin + count]
+            begin += count
+        hi = torch.tensor(counts, dtype=torch.int32, device=device)[:, None] * PAGE
+        s = Setting(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
+        times[name] = seconds(s.ours, 1, device) * 1e6
+    return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
+
+
+COLUMNS = f"heads batch length queries us of_ceiling {' '.join(f'{p}_us' for p in PEERS)} best_peer_over_ours bar_us"
+RAGGED = "100 x 1K + 4 x 128K tokens, and equal lengths"
+PARTS = (
+    Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),
+    Part(lambda given: [()], measure_ragged, "us uniform_us", RAGGED),
+)

@@ -1,0 +1,27 @@
+"""The collectives of a decode step over 2, 4, 8 GPUs: `python -m benchmarks.bench comm`."""
+
+from __future__ import annotations
+
+from benchmarks import jobs
+from benchmarks.runner import Benchmark, Part, Row
+from launch.inputs import parts
+
+
+def measure(width: int, *overrides: str) -> list[Row]:
+    """A job over so many ranks; raises as `jobs.measure`."""
+    rows: list[Row] = jobs.measure(width, ["bench=comm", f"layout.kvp={width}", *overrides])["collectives"]
+    return rows
+
+
+def widths(ranks: int) -> list[int]:
+    """2, 4, 8 as far as there are GPUs, or what they emulate."""
+    return [ranks] if parts.is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
+
+
+COLUMNS = "op ranks message_bytes symm_us symm_p90_us nccl_us nccl_p90_us nccl_bare_us bar_us"
+BENCHMARK = Benchmark(
+    "the collectives of a step beside torch.distributed's, over 2, 4, 8 GPUs",
+    __doc__,
+    (Part(lambda given: [(width,) for width in widths(given.ranks)], lambda given, width: measure(width), COLUMNS),),
+    emulated=True,
+)

@@ -1,0 +1,161 @@
+"""The kernels of sparse drafts, parts of `benchmarks.bench sparse`: leaving scores, choosing keys, attending these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from benchmarks.runner import Given, Part, Row
+from benchmarks.timer import ROTATED, K, seconds
+from kernels.attention.flash_decode import decode_tile, flash_decode, score_planes
+from kernels.paged_keys import KeyScores, PagedKeys
+from kernels.reference.flash_decode import flash_decode as by_torch
+from kernels.reference.select_tokens import select_tokens as select_by_torch
+from kernels.sparse.select_tokens import select_tokens
+
+PAGE = 128
+KEPT = 0.07  # of all keys
+TAIL = 64
+# Query heads of a KV head, head dim, queries, sequences, keys of each.
+VERIFIED = [
+    (4, 128, 8, 1, 128 * K), (7, 128, 8, 1, 64 * K), (7, 128, 8, 1, 128 * K), (7, 128, 5, 8, 128 * K),
+    (7, 128, 8, 1, 512 * K), (8, 128, 8, 1, 128 * K), (8, 64, 8, 1, 128 * K), (8, 64, 8, 8, 64 * K),
+    (8, 128, 12, 1, 128 * K),
+]  # fmt: skip
+# Layers, KV heads, sequences, keys of each.
+SCORED = [(28, 1, 1, 128 * K), (28, 4, 1, 128 * K), (28, 1, 1, 512 * K), (36, 2, 8, 64 * K)]
+# Query heads, KV heads, sequences, keys of each, chosen ones, keys that lie side by side.
+ATTENDED = [
+    *((28, 4, batch, 128 * K, 9216, run) for batch in (1, 8) for run in (1, 2, 4, 8, 16)),
+    *((7, 1, batch, 512 * K, 36864, 1) for batch in (1, 8)), (8, 2, 1, 128 * K, 9216, 1), (32, 8, 8, 64 * K, 4608, 1),
+]  # fmt: skip
+
+
+def dtype(given: Given) -> torch.dtype:
+    return torch.bfloat16 if given.gpu else torch.float32
+
+
+def collect(given: Given, group: int, dim: int, queries: int, batch: int, length: int) -> list[Row]:
+    """Verification of one KV head without scores, with those of two queries, and with the best of any, microseconds."""
+    device, kind = given.device, dtype(given)
+    pages = length // PAGE
+    copies = max(4, -(-ROTATED // (batch * length * dim * 2 * kind.itemsize))) if given.gpu else 1
+    k, v = (torch.randn(copies * batch * pages, PAGE, 1, dim, device=device, dtype=kind) for _ in range(2))
+    tables = torch.randperm(copies * batch * pages, device=device).int().view(copies, batch, pages)
+    q = torch.randn(batch, queries, group, dim, device=device, dtype=kind)
+    hi = torch.arange(length - queries, length, device=device, dtype=torch.int32)[None].expand(batch, -1) + 1
+    lo = torch.zeros_like(hi)
+    planes = torch.empty(queries, batch * pages, 1, PAGE, dtype=torch.float16, device=device)
+    score_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+
+    def attend(copy: int, rows: str | None = None, op: Callable[..., object] = flash_decode) -> None:
+        scores = None if rows is None else KeyScores(planes, score_table, rows)
+        op(q, PagedKeys(k, v, tables[copy], lo, hi, dim**-0.5), scores=scores)
+
+    def found(rows: str, op: Callable[..., object]) -> torch.Tensor:
+        planes.zero_()
+        attend(0, rows, op)
+        known = length - queries + 1  # keys of drafts, which some queries do not see
+        return planes.double().sum(0).view(batch, -1)[:, :known]
+
+    kinds = ["ends"]
+    if queries * group <= decode_tile(queries * group, dim, kind)["BLOCK_M"]:
+        kinds += ["any"]
+    row: Row = {"kind": "collect", "group": group, "dim": dim, "queries": queries, "batch": batch, "length": length}
+    for rows in kinds:
+        # Sums in another order, and fp16: 2^-11 of scores below 8.
+        torch.testing.assert_close(found(rows, flash_decode), found(rows, by_torch), rtol=2**-9, atol=2**-8)
+    row["planes"] = score_planes(queries, group, dim, kind)
+    row["plain_us"] = 1e6 * seconds(attend, copies, device)
+    for rows in kinds:
+        row[f"{rows}_us"] = 1e6 * seconds(partial(attend, rows=rows), copies, device)
+    row["again_us"] = 1e6 * seconds(attend, copies, device)  # how much plain attention differs from itself
+    for rows in kinds:
+        row[f"{rows}_over_plain"] = 2 * row[f"{rows}_us"] / (row["plain_us"] + row["again_us"])
+    return [row]
+
+
+def select(given: Given, layers: int, heads: int, batch: int, length: int) -> list[Row]:
+    """A row for all layers, microseconds; where the last k-th score is a guess that is right, and where it never is."""
+    device = given.device
+    read = layers * heads * batch * length * 2
+    copies = max(4, -(-ROTATED // read)) // 2 * 2 if given.gpu else 2
+    pages = length // PAGE
+    scores = [torch.randn(layers, 1, batch * pages, heads, PAGE, device=device).half() for _ in range(copies)]
+    score_tables, tables = (torch.randperm(batch * pages, device=device).int().view(batch, pages) for _ in range(2))
+    known = torch.full((batch,), length - TAIL, dtype=torch.int32, device=device)
+    counts = torch.full_like(known, int(KEPT * length))
+    sinks, windows = torch.full_like(known, 4), torch.full_like(known, 16)
+    fresh = torch.zeros_like(known, dtype=torch.bool)
+    table = torch.zeros(layers, batch, heads, int(KEPT * length) + TAIL, dtype=torch.int32, device=device)
+
+    def choose(copy: int, to: torch.Tensor = table, op: Callable[..., None] = select_tokens) -> None:
+        op(scores[copy], score_tables, tables, known, counts, sinks, windows, fresh, to, TAIL)
+
+    wanted = torch.zeros_like(table)
+
+    def checked() -> None:
+        for copy in (0, 0, 1, 0):
+            choose(copy)
+            choose(copy, wanted, select_by_torch)
+            assert torch.equal(table, wanted), "the keys that are chosen are not torch's"
+
+    row: Row = {"kind": "select", "layers": layers, "kv_heads": heads, "batch": batch, "length": length}
+    row["read_bytes"] = read
+    checked()
+    row["us"] = 1e6 * seconds(choose, copies, device)
+    for tensor in scores[1::2]:
+        tensor *= 4
+    checked()
+    row["missed_us"] = 1e6 * seconds(choose, copies, device)
+    row["target_us"] = 3 * read / 4.4e6 + 20
+    return [row]
+
+
+def attend(given: Given, q_heads: int, kv_heads: int, batch: int, length: int, kept: int, run: int) -> list[Row]:
+    """Attention of one query over `kept` keys of each KV head, in runs of `run`, microseconds."""
+    device, kind, dim = given.device, dtype(given), 128
+    read = batch * kept * kv_heads * dim * 2 * kind.itemsize
+    copies = max(4, -(-ROTATED // read)) if given.gpu else 1
+    slots = batch * length
+    k, v = (torch.randn(slots, 1, kv_heads, dim, device=device, dtype=kind) for _ in range(2))
+    q = torch.randn(batch, 1, q_heads, dim, device=device, dtype=kind)
+    hi = torch.full((batch, 1), kept, dtype=torch.int32, device=device)
+    lo = torch.zeros_like(hi)
+    chosen = torch.rand(copies, batch, kv_heads, length // run, device=device).topk(kept // run).indices.sort().values
+    tables = (chosen[..., None] * run + torch.arange(run, device=device)).flatten(3)
+    tables = (tables + torch.arange(batch, device=device)[:, None, None] * length).int()
+
+    def over(copy: int, op: Callable[..., tuple[torch.Tensor, torch.Tensor]] = flash_decode) -> torch.Tensor:
+        return op(q, PagedKeys(k, v, tables[copy], lo, hi, dim**-0.5))[0]
+
+    # As in tests/kernels/oracle.py: bf16 keeps 2^-8 of weights and results, and these are means of thousands of values.
+    torch.testing.assert_close(over(0).float(), over(0, by_torch).float(), rtol=2**-6, atol=2**-10)
+    row: Row = {"kind": "attend", "heads": f"{q_heads}/{kv_heads}", "batch": batch, "length": length, "kept": kept}
+    row |= {"run": run, "read_bytes": read, "us": 1e6 * seconds(over, copies, device)}
+    row["target_us"] = read / 4.0e6 + 6
+    return [row]
+
+
+PARTS = (
+    Part(
+        lambda given: VERIFIED if given.gpu else [(2, 32, 3, 2, 2 * K)],
+        collect,
+        "group dim queries batch length plain_us again_us ends_us any_us ends_over_plain any_over_plain",
+        "scores beside verification",
+    ),
+    Part(
+        lambda given: SCORED if given.gpu else [(2, 2, 1, 2 * K)],
+        select,
+        "layers kv_heads batch length us missed_us target_us",
+        "the choice of keys",
+    ),
+    Part(
+        lambda given: ATTENDED if given.gpu else [(4, 2, 2, 2 * K, 128, 2)],
+        attend,
+        "heads batch length kept run us target_us",
+        "attention over chosen keys",
+    ),
+)

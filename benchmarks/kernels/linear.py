@@ -1,0 +1,125 @@
+"""Times small-batch projections beside the library's: part of `python -m benchmarks.bench kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.runner import Given, Part, Row
+from benchmarks.timer import ROTATED, seconds
+from kernels.attention.kv_append import kv_append
+from kernels.dense.linear import linear
+from kernels.dense.qkv_append import qkv_append
+from kernels.dense.silu_mul import silu_mul
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [rows, columns] of a rank; gated: the gate's rows and as many others above them."""
+
+    name: str
+    rows: int
+    columns: int
+    gated: bool = False
+
+
+MATRICES = [  # on 8 ranks, tpa 4 or 8 in attention
+    Matrix("Qwen2.5-7B QKV", 1152, 3584),
+    Matrix("Qwen2.5-7B output", 3584, 448),
+    Matrix("Qwen2.5-7B gate+up", 2368, 3584, gated=True),
+    Matrix("Qwen2.5-7B down", 3584, 2368),
+    Matrix("Qwen2.5-7B head", 19008, 3584),
+    Matrix("Llama-3.1-8B QKV", 768, 4096),
+    Matrix("Llama-3.1-8B output", 4096, 512),
+    Matrix("Llama-3.1-8B gate+up", 1792, 4096, gated=True),
+    Matrix("Llama-3.1-8B down", 4096, 1792),
+    Matrix("Llama-3.1-70B QKV", 1280, 8192),
+    Matrix("Llama-3.1-70B output", 8192, 1024),
+    Matrix("Llama-3.1-70B gate+up", 3584, 8192, gated=True),
+    Matrix("Llama-3.1-70B down", 8192, 3584),
+]
+ON_CPU = [Matrix("tiny gate+up", 64, 96, gated=True), Matrix("QKV", 80, 96)]
+ROWS = (1, 4, 8, 16)
+HEAD_DIM = 128
+
+
+def measure(given: Given, matrix: Matrix, rows: int) -> Iterator[Row]:
+    """A matrix alone, and that of QKV also with its append."""
+    yield measure_matrix(matrix, rows, given.device)
+    if matrix.name.endswith("QKV"):
+        yield measure_append(matrix, rows, given.device)
+
+
+def measure_matrix(matrix: Matrix, rows: int, device: torch.device) -> Row:
+    """Ours and the library's, gate included, in microseconds."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights, x = _operands(matrix, rows, device, dtype)
+    copies = len(weights)
+
+    def theirs(i: int) -> torch.Tensor:
+        y = F.linear(x, weights[i])
+        return silu_mul(y) if matrix.gated else y
+
+    error = (linear(x, weights[0], gated=matrix.gated).float() - theirs(0).float()).norm() / theirs(0).float().norm()
+    # Both round to bf16 once, gates three times: units of 2^-9 of their own value.
+    assert error < 2e-2, f"linear is off by {float(error):.1e} of its norm at {matrix}"
+    return {
+        "kind": "linear",
+        "matrix": _name(matrix),
+        "rows": rows,
+        "us": seconds(lambda i: linear(x, weights[i], gated=matrix.gated), copies, device) * 1e6,
+        "cublas_us": seconds(theirs, copies, device) * 1e6,
+        "bar_us": _target_us(weights[0]),
+    }
+
+
+def measure_append(matrix: Matrix, rows: int, device: torch.device) -> Row:
+    """Projection, rotation and append in one launch and in two, in microseconds."""
+    dtype, D = torch.bfloat16 if device.type == "cuda" else torch.float32, HEAD_DIM if device.type == "cuda" else 16
+    weights, x = _operands(matrix, rows, device, dtype)
+    angle = torch.rand(rows, D // 2, device=device)
+    cos, sin, slots = angle.cos().to(dtype), angle.sin().to(dtype), torch.arange(rows, device=device) * 64
+    keys, values, other_keys, other_values = torch.zeros(4, rows, 64, 1, D, device=device, dtype=dtype)
+
+    def ours(i: int) -> torch.Tensor:
+        return qkv_append(x, weights[i], None, cos, sin, keys, values, slots)
+
+    def apart(i: int) -> torch.Tensor:
+        return kv_append(linear(x, weights[i]).view(rows, -1, D), cos, sin, other_keys, other_values, slots)
+
+    for mine, theirs in ((ours(0), apart(0)), (keys, other_keys), (values, other_values)):
+        error = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        # Sums of another order, rounded to bf16 before the rotation and after it.
+        assert error < 1e-2, f"qkv_append is off by {error:.1e} of its norm at {matrix}"
+    times = {f"{name}us": seconds(run, len(weights), device) * 1e6 for name, run in (("", ours), ("apart_", apart))}
+    return {"kind": "append", "matrix": _name(matrix), "rows": rows, **times, "bar_us": _target_us(weights[0])}
+
+
+def _operands(
+    matrix: Matrix, rows: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Weights to rotate, more than the L2 holds, and rows."""
+    height = matrix.rows * (2 if matrix.gated else 1)
+    copies = -(-ROTATED // (height * matrix.columns * dtype.itemsize)) if device.type == "cuda" else 1
+    scale = matrix.columns**-0.5
+    weights = [torch.randn(height, matrix.columns, device=device, dtype=dtype) * scale for _ in range(copies)]
+    return weights, torch.randn(rows, matrix.columns, device=device, dtype=dtype)
+
+
+def _name(matrix: Matrix) -> str:
+    return f"{matrix.name} ({matrix.rows * (2 if matrix.gated else 1)} x {matrix.columns})"
+
+
+def _target_us(weight: torch.Tensor) -> float:
+    return weight.numel() * weight.itemsize / 4.3e12 * 1e6 + 2.5
+
+
+def cases(given: Given) -> Iterable[tuple[Matrix, int]]:
+    return product(MATRICES if given.gpu else ON_CPU, ROWS)
+
+
+PART = Part(cases, measure, "kind matrix rows us cublas_us apart_us bar_us")

@@ -1,0 +1,122 @@
+"""Times `mla_decode` beside FlashInfer's FlashAttention-3 backend: `python -m benchmarks.bench mla`.
+
+Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2; both read the
+same pages in random order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.timer import PAGE, READ_CEILING, ROTATED, K, seconds
+from kernels.mla.decode import mla_decode
+from kernels.paged_keys import PagedKeys
+
+try:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+except ImportError:
+    BatchMLAPagedAttentionWrapper = None
+
+LATENT, ROPE = 512, 64
+SCALE = 192**-0.5  # of DeepSeek's heads before they are absorbed
+ROWS = [  # heads, batch, KV length, queries
+    *[(heads, 1, n * K, 1) for heads in (16, 128) for n in (4, 16, 128)],
+    (16, 1, 1024 * K, 1),
+    *[(heads, 8, n * K, 1) for heads in (16, 128) for n in (16, 128)],
+    *[(heads, 32, 8 * K, 1) for heads in (16, 128)],
+    *[(heads, batch, n * K, 1) for heads in (32, 64) for batch, n in ((1, 128), (8, 16))],
+    *[(16, 1, 128 * K, queries) for queries in (2, 4, 8)],
+]
+
+
+@dataclass
+class Setting:
+    """One row's tensors: `caches` are copies over which runs rotate."""
+
+    q: torch.Tensor
+    caches: list[torch.Tensor]
+    table: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+
+    def ours(self, copy: int, **options: Any) -> torch.Tensor:
+        cache = self.caches[copy]
+        return mla_decode(
+            self.q, PagedKeys(cache, cache[..., :LATENT], self.table, self.lo, self.hi, SCALE), **options
+        )[0]
+
+    def expected(self, b: int) -> torch.Tensor:
+        """Output [T, heads, LATENT] fp32 of one sequence over the first copy, in plain torch."""
+        slots = self.caches[0][self.table[b].long()].flatten(0, 1).float()
+        scores = torch.einsum("thd,sd->ths", self.q[b].float(), slots) * SCALE
+        return torch.einsum("ths,sr->thr", scores.softmax(-1), slots[:, :LATENT])
+
+    def peer(self) -> Callable[[int], torch.Tensor] | None:
+        """FlashInfer over the same pages, latents and rope parts apart as it wants them; None where it is missing."""
+        if BatchMLAPagedAttentionWrapper is None or not self.q.is_cuda:
+            return None
+        batch, queries, heads, _ = self.q.shape
+        device, pages = self.q.device, self.table.shape[1]
+        wrapper = BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.uint8, device=device), backend="fa3")
+        counts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        wrapper.plan(
+            counts * queries, counts * pages, self.table.flatten(), torch.full_like(counts[1:], pages * PAGE),
+            heads, LATENT, ROPE, PAGE, False, SCALE, self.q.dtype, self.q.dtype,
+        )  # fmt: skip
+        q_latent, q_rope = (x.contiguous() for x in self.q.flatten(0, 1).split([LATENT, ROPE], -1))
+        caches = [[x.contiguous() for x in cache.split([LATENT, ROPE], -1)] for cache in self.caches]
+        return lambda copy: wrapper.run(q_latent, q_rope, *caches[copy], return_lse=False).view(
+            batch, queries, heads, LATENT
+        )
+
+
+def setting(heads: int, batch: int, length: int, queries: int, device: torch.device) -> Setting:
+    dtype = torch.bfloat16
+    pages = batch * length // PAGE
+    bytes_each = pages * PAGE * (LATENT + ROPE) * dtype.itemsize
+    copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
+    shape = (pages, PAGE, LATENT + ROPE)
+    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(copies)]
+    table = torch.randperm(pages, device=device).view(batch, -1).int()
+    q = torch.randn(batch, queries, heads, LATENT + ROPE, device=device, dtype=dtype)
+    hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peer reads them
+    return Setting(q, caches, table, torch.zeros_like(hi), hi)
+
+
+def measure(given: Given, heads: int, batch: int, length: int, queries: int) -> list[Row]:
+    """One row: ours and the peer, in microseconds."""
+    device = given.device
+    s = setting(heads, batch, length, queries, device)
+    copies = len(s.caches)
+    size = s.caches[0].numel() * s.caches[0].itemsize
+    row: dict[str, Any] = {"kind": "mla", "heads": heads, "batch": batch, "length": length, "queries": queries}
+    row["kv_bytes"] = size
+    peer = s.peer()
+    wanted = s.expected(batch - 1)
+    for name, run in (("mla_decode", s.ours), ("FlashInfer", peer)):
+        if run is not None:
+            error = (run(0)[-1].float() - wanted).norm() / wanted.norm()
+            # bf16 weights and outputs: two roundings of 2^-9 each.
+            assert error < 1e-2, f"{name} is off by {float(error):.1e} of its norm at {row}"
+    row["us"] = seconds(s.ours, copies, device) * 1e6
+    row["flashinfer_us"] = None if peer is None else seconds(peer, copies, device) * 1e6
+    row["peer_over_ours"] = None if peer is None else row["flashinfer_us"] / row["us"]
+    row["tb_per_s"] = size / row["us"] / 1e6
+    row["of_ceiling"] = row["tb_per_s"] * 1e12 / READ_CEILING
+    row["tflops"] = 2 * batch * length * queries * heads * (2 * LATENT + ROPE) / row["us"] / 1e6
+    # KV bytes at 4.0 TB/s, launches and merge; with more rows the products take longer than the bytes.
+    row["bar_us"] = size / 4.0e12 * 1e6 + 6 if heads * queries <= 32 else None
+    return [row]
+
+
+COLUMNS = "heads batch length queries us tb_per_s tflops flashinfer_us peer_over_ours bar_us"
+BENCHMARK = Benchmark(
+    "DeepSeek's decode attention beside FlashInfer's, on one GPU",
+    __doc__,
+    (Part(lambda given: ROWS if given.gpu else ROWS[:1], measure, COLUMNS),),
+)

@@ -1,0 +1,245 @@
+"""Serves over HTTP, with clients in a process of their own: what they see of first tokens, gaps and throughput.
+
+`python -m benchmarks.bench serve-http`: Qwen2.5-7B's shape with random weights over all GPUs, behind `python -m
+launch.serve`. This process is the clients. Figures bear the names of `vllm bench serve`: `ttft` is the time to the
+first token, `itl` the gap between two pieces of a stream, `tpot` the mean time of a token behind the first one. A piece
+can have several tokens: `over_step` is the mean `tpot` over the time of a step of `bench=decode`.
+
+  streams    1 x 128K and 8 x 32K tokens of context, alone and with a prompt of 1K tokens each second
+  grammars   the same 8 rows, whose answers follow a JSON schema; the tokenizer is as large as the model's, and made up
+  next turn  100 new tokens behind 128K of context, and behind 1M over two GPUs and more
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Timer
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from benchmarks import jobs
+from benchmarks.runner import Benchmark, Given, Part, Row
+from launch.inputs.compose import ROOT, composed
+
+K, M = 1 << 10, 1 << 20
+SMALLER = 256  # without a GPU, contexts are so many times shorter
+START_S = 300.0  # for the server to be ready
+ENDING_S = 60.0
+ANSWER_S = 600.0
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16384, "rope_theta": 10000.0,
+}  # fmt: skip
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "kind": {"enum": ["one", "two", "three"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "sizes"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}  # longer than any answer
+FORMAT = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}
+COLUMNS = "trace batch length arrivals step_ms mean_tpot_ms over_step p50_itl_ms p90_itl_ms p99_itl_ms p50_ttft_ms"
+COLUMNS += " p99_ttft_ms output_throughput hit_rate"
+
+
+@dataclass
+class Seen:
+    """What a client sees of a request, by the clock.
+
+    Attributes:
+        came: of each piece that has tokens.
+    """
+
+    sent: float
+    came: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+class Client:
+    """Sends requests to a server.
+
+    Raises:
+        JobError: an answer fails.
+    """
+
+    def __init__(self, url: str, vocab: int) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = str(parts.hostname), int(parts.port or 80)
+        self._rng = np.random.default_rng(1)
+        self._vocab = vocab
+
+    def tokens(self, count: int) -> list[int]:
+        ids: list[int] = self._rng.integers(0, self._vocab, count).tolist()
+        return ids
+
+    async def stream(self, prompt: Sequence[int], new: int, after_s: float = 0.0, **more: Any) -> Seen:
+        """Has so many tokens drawn behind a prompt, after a while."""
+        await asyncio.sleep(after_s)
+        wanted = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({"prompt": list(prompt), "max_tokens": new} | wanted | more).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
+            seen = Seen(time.perf_counter())
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            if b" 200 " not in (status := await reader.readline()):
+                said = (await reader.read()).partition(b"\r\n\r\n")[2]
+                raise jobs.JobError(f"the server answered {status.decode().strip()}: {said.decode()[:300]}")
+            async for line in reader:
+                if line.startswith(b'data: {"error"'):
+                    raise jobs.JobError(f"the server ended a stream: {line.decode()[:300]}")
+                if line.startswith(b"data: {"):
+                    piece, now = json.loads(line[6:]), time.perf_counter()
+                    seen.usage = piece.get("usage") or seen.usage
+                    seen.came += [now] * bool(piece["choices"])
+            writer.close()
+        return seen
+
+
+@contextmanager
+def serving(overrides: Sequence[str]) -> Iterator[str]:
+    """A server at a port of its own; its URL.
+
+    Raises:
+        JobError: it does not start.
+    """
+    command = [sys.executable, "-m", "launch.serve", "serve.port=0", *overrides]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    late = Timer(START_S, process.kill)
+    late.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if " is served at " in line:
+                break
+        else:
+            raise jobs.JobError(f"the server did not start within {START_S:g} s, or said why above")
+        late.cancel()
+        yield line.partition(" is served at ")[2].strip()
+    finally:
+        late.cancel()
+        process.terminate()
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def write_model(directory: Path, config: dict[str, Any]) -> None:
+    """The files beside the weights of a model: its config, and a tokenizer of as many made-up tokens."""
+    rng, alphabet = random.Random(5), string.ascii_letters + string.digits
+    words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(words) < config["vocab_size"] - 1:
+        words["Ġ" * rng.randrange(2) + "".join(rng.choices(alphabet, k=rng.randrange(2, 9)))] = None
+    tokenizer = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"] - 1}))
+
+
+def row(seen: Sequence[Seen], seconds: float, step_s: float | None = None) -> Row:
+    """What clients saw, over so many seconds."""
+    gaps = [b - a for s in seen for a, b in zip(s.came, s.came[1:], strict=False)]
+    new = [int(s.usage["completion_tokens"]) for s in seen]
+    figures = {
+        "ttft": [s.came[0] - s.sent for s in seen],
+        "itl": gaps,
+        "tpot": [(s.came[-1] - s.came[0]) / (n - 1) for s, n in zip(seen, new, strict=True)],
+    }
+    found: Row = {}
+    for name, values in figures.items():
+        if not values:  # all tokens came in one piece
+            continue
+        found[f"mean_{name}_ms"] = 1e3 * float(np.mean(values))
+        found |= {f"p{p}_{name}_ms": 1e3 * float(np.percentile(values, p)) for p in (50, 90, 99)}
+    prompts = sum(s.usage["prompt_tokens"] for s in seen)
+    cached = sum(s.usage["prompt_tokens_details"]["cached_tokens"] for s in seen)
+    found |= {"requests": len(seen), "output_throughput": sum(new) / seconds, "hit_rate": cached / prompts}
+    if step_s is not None:
+        found |= {"step_ms": 1e3 * step_s, "over_step": found["mean_tpot_ms"] / (1e3 * step_s)}
+    return found
+
+
+async def traces(client: Client, given: Given, steps: dict[int, float]) -> list[Row]:
+    """All of them.
+
+    Args:
+        steps: seconds of a decode step, by the number of sequences.
+    """
+    small = 1 if given.gpu else SMALLER
+    new, rows = 512 if given.gpu else 48, list[Row]()
+
+    async def together(contexts: list[list[int]], arrivals: int = 0, **more: Any) -> Row:
+        begin = time.perf_counter()
+        others = [client.stream(client.tokens(K // small), 16, 0.3 + i) for i in range(arrivals)]
+        running = [client.stream(c + client.tokens(1), new, **more) for c in contexts]
+        seen = (await asyncio.gather(*running, *others))[: len(contexts)]
+        return row(seen, time.perf_counter() - begin, steps[len(contexts)])
+
+    long = client.tokens(128 * K // small)
+    for contexts in ([long], [client.tokens(32 * K // small) for _ in range(8)]):
+        batch, length = len(contexts), len(contexts[0])
+        for context in contexts:
+            await client.stream(context, 1)
+        await together(contexts)  # whatever is compiled with the first ones
+        kinds: list[tuple[str, int, dict[str, Any]]] = [("streams", 0, {}), ("streams", 4, {})]
+        kinds += [("grammars", 0, {"response_format": FORMAT})] * (batch > 1)
+        for trace, arrivals, more in kinds:
+            found = await together(contexts, arrivals, **more)
+            rows.append({"trace": trace, "batch": batch, "length": length, "arrivals": arrivals, **found})
+    for context in [long, *[client.tokens(M // small)] * (given.ranks > 1)]:
+        await client.stream(context, 1)
+        begin = time.perf_counter()
+        turns = [await client.stream(context + client.tokens(100), 4) for _ in range(7)][1:]
+        found = row(turns, time.perf_counter() - begin)
+        rows.append({"trace": "next turn", "batch": 1, "length": len(context), "arrivals": 0, **found})
+    return rows
+
+
+def measure(given: Given) -> list[Row]:
+    """The time of a step in a job of its own, and then all traces."""
+    small = 1 if given.gpu else SMALLER
+    points = {1: 128 * K // small, 8: 32 * K // small}
+    config = composed(["model=qwen2.5-7b"]).model.config if given.gpu else TINY
+    assert config is not None
+    vocab = int(str(config["vocab_size"]))
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory), config)
+        model = [f"model.path={directory}", "model.load=random", f"layout.kvp={given.ranks}", "decode.max_batch=16"]
+        model += ["model.dtype=bfloat16"] if given.gpu else ["kv.tokens=32768"]
+        timed = [f"bench.points=[{','.join(f'{b}x{n}' for b, n in points.items())}]", "bench=decode"]
+        done = jobs.measure(given.ranks, [*model, *timed, f"bench.steps={32 if given.gpu else 3}"])
+        steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}
+        with serving(model) as url:
+            rows = asyncio.run(traces(Client(url, vocab - 1), given, steps))
+    name = "qwen2.5-7b" if given.gpu else "tiny"
+    return [{"model": name, "layout": f"helix kvp={given.ranks}", **one} for one in rows]
+
+
+BENCHMARK = Benchmark(
+    "a server over HTTP, as clients see it: first tokens, gaps, throughput, answers that follow a schema",
+    __doc__,
+    (Part(lambda given: [()], measure, COLUMNS),),
+)

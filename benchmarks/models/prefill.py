@@ -1,0 +1,186 @@
+"""Times prefill: the kernel beside torch's attention and in chunks of several lengths on one GPU, prompts over all.
+
+`python -m benchmarks.bench prefill`, or `prefill-kernels` without the prompts. A prompt is a job of its own
+(`bench=prefill`) with random weights of the real shape. Over two GPUs its time stands beside that of vLLM 0.25.1 with
+TP=2, as measured on two H200 on 2026-11-22.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks import jobs
+from benchmarks.kernels.attention import TORCH
+from benchmarks.models.workloads import named
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.timer import DIM, PAGE, replays
+from helix.run.clock import seconds_of_each
+from kernels.attention import flash_prefill_sm90
+from kernels.attention.flash_prefill import flash_prefill
+from kernels.paged_keys import PagedKeys
+
+K = 1024
+KERNELS = [(28, 4, 4 * K, 32 * K), (28, 4, 4 * K, 128 * K), (8, 1, 8 * K, 32 * K), (32, 8, 4 * K, 128 * K)]
+# Query and KV heads of a rank, keys, and chunks of so many queries: the first is the one that others stand beside.
+CHUNKS = [
+    (28, 4, 512 * K, (8 * K, K, 256, 100, 16)),
+    (28, 4, 64 * K, (8 * K, K, 256, 100, 16)),
+    (28, 4, 16 * K, (8 * K, K, 256, 100, 16)),
+    (28, 4, 4 * K, (4 * K, K, 256)),
+    (8, 1, 128 * K, (8 * K, K, 256, 100)),
+    (7, 1, 256 * K, (8 * K, 256)),
+]
+PROMPTS = ["1x32768", "1x131072", "1x262144", "1x1048576"]
+VLLM_TP2_S = {32 * K: 0.572, 128 * K: 4.46, 256 * K: 14.6}
+WORK = 4 * DIM  # of a query, a head and a key
+
+
+class Chunk:
+    """The last `queries` tokens of a prompt of `length`, in pages, with causal bounds.
+
+    Raises:
+        AssertionError: the kernel's last row is not that of torch's attention in fp32.
+    """
+
+    def __init__(self, given: Given, q_heads: int, kv_heads: int, queries: int, length: int) -> None:
+        device, pages = given.device, -(-length // PAGE)
+        dtype = torch.bfloat16 if given.gpu else torch.float32
+        shape = (pages, PAGE, kv_heads, DIM)
+        k_cache, v_cache = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        table = torch.randperm(pages, device=device).int()[None]
+        hi = (torch.arange(queries, device=device) + length - queries + 1).int()
+        self.q = torch.randn(queries, q_heads, DIM, device=device, dtype=dtype)
+        self.keys = PagedKeys(k_cache, v_cache, table, torch.zeros_like(hi), hi, DIM**-0.5)
+        self.cu_q = torch.tensor([0, queries], dtype=torch.int32, device=device)
+        self.work = WORK * q_heads * float(hi.double().sum())
+        self.length = length
+        k, v = self.contiguous()
+        last = scaled_dot_product_attention(self.q[-1, None, :, None].float(), k.float(), v.float(), enable_gqa=True)
+        error = (self.attend()[-1].float() - last[0, :, 0]).norm() / last.norm()
+        # bf16 weights, parts and outputs: three roundings of 2^-9 each.
+        assert error < 1e-2, f"flash_prefill is off by {float(error):.1e} of its norm"
+
+    def attend(self) -> torch.Tensor:
+        return flash_prefill(self.q, self.keys, self.cu_q, len(self.q), self.length)[0]
+
+    def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [1, Hkv, S, D]."""
+        k, v = (c[self.keys.table.long()].flatten(1, 2).transpose(1, 2) for c in (self.keys.k, self.keys.v))
+        return k.contiguous(), v.contiguous()
+
+
+def measure_kernel(given: Given, q_heads: int, kv_heads: int, queries: int, length: int, rate: float) -> list[Row]:
+    """Ours with causal bounds, the peers over all keys."""
+    chunk = Chunk(given, q_heads, kv_heads, queries, length)
+    row: Row = {"kind": "kernel", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
+    row["tflops"] = chunk.work / _seconds(chunk.attend, given.device) / 1e12
+    peer = partial(scaled_dot_product_attention, chunk.q.transpose(0, 1)[None], *chunk.contiguous(), enable_gqa=True)
+    for name, backend in TORCH.items():
+        row[f"{name}_tflops"] = None
+        if given.gpu:
+            with sdpa_kernel(backend):
+                seconds = _seconds(peer, given.device)
+            row[f"{name}_tflops"] = WORK * q_heads * queries * length / seconds / 1e12
+    return [row | {"matrix_tflops": rate}]
+
+
+def measure_chunks(given: Given, q_heads: int, kv_heads: int, length: int, chunks: tuple[int, ...]) -> Iterator[Row]:
+    """Chunks of several lengths at the end of one prompt, by the kernel that is chosen and by the general one."""
+    first: float | None = None
+    for queries in chunks:
+        chunk = Chunk(given, q_heads, kv_heads, queries, length)
+        chosen = given.gpu and flash_prefill_sm90.fits(chunk.q, chunk.keys, queries, length)
+        tflops = chunk.work / _replayed(chunk.attend, given.device) / 1e12
+        first = first or tflops
+        row: Row = {"kind": "chunk", "heads": f"{q_heads}/{kv_heads}", "q_tokens": queries, "length": length}
+        row |= {"us": chunk.work / tflops / 1e6, "tflops": tflops, "of_largest": tflops / first}
+        row |= {"kernel": "sm90" if chosen else "general", "general_us": None, "sm90_us": None}
+        for name, rows in (("general", 1 << 40), ("sm90", 0)) if given.gpu else ():
+            row[f"{name}_us"] = 1e6 * _replayed(partial(_by, rows, chunk), given.device)
+        yield row
+
+
+def _by(least_rows: int, chunk: Chunk) -> None:
+    """Attention by Hopper's kernel for chunks of at least so many rows."""
+    limits = flash_prefill_sm90.MIN_ROWS, flash_prefill_sm90.MIN_KEYS
+    flash_prefill_sm90.MIN_ROWS, flash_prefill_sm90.MIN_KEYS = least_rows, 1 << 40
+    try:
+        chunk.attend()
+    finally:
+        flash_prefill_sm90.MIN_ROWS, flash_prefill_sm90.MIN_KEYS = limits
+
+
+def matrix_tflops(device: torch.device) -> float:
+    """The library's rate on a large bf16 product of random values."""
+    gpu = device.type == "cuda"
+    n = 8192 if gpu else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16 if gpu else torch.float32) for _ in range(2))
+    return 2 * n**3 / _seconds(lambda: a @ b, device) / 1e12
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median of a few runs, behind one that does not count."""
+    run()
+    return median(seconds_of_each(run, 5, device))
+
+
+def _replayed(run: Callable[[], Any], device: torch.device) -> float:
+    """The same within a graph: short chunks would wait for the host."""
+    return median(replays(lambda _: run(), 1, device, least=3, times=3))
+
+
+def kernel_cases(given: Given) -> Iterator[tuple[int, int, int, int, float]]:
+    """Shapes and the matrix rate; none where GPUs emulate ranks: the kernel is the same."""
+    shapes = [] if given.emulated else KERNELS if given.gpu else [(4, 2, 128, 512)]
+    rate = matrix_tflops(given.device) if shapes else 0.0
+    return ((*shape, rate) for shape in shapes)
+
+
+def chunk_cases(given: Given) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    return [] if given.emulated else CHUNKS if given.gpu else [(4, 2, 512, (128, 16))]
+
+
+def measure_prompts(given: Given) -> list[Row]:
+    """Prompts of Qwen2.5-7B's shape, in one job; on a CPU one of the demo model."""
+    model, ranks = "qwen2.5-7b" if given.gpu else "demo", given.ranks
+    points = ",".join(PROMPTS if given.gpu else ["1x600"])
+    overrides = [*named(model), f"layout.kvp={ranks}", "bench=prefill", f"bench.points=[{points}]"]
+    done = jobs.measure(ranks, overrides)
+    rows = [{"kind": "prompt", "model": model, "layout": f"helix kvp={ranks}", **point} for point in done["points"]]
+    beside = VLLM_TP2_S if given.gpu and ranks == 2 and not given.emulated else {}
+    for row in rows:
+        row["vllm_tp2_s"] = beside.get(row["length"])
+    return rows
+
+
+KERNEL_PARTS = (
+    Part(kernel_cases, measure_kernel, "heads q_tokens length tflops matrix_tflops cudnn_tflops flash_tflops"),
+    Part(
+        chunk_cases,
+        measure_chunks,
+        "heads q_tokens length us tflops of_largest kernel general_us sm90_us",
+        title="chunks at the end of a prompt; of largest: the rate beside that of the largest chunk",
+    ),
+)
+KERNELS_ALONE = Benchmark("the prefill kernel alone, on one GPU", __doc__, KERNEL_PARTS)
+BENCHMARK = Benchmark(
+    "the prefill kernel beside torch's attention, and whole prompts over all GPUs",
+    __doc__,
+    (
+        *KERNEL_PARTS,
+        Part(
+            lambda given: [()],
+            measure_prompts,
+            "model layout batch length prefill_chunk prefill_s vllm_tp2_s prefill_s/vllm_tp2_s tokens_per_s "
+            "turn_ms short_of_long",
+        ),
+    ),
+    emulated=True,
+)

@@ -1,0 +1,84 @@
+"""What block-sparse attention costs without a choice, and beside drafts: `python -m benchmarks.bench sparse-costs`.
+
+Decode steps of whole models over a cache of random data (`bench=decode`), two jobs at a time, one beside the other:
+
+  short    sequences shorter than `attention.from_tokens`: beside attention=dense, the bounds of pages are kept up
+  roomy    4K tokens in an engine made for 1M, beside one made for 4K: work follows the live length
+  drafts   four drafts a step at 1M, each of which chooses for itself, beside none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from benchmarks import jobs
+from benchmarks.models.steps import ROOMY
+from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
+from benchmarks.runner import Benchmark, Given, Part, Row
+
+MODELS = ("qwen2.5-7b",)
+SPARSE = ("attention=block_sparse", "attention.from_tokens=0")
+DRAFTS = ("speculation=synthetic", "speculation.gamma=4", "speculation.acceptance=0.8")
+Point = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One of the two: settings, and the points that it is made for."""
+
+    overrides: tuple[str, ...]
+    points: tuple[Point, ...]
+    gamma: int = 0
+
+
+SHORT = ((1, 4 * K), (1, 32 * K), (1, 128 * K), (8, 128 * K))
+ON_GPU = {
+    "short": (Job((), SHORT), Job(("attention=block_sparse", f"attention.from_tokens={2 * M}"), SHORT)),
+    "roomy": (Job(SPARSE, ((1, 4 * K),)), Job(SPARSE, ((1, 4 * K), (1, M)))),
+    "drafts": (Job(SPARSE, ((1, 4 * K), (1, M))), Job((*SPARSE, *DRAFTS), ((1, M),), gamma=4)),
+}
+ON_CPU = {"roomy": (Job(SPARSE, ((1, K),)), Job(SPARSE, ((1, K), (1, 8 * K))))}
+
+
+@cache
+def times_us(model: str, ranks: int, steps: int, job: Job) -> dict[Point, float]:
+    """Time of a step at each point of a job, in the grid with the widest tpa that splits the KV."""
+    spec, cut = fitting_spec(model, ranks)
+    grid = [layout for layout in layouts(spec, ranks, baselines=False) if layout.ep == 1][-1]
+    record = jobs.measure(
+        ranks,
+        [
+            *named(model), f"layout.kvp={grid.kvp}", f"layout.tpa={grid.tpa}", "bench=decode",
+            f"bench.points=[{','.join(f'{b}x{length}' for b, length in job.points)}]", f"bench.gammas=[{job.gamma}]",
+            f"bench.steps={steps}", *cut, *ROOMY, *job.overrides,
+        ],
+    )  # fmt: skip
+    return {(row["batch"], row["length"]): row["ttl_p50_us"] for row in record["points"]}
+
+
+def cases(given: Given) -> Iterator[tuple[str, str, Job, Job]]:
+    """A case for each model and comparison; on a CPU one."""
+    for model in (given.models or MODELS) if given.gpu else ["demo"]:
+        for what, pair in (ON_GPU if given.gpu else ON_CPU).items():
+            yield model, what, *pair
+
+
+def measure(given: Given, model: str, what: str, one: Job, other: Job) -> Iterator[Row]:
+    """A row for each point that both have."""
+    plain, with_it = (times_us(model, given.ranks, 64 if given.gpu else 3, job) for job in (one, other))
+    for point in plain.keys() & with_it.keys():
+        yield {
+            "kind": "sparse-costs", "model": model, "case": what, "batch": point[0], "length": point[1],
+            "drafts": other.gamma, "plain_us": plain[point], "step_us": with_it[point],
+        }  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    "decode steps with block-sparse attention where it chooses nothing, and beside drafts, over all GPUs",
+    __doc__,
+    (Part(cases, measure, "model case batch length drafts plain_us step_us step_us/plain_us"),),
+    models=MODELS,
+    emulated=True,
+)

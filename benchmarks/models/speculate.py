@@ -1,0 +1,169 @@
+"""What drafts gain: `python -m benchmarks.bench speculate`.
+
+Two kinds of rows. `synthetic`: decode steps of whole models with 0 to 15 drafts that are kept at a set rate, over a
+cache of random data (`bench=decode`), and where the time of a step goes. `copy_prompts`: the demo model goes on with
+copies of files (`benchmarks.quality.copy_prompts`), its drafts looked up in the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import jobs
+from benchmarks.models.workloads import SHAPES, fitting_spec, layouts, named
+from benchmarks.quality.copy_prompts import copy_prompts
+from benchmarks.runner import Benchmark, Given, Part, Row
+
+K, M = 1024, 1 << 20
+MODELS = ["llama-3.1-70b", "demo"]  # the shape of steps with synthetic drafts; `demo` stands for the copies
+ACCEPTANCE = 0.8  # chance of a draft behind drafts that were kept
+# Of 1, 8, 32 sequences of 8K, 128K, 1M: those that four GPUs hold, but for 8 x 8K, which is between 1 and 32.
+POINTS = [(1, 8 * K), (32, 8 * K), (1, 128 * K), (8, 128 * K), (1, M)]
+GAMMAS = [0, 1, 2, 3, 4, 7, 15]
+STEPS = 16
+EDIT_TOKENS = 256  # of each prompt
+# Of `benchmarks.quality.copy_prompts`: plain steps first, which the others are compared with.
+DRAFTING = {
+    "none": ["speculation=none"],
+    "4": ["speculation=ngram", "speculation.gamma=4", "speculation.adaptive=false"],
+    "adaptive": ["speculation=ngram", "speculation.gamma=4"],
+}
+MEASURED = [
+    "backend", "prefill_tokens", "decode_steps", "tokens_per_step", "ttl_p50_us", "ttl_p90_us", "tokens_per_s_user",
+    "tokens_per_s_gpu", "speculation",
+]  # fmt: skip
+PARTS = {
+    "draft": r"^_(replay|find|propose|draft_ranges|select_tokens)_kernel",
+    "attention": r"^_(kv_append|flash_decode|merge_parts|mla_\w+|angles|local_bounds|cache_slots)_kernel"
+    r"|^_(select_blocks|choose|keep_best|repeat_blocks|block_ranges|fold_blocks|resolve|copy_blocks|write_back)_kernel",
+    "exchange": r"^_((merge_)?exchange|lse_combine)_kernel|ncclDevKernel_SendRecv",
+    "projections": r"^_(embedding|rms_norm|linear(_sm90)?|qkv_append|each_head|silu_mul|route|moe_sm90)_kernel"
+    r"|^_((gate_up|down)(_few)?|sum)_kernel|nvjet|cublas|gemm",
+    "all-reduce": r"^_all_reduce_norm_kernel|ncclDevKernel_AllReduce",
+    "acceptance": r"^_(all_gather|best_of_\w+|kept_mass|accept|commit)_kernel|ncclDevKernel_AllGather"
+    r"|^_(shape_logits|top_of_blocks|merge_tops)_kernel",
+}
+REST = "rest"  # torch's own small kernels around the layers, and copies
+
+
+def split(kernel_us: Mapping[str, float]) -> dict[str, float]:
+    """Microseconds of a step's parts, from those of its kernels."""
+    parts = dict.fromkeys([*PARTS, REST], 0.0)
+    for name, us in kernel_us.items():
+        parts[next((part for part, names in PARTS.items() if re.search(names, name)), REST)] += us
+    return parts
+
+
+def expected_tokens(gamma: int, acceptance: float) -> float:
+    """Tokens of a step with `gamma` drafts, each kept with a chance where those before it were."""
+    return sum(acceptance**kept for kept in range(gamma + 1))
+
+
+def with_gains(points: list[dict[str, Any]], acceptance: float) -> list[dict[str, Any]]:
+    """Timed points with the parts of a step, and with tokens per second in those of no drafts at the same point.
+
+    `gain` takes the tokens that came in the timed steps, `gain_at_rate` those expected of so many drafts: of few steps
+    of one sequence, the former are as good as its luck.
+    """
+    plain = {(p["batch"], p["length"]): p for p in points if p["gamma"] == 0}
+    rows = []
+    for point in points:
+        row = dict(point)
+        if "failed" not in point:
+            base = plain[point["batch"], point["length"]]
+            row["gain"] = point["tokens_per_s_user"] / base["tokens_per_s_user"]
+            expected = expected_tokens(point["gamma"], acceptance)
+            row["gain_at_rate"] = expected * base["ttl_p50_us"] / point["ttl_p50_us"]
+            row["split_us"] = split(point.get("kernel_us", {}))
+        rows.append(row)
+    return rows
+
+
+def _job(ranks: int, overrides: list[str]) -> dict[str, Any]:
+    """The record of a job of its own; raises as `jobs.measure`."""
+    return jobs.measure(ranks, [*overrides, "decode.stream=false"])
+
+
+def synthetic(given: Given, model: str) -> list[Row]:
+    """One job of a model over the grid with the widest tpa that splits the KV; on a CPU the tiniest case."""
+    ranks = given.ranks
+    points, gammas, steps = (POINTS, GAMMAS, STEPS) if given.gpu else ([(2, 64)], [0, 2], 3)
+    spec, overrides = fitting_spec(model, ranks)
+    layout = [grid for grid in layouts(spec, ranks, baselines=False) if grid.ep == 1][-1]
+    about: dict[str, Any] = {"kind": "synthetic", "model": model, "layers": len(spec.layers), "layout": str(layout)}
+    about |= {"acceptance": ACCEPTANCE}
+    try:
+        record = _job(
+            ranks,
+            [
+                *named(model), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}", "kv.page_size=64",
+                "hopb=none", "bench=decode", f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]",
+                f"bench.gammas={gammas}", f"bench.steps={steps}", "speculation=synthetic",
+                f"speculation.gamma={max(gammas)}", f"speculation.acceptance={ACCEPTANCE}", *overrides,
+            ],
+        )  # fmt: skip
+    except jobs.JobError as error:
+        of = [{"batch": batch, "length": length, "gamma": gamma} for batch, length in points for gamma in gammas]
+        return [about | row | {"failed": str(error)} for row in of]
+    about |= {"backend": record["backend"]}
+    return [about | row for row in with_gains(record["points"], ACCEPTANCE)]
+
+
+def copies(given: Given) -> Iterator[Row]:
+    """A job for each way of drafting, over the same prompts; on a CPU one short prompt, two ways."""
+    gpu, ranks = given.gpu, given.ranks
+    prompts = copy_prompts(EDIT_TOKENS) if gpu else copy_prompts(16)[:1]
+    plain: tuple[list[list[int]], dict[str, Any]] | None = None
+    with tempfile.TemporaryDirectory() as directory:
+        written, answers = Path(directory) / "prompts.jsonl", Path(directory) / "answers.jsonl"
+        written.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
+        job = ["model=demo", f"layout.kvp={ranks}", f"decode.prompts={written}", f"decode.output={answers}"]
+        for drafting in DRAFTING if gpu else ["none", "4"]:
+            record = _job(ranks, [*job, *DRAFTING[drafting]])
+            tokens = [json.loads(line)["output_ids"] for line in answers.read_text("utf-8").strip().split("\n")]
+            answers.unlink()
+            plain = plain or (tokens, record)
+            yield {
+                "kind": "edits", "model": "demo", "layout": f"helix kvp={ranks} tpa=1", "drafting": drafting,
+                "prompts": len(prompts), "new_tokens": prompts[0]["max_new_tokens"],
+                **{key: record[key] for key in MEASURED},
+                "as_plain": sum(ours == theirs for ours, theirs in zip(tokens, plain[0], strict=True)),
+                "gain": record["tokens_per_s_user"] / plain[1]["tokens_per_s_user"],
+            }  # fmt: skip
+
+
+def models(given: Given) -> list[tuple[str]]:
+    """Shapes of steps with synthetic drafts."""
+    return [(model,) for model in given.models or MODELS if model != "demo"] if given.gpu else [("demo",)]
+
+
+def copied(given: Given) -> list[tuple[()]]:
+    """One case, unless other models are chosen or ranks are emulated: tokens mean nothing there."""
+    return [()] if not given.gpu or ("demo" in (given.models or MODELS) and not given.emulated) else []
+
+
+BENCHMARK = Benchmark(
+    "decode steps of Llama-3.1-70B with drafts, and copies of files by the demo model, over all GPUs",
+    __doc__,
+    (
+        Part(
+            models,
+            synthetic,
+            "model batch length gamma ttl_p50_us tokens_per_step tokens_per_s_user gain gain_at_rate",
+            f"drafts kept at a rate of {ACCEPTANCE}",
+        ),
+        Part(
+            copied,
+            copies,
+            "drafting tokens_per_step tokens_per_s_user gain as_plain prompts",
+            "copies of files by the demo model",
+        ),
+    ),
+    models=SHAPES,
+    emulated=True,
+)

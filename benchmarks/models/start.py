@@ -1,0 +1,54 @@
+"""Starts jobs and says where the time goes until their first prompt can come: `python -m benchmarks.bench start`.
+
+Each model twice: with a cache of compiled kernels that is empty, and with what the first time has left there. It is a
+job as a user starts it, over all GPUs, with five prompts of ids. `ready_s` is from the command to the first prompt, the
+weights' loading apart.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import jobs
+from benchmarks.models.workloads import named
+from benchmarks.runner import Benchmark, Given, Part, Row
+
+MODELS = "demo", "qwen2.5-7b"
+PROMPTS, NEW_TOKENS = 5, 40
+COLUMNS = (
+    "model kernels launcher_s imports_s preflight_s connect_s load_s build_s compile_s first_request_s capture_s "
+    "decode_s ready_s"
+)
+
+
+def measure(given: Given, model: str) -> Iterator[Row]:
+    """The job of a model, without and with compiled kernels."""
+    with tempfile.TemporaryDirectory() as directory:
+        prompts, record = Path(directory) / "prompts.jsonl", Path(directory) / "record.json"
+        prompts.write_text("".join(json.dumps({"prompt_ids": [*range(1, 20 + i)]}) + "\n" for i in range(PROMPTS)))
+        overrides = [*named(model), f"layout.kvp={given.ranks}", f"decode.prompts={prompts}", f"record={record}"]
+        overrides += ["decode.stream=false", f"decode.max_new_tokens={NEW_TOKENS}"]
+        for kernels in ("none", "compiled"):
+            for _ in jobs.rows(overrides, TRITON_CACHE_DIR=str(Path(directory) / "kernels")):
+                raise AssertionError("a job that decodes measures nothing else")
+            written = json.loads(record.read_text(encoding="utf-8"))
+            assert written["decode_tokens"] <= PROMPTS * NEW_TOKENS and written["prefill_tokens"] > 0
+            phases = written["phases"]
+            ready_s = sum(s for name, s in phases.items() if name not in ("load_s", "decode_s"))
+            yield {
+                "model": model,
+                "layout": f"helix kvp={given.ranks}",
+                "kernels": kernels,
+                **phases,
+                "ready_s": ready_s,
+            }
+
+
+BENCHMARK = Benchmark(
+    "where the time of a start goes, without compiled kernels and with them",
+    __doc__,
+    (Part(lambda given: [(model,) for model in MODELS[: 2 if given.gpu else 1]], measure, COLUMNS),),
+)

@@ -1,0 +1,155 @@
+"""Times decode steps of whole models: `python -m benchmarks.bench step | baselines | sparse-steps | sparse-policies`.
+
+Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
+over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
+and all KV, each once, over all GPUs at the measured read ceiling, whatever the layout.
+
+`sparse-steps` times 1 to 8 sequences of 8K to 1M tokens with dense attention, then with 8 and with 32 chosen blocks of
+128, from the first token on: a job each, in one layout. A row's `sparse` says what queries read, and is null where they
+read everything. On one GPU, and on eight ranks that it emulates:
+
+  python -m benchmarks.bench sparse-steps
+  python -m benchmarks.bench sparse-steps ranks=8
+
+`sparse-policies` times every policy beside dense attention, at fewer points of more models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from benchmarks import jobs
+from benchmarks.models.workloads import BASELINES, WORKLOADS, K, M, Workload, fitting_spec, floor_s, layouts, named
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.schema import composed
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from launch.inputs.auto_layout import budget
+
+STEPS = 32
+TARGET = "bar"  # a row's key since the first records
+COLUMNS = f"model batch length layout ttl_p50_us floor_us ttl_p50_us/floor_us {TARGET} vllm_ms tokens_per_s_user"
+COLUMNS += " tokens_per_s_gpu"
+ON_CPU = Workload("demo", 1, K)
+SPARSE_MODELS = ("qwen2.5-7b", "llama-3.1-8b", "gpt-oss-20b")
+SPARSE_ON_CPU = [Workload("demo", batch, 8 * K) for batch in (1, 2)]
+ROOMY = ("kv.memory_fraction=0.95",)  # of an H200, for 2 x 1M tokens of Qwen2.5-7B
+LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M)
+BATCHES = (1, 2, 4, 8)
+POLICY_POINTS = [(1, 128 * K), (1, 512 * K), (4, 128 * K)]  # that one GPU holds of each of SPARSE_MODELS
+BUDGETS: tuple[tuple[str, ...], ...] = (
+    (),
+    *(("attention=block_sparse", f"attention.topk={topk}", "attention.from_tokens=0") for topk in (8, 32)),
+)
+POLICIES: tuple[tuple[str, ...], ...] = (
+    (),
+    *((f"attention={policy}", "attention.from_tokens=0") for policy in ("block_sparse", "quest", "window")),
+)
+
+
+def time_job(works: list[Workload], layout: HelixLayout, overrides: list[str]) -> list[Row]:
+    """One job for workloads of one model; what it measured at each, or why it failed (for want of memory, mostly).
+
+    Raises:
+        KeyboardInterrupt: it was interrupted, and no other shall start.
+    """
+    points = ",".join(f"{w.batch}x{w.length}" for w in works)
+    try:
+        found = jobs.measure(
+            layout.world_size,
+            [
+                *named(works[0].model), f"layout={layout.mode}", f"layout.kvp={layout.kvp}",
+                f"layout.tpa={layout.tpa}", f"layout.ep={layout.ep}", "bench=decode", f"bench.points=[{points}]",
+                *overrides, f"bench.steps={STEPS if torch.cuda.is_available() else 3}",
+            ],
+        )  # fmt: skip
+    except jobs.JobError as error:
+        found = {"points": [{"failed": str(error)}] * len(works)}
+    shared = {k: found[k] for k in ("backend",) if k in found}
+    return [
+        {
+            "model": w.model,
+            "batch": w.batch,
+            "length": w.length,
+            "bar": w.target,
+            "vllm_ms": w.vllm_ms,
+            "layout": str(layout),
+            **shared,
+            **point,
+        }
+        for w, point in zip(works, found["points"], strict=True)
+    ]
+
+
+def cases(
+    workloads: list[Workload], baselines: bool, given: Given
+) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
+    """Each model's workloads in each of its layouts, a job each; on a CPU a tiny one."""
+    chosen = [w for w in workloads if given.models is None or w.model in given.models] if given.gpu else [ON_CPU]
+    for model in dict.fromkeys(w.model for w in chosen):
+        spec, overrides = fitting_spec(model, given.ranks)
+        for layout in layouts(spec, given.ranks, baselines):
+            yield [w for w in chosen if w.model == model], spec, layout, overrides
+
+
+def measure(
+    given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
+) -> Iterator[Row]:
+    """Rows of a job, and the floor of each."""
+    item = 2 if given.gpu else 4
+    for row in time_job(works, layout, overrides):
+        floor_us = 1e6 * floor_s(spec, row["batch"], row["length"], given.ranks, item)
+        yield row | {"layers": len(spec.layers), "floor_us": floor_us}
+
+
+def _benchmark(about: str, workloads: list[Workload], baselines: bool) -> Benchmark:
+    models = tuple(dict.fromkeys(w.model for w in workloads))
+    part = Part(partial(cases, workloads, baselines), measure, COLUMNS)
+    return Benchmark(about, __doc__, (part,), models=models, emulated=True)
+
+
+def sparse_cases(
+    models: tuple[str, ...], points: list[tuple[int, int]], attentions: tuple[tuple[str, ...], ...], given: Given
+) -> Iterator[tuple[list[Workload], DecoderSpec, HelixLayout, list[str]]]:
+    """Each model in the grid with the widest tpa that splits the KV: a job for each attention."""
+    for model in (given.models or models) if given.gpu else [SPARSE_ON_CPU[0].model]:
+        spec, cut = fitting_spec(model, given.ranks)
+        works = [Workload(model, batch, length) for batch, length in points]
+        grid = [layout for layout in layouts(spec, given.ranks, baselines=False) if layout.ep == 1][-1]
+        for attention in attentions:
+            yield works if given.gpu else SPARSE_ON_CPU, spec, grid, [*cut, *ROOMY, *attention]
+
+
+def measure_sparse(
+    given: Given, works: list[Workload], spec: DecoderSpec, layout: HelixLayout, overrides: list[str]
+) -> Iterator[Row]:
+    """Rows of a job, each with what its queries read: `sparse` is None in those of dense attention."""
+    read = budget(composed(overrides))
+    attention = "dense" if read is None else f"block_sparse, k={read.topk} of {read.block}"
+    for row in time_job(works, layout, overrides):
+        about = {"layers": len(spec.layers), "attention": attention}
+        yield row | about | {"sparse": None if read is None else asdict(read)}
+
+
+STEP = _benchmark("decode steps of whole models beside the ideal, over all GPUs", WORKLOADS, baselines=False)
+BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASELINES, baselines=True)
+_SPARSE_COLUMNS = "model batch length layout attention ttl_p50_us tokens_per_s_user"
+_ALL_POINTS = [(batch, length) for length in LENGTHS for batch in BATCHES]
+SPARSE = Benchmark(
+    "decode steps with block-sparse attention beside dense, over all GPUs: what `launch.plan bill` fits",
+    __doc__,
+    (Part(partial(sparse_cases, SPARSE_MODELS[:1], _ALL_POINTS, BUDGETS), measure_sparse, _SPARSE_COLUMNS),),
+    models=SPARSE_MODELS,
+    emulated=True,
+)
+SPARSE_POLICIES = Benchmark(
+    "decode steps with block-sparse attention, Quest's pages and a window, beside dense, over all GPUs",
+    __doc__,
+    (Part(partial(sparse_cases, SPARSE_MODELS, POLICY_POINTS, POLICIES), measure_sparse, _SPARSE_COLUMNS),),
+    models=SPARSE_MODELS,
+    emulated=True,
+)

@@ -1,0 +1,118 @@
+"""Needles over a cache in host memory: `python -m benchmarks.bench tier-needles`.
+
+The demo model looks for a numbered line in 32K tokens of code: with the cache on the GPU, then in host memory, with hot
+places for a third of the blocks, and for no more than the sequences choose in one step. Prompts are computed over the
+same cache, in chunks. All of it on one rank, then on eight that are threads of this process and share one GPU. `found`
+counts answers, `same` those that are token for token those of the cache on the GPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from benchmarks.quality.needles import SOURCES, make
+from benchmarks.runner import Benchmark, Given, Part, Row
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.attention.policies import make_policy
+from helix.attention.tiered import TieredAttention
+from helix.build.engine import build_engine
+from helix.build.tiering import tiered_bytes
+from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
+from helix.events.request import Request
+from helix.layout import HelixLayout
+from helix.memory.tiered_cache import TieredCache
+from helix.models import Decoder
+from helix.models.loading import Checkpoint
+from helix.placement import Placement
+from helix.tokenizer import load_tokenizer
+from launch.inputs.compose import ROOT
+from launch.inputs.parts import make_spec
+
+DEMO = ROOT / "assets" / "demo-model"
+PAGE, BATCH, CHUNK = 128, 4, 8192
+THIRD, LEAST = 1 / 3, 0.0  # shares of the blocks for which there are hot places; never less than one choice takes
+Answers = list[tuple[int, ...]]
+
+
+@cache
+def prompts(length: int, count: int) -> tuple[list[list[int]], list[str]]:
+    """Ids of prompts, and the number that each hides."""
+    tokenizer = load_tokenizer(str(DEMO))
+    assert tokenizer is not None
+    lines = make(DEMO / "tokenizer.json", SOURCES, length, count)
+    return [tokenizer(x["prompt"])["input_ids"] for x in lines], [str(x["id"]).split("-")[1] for x in lines]
+
+
+def config(kvp: int, share: float | None, length: int, dtype: torch.dtype) -> Config:
+    """A run with hot places for a share of the blocks; None: over a cache on the GPU."""
+    found = Config(
+        model=ModelConfig(path=str(DEMO)),
+        kv=KVConfig(PAGE, PAGE, tokens=BATCH * length, memory_fraction=0.5),
+        attention=AttentionConfig("block_sparse", topk=32 if length > 8192 else 4, from_tokens=0),
+        decode=DecodeConfig(prefill_chunk=str(CHUNK)),
+    )
+    if share is None:
+        return found
+    spec, placement = make_spec(found), Placement(HelixLayout.create("helix", kvp), 0, PAGE, PAGE)
+    size = tiered_bytes(spec.keeps(placement.layout, 0, dtype), placement, BATCH, 0, CHUNK)
+    found.kv.tier, found.kv.host_bytes = "host", 8e9
+    world = LoopbackWorld(1)
+    policy = make_policy(found.attention, placement, length, world.communicator(0, [0]), found.kv)
+    assert isinstance(policy, TieredAttention)
+    pages = placement.stripes.pages_for_all(BATCH * length, BATCH)
+    places = max(int(share * pages), BATCH * policy.least_places(0))
+    found.kv.gpu_bytes = float(size.fixed + pages * size.page + places * size.place)
+    return found
+
+
+@cache
+def answers(kvp: int, share: float | None, length: int, count: int, device: str) -> tuple[Answers, float, float]:
+    """Tokens of each answer, hits of all chosen blocks, and the share of the blocks for which there were places."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layout, given = HelixLayout.create("helix", kvp), config(kvp, share, length, dtype)
+    requests = [Request(i, tuple(ids), 8) for i, ids in enumerate(prompts(length, count)[0])]
+
+    def body(world: LoopbackWorld, rank: int) -> tuple[Answers, list[int], float]:
+        comm = world.communicator(rank, layout.kvp_group(rank))
+        model = Decoder(make_spec(given), layout, comm, dtype, comm.device)
+        Checkpoint(DEMO).load(model.weights)
+        engine = build_engine(layout, comm, model, given, BATCH, BATCH * length)
+        came = {output.id: output.output_ids for output in engine.generate(requests)}
+        engine.close()
+        held, counts, hot = engine.runner.cache, [0, 0], 1.0
+        if isinstance(held, TieredCache):
+            counts, hot = held.counted.tolist(), held.hot.places / held.pages
+        return [came[i] for i in range(count)] if rank == 0 else [], counts, hot
+
+    ranks = run_ranks(kvp, body, timeout_s=600.0, device=device)
+    hits, misses = (sum(counts[i] for _, counts, _ in ranks) for i in range(2))
+    return ranks[0][0], hits / max(hits + misses, 1), ranks[0][2]
+
+
+def measure(given: Given, kvp: int, share: float | None) -> list[Row]:
+    """A row of one run beside the one over the cache on the GPU."""
+    length, count = (32768, 24 if kvp == 1 else 8) if given.gpu else (2048, 2)
+    tokenizer, numbers = load_tokenizer(str(DEMO)), prompts(length, count)[1]
+    assert tokenizer is not None
+    whole = answers(kvp, None, length, count, given.device.type)[0]
+    found, hits, hot = answers(kvp, share, length, count, given.device.type)
+    texts = [tokenizer.decode(ids) for ids in found]
+    row: Row = {"kind": "tier-needles", "ranks": kvp, "length": length, "tier": "gpu" if share is None else "host"}
+    row |= {"hot_places": hot, "prompts": count, "same": sum(a == b for a, b in zip(found, whole, strict=True))}
+    right = sum(text.startswith(f" {number}.") for text, number in zip(texts, numbers, strict=True))
+    return [row | {"found": right, "hits": None if share is None else hits}]
+
+
+BENCHMARK = Benchmark(
+    "needles over a cache in host memory, beside one on the GPU, on one rank and on eight that share a GPU",
+    __doc__,
+    (
+        Part(
+            lambda given: [(kvp, share) for kvp in ((1, 8) if given.gpu else (1, 2)) for share in (None, THIRD, LEAST)],
+            measure,
+            "ranks length tier hot_places hits found prompts same",
+        ),
+    ),
+)

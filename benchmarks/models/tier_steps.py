@@ -1,0 +1,171 @@
+"""Times decode steps over a cache in host memory: `python -m benchmarks.bench tier-steps`.
+
+Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
+cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
+each step keeps a set share of the last one's blocks (`attention.score=replay`): what is kept is hot, and the others
+come over the link. With `ahead` blocks of a layer come
+while the one before it computes (`kv.ahead`), and each guess is right, since the pattern is known. One rank pins 62 GB,
+which takes about half a minute, and the GPU has to have 76 GB for the second job.
+
+The third job has four sequences of 128K tokens.
+
+Then the same kernel fetches blocks alone, 128 and 32 at a time. On one H200 all of it takes some 160 s.
+
+`over_dense`: how much longer the only other way takes, to read the whole cache over the link at 55.5 GB/s, as measured.
+`predicted_ms`: what the planner says, by `conf/hardware/`. `hot`: the share
+of the chosen blocks that were on the GPU when they were chosen. `used_gb` is the GPU's memory in use, by its driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+
+from benchmarks import jobs
+from benchmarks.kernels import tier
+from benchmarks.models.workloads import K, M, fitting_spec, layouts, named
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.schema import composed
+from helix.layout import HelixLayout
+from helix.memory.keeps import token_bytes
+from helix.models import DecoderSpec
+from helix.simulate.points import Options, Points, Sparse, Tier
+from helix.simulate.step import predict
+from kernels.tier.copy_blocks import PROGRAMS
+from launch.inputs.auto_layout import budget
+from launch.inputs.hardware import hardware_of
+
+MODEL = "qwen2.5-7b"
+LINK = 55.5e9  # bytes a second of one link, in large copies
+TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
+AHEAD = "kv.ahead=true"
+Cell = tuple[int, float, str]  # blocks chosen, the share that stays, what is set beside
+ON_GPU: list[Cell] = [(32, 1.0, ""), (8, 1.0, "")]
+ON_HOST: list[Cell] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
+ON_HOST += [(32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
+SEVERAL: list[Cell] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", AHEAD)]
+HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
+
+
+def overrides(given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Cell], host: bool) -> list[str]:
+    """A job's, in which all cells are timed over one cache."""
+    texts = (f"attention.topk={topk} attention.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
+    steps = ",".join(f'"{text}"' for text in texts)
+    shared = [
+        *named(MODEL if given.gpu else "demo"), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
+        "attention=block_sparse", "attention.score=replay", f"attention.topk={max(cells)[0]}",
+        "attention.from_tokens=0", "hopb.chunks=none", "decode.prefill_chunk=4096", "bench=decode",
+        f"bench.points=[{batch}x{length}]", f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",
+    ]  # fmt: skip
+    if not host:
+        return [*shared, "kv.memory_fraction=0.95"]
+    bytes_of = (batch * length / M * HOST / layout.world_size, SHARE) if given.gpu else (2e9, 2e8)
+    return [*shared, "kv.tier=host", f"kv.host_bytes={bytes_of[0]:.0f}", f"kv.gpu_bytes={bytes_of[1]:.0f}"]
+
+
+def cases(given: Given) -> list[tuple[bool, int]]:
+    return [(True, 1), (False, 1), (True, 4)]
+
+
+def measure(given: Given, host: bool, batch: int) -> Iterator[Row]:
+    """A row for each cell, of one job."""
+    spec, _ = fitting_spec(MODEL if given.gpu else "demo", given.ranks)
+    layout = [grid for grid in layouts(spec, given.ranks, baselines=False) if grid.ep == 1][-1]
+    length = (M if given.gpu else 16 * K) // (8 if batch > 1 else 1)
+    cells = ON_GPU if not host else SEVERAL if batch > 1 else ON_HOST
+    given_to = overrides(given, layout, batch, length, cells, host)
+    about: Row = {"kind": "tier-steps", "model": MODEL if given.gpu else "demo", "layers": len(spec.layers)}
+    about |= {"layout": str(layout), "batch": batch, "length": length, "tier": "host" if host else "gpu"}
+    try:
+        points = jobs.measure(layout.world_size, given_to)["points"]
+    except jobs.JobError as error:
+        points = [{"failed": str(error)}] * len(cells)
+    whole = (
+        batch
+        * length
+        * sum(token_bytes(kept) for kept in spec.keeps(HelixLayout.create(), 0, torch.bfloat16))
+        / layout.world_size
+    )
+    for (topk, repeat, more), point in zip(cells, points, strict=True):
+        row = about | {"topk": topk, "repeat": repeat, "ahead": more == AHEAD} | point
+        if "failed" not in point:
+            read, tier = _read(given_to, topk), Tier(repeat, ahead=1.0 if more == AHEAD else None)
+            row |= {"sparse": asdict(read), **figures(point, whole)}
+            row["predicted_ms"] = predicted_ms(spec, layout, batch, length, read, tier if host else None)
+            row["target_ms"] = TARGETS.get((topk, repeat)) if host and layout.world_size == batch == 1 else None
+        yield row
+
+
+def _read(given_to: list[str], topk: int) -> Sparse:
+    read = budget(composed([*given_to, f"attention.topk={topk}"]))
+    assert read is not None
+    return read
+
+
+def predicted_ms(
+    spec: DecoderSpec, layout: HelixLayout, batch: int, length: int, read: Sparse, tier: Tier | None
+) -> float | None:
+    """What the planner says of such a step on this GPU; None where it does not know the GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        hardware = hardware_of(torch.cuda.get_device_name(0))
+        points = Points.of(layout.mode, batch, kvp=layout.kvp, tpa=layout.tpa)
+        step = predict(
+            spec, hardware, points, length, Options("bf16", "bf16", "bf16", hopb=False, sparse=read, tier=tier)
+        )
+    except ValueError as error:
+        print(f"not predicted: {error}")
+        return None
+    return 1e3 * float(step.step_s[0])
+
+
+def figures(point: Row, whole: float) -> Row:
+    """What a table shows of a measured point.
+
+    Args:
+        whole: bytes of a rank's cache.
+    """
+    found: Row = {"ms": point["ttl_p50_us"] / 1e3, "over_dense": whole / LINK * 1e6 / point["ttl_p50_us"]}
+    if used := [size for size in point["used_bytes_per_gpu"] if size is not None]:
+        found["used_gb"] = max(used) / 1e9
+    if "hot_share_per_rank" in point:
+        found["hot"] = min(point["hot_share_per_rank"])
+        found["link_mb"] = max(point["link_bytes_per_step_per_rank"]) / 1e6
+    for name in ("resolve", "copy_blocks", "flash_decode"):
+        us = [us for kernel, us in point.get("kernel_us", {}).items() if name in kernel]
+        found |= {f"{name}_us": sum(us)} if us else {}
+    if found.get("copy_blocks_us"):
+        found["link_gbs"] = found["link_mb"] * 1e3 / found["copy_blocks_us"]
+    return found
+
+
+def compared(rows: list[Row]) -> Row:
+    """Steps with everything hot over those of a cache on the GPU."""
+    plain = [row for row in rows if "ms" in row and row["batch"] == 1 and not row["ahead"]]
+    ms = {(row["tier"], row["topk"], row["repeat"]): row["ms"] for row in plain}
+    hot, untiered = ms.get(("host", 32, 1.0)), ms.get(("gpu", 32, 1.0))
+    return {"kind": "tier-steps", "all_hot_over_untiered": hot / untiered if hot and untiered else None}
+
+
+BENCHMARK = Benchmark(
+    "decode steps over a cache in host memory, by how much of what they read is hot",
+    __doc__,
+    (
+        Part(
+            cases,
+            measure,
+            "tier batch topk repeat ahead ms target_ms predicted_ms over_dense hot link_mb "
+            "link_gbs resolve_us copy_blocks_us flash_decode_us used_gb",
+        ),
+        Part(
+            lambda given: [(n, PROGRAMS) for n in (128, 32)] if given.gpu else [(8, 2)],
+            tier.fetch,
+            "pieces programs us gbs pin_s_gb",
+            "blocks of 64 KB from the host, alone",
+        ),
+    ),
+    summary=compared,
+)

@@ -1,0 +1,140 @@
+"""Whole models, batches and lengths whose steps are timed, and the least time that reading them takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.timer import READ_CEILING
+from helix.layers.moe import MoESpec
+from helix.layout import HelixLayout
+from helix.models import DecoderSpec
+from helix.models.decoder import LayerSpec
+from launch.inputs.compose import ROOT, composed
+from launch.inputs.shapes import spec_of
+
+K, M = 1024, 1 << 20
+SHAPES = tuple(sorted(file.stem for file in (ROOT / "conf" / "model").glob("*.yaml")))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Attributes:
+    target: the most that TTL should be, in floors, for the best layout with kvp of at least 2; None: there is none.
+    vllm_ms: TTL of vLLM 0.25.1 on eight H200 in its best configuration (TP=8; 4 where heads do not go on 8; DCP=4 where
+        there are two KV heads), measured on the host that set the targets.
+    """
+
+    model: str
+    batch: int
+    length: int
+    target: float | None = None
+    vllm_ms: float | None = None
+
+
+WORKLOADS = [
+    Workload("qwen2.5-7b", 1, 128 * K, 2.5, 3.61),
+    Workload("qwen2.5-7b", 1, M, 1.5, 10.37),
+    Workload("qwen2.5-7b", 8, 128 * K, 1.5, 6.24),
+    Workload("qwen2.5-7b", 8, M, 1.12),
+    Workload("qwen2.5-3b", 1, 128 * K, vllm_ms=4.03),
+    Workload("qwen2.5-3b", 1, M, vllm_ms=6.38),
+    Workload("qwen2.5-3b", 8, 128 * K, vllm_ms=5.37),
+    Workload("llama-3.1-8b", 1, 128 * K, 2.2, 3.47),
+    Workload("llama-3.1-8b", 1, M, 1.3, 11.20),
+    Workload("llama-3.1-8b", 8, 128 * K, 1.3, 6.48),
+    Workload("llama-3.1-70b", 1, 128 * K, 1.6),
+    Workload("llama-3.1-70b", 1, M, 1.25),
+    Workload("llama-3.1-70b", 8, 128 * K, 1.25),
+    *[
+        Workload(model, batch, length)
+        for model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-r1")
+        for batch, length in ((1, 128 * K), (1, M), (8, 128 * K), (8, M))
+    ],
+]
+# Models of 2, 4, 8 KV heads, and of one latent; batches up to what memory holds, for the curve of users against GPUs.
+BASELINES = [
+    Workload(model, batch, length)
+    for model in ("qwen2.5-3b", "qwen2.5-7b", "llama-3.1-8b", "deepseek-v2-lite")
+    for length, batches in ((128 * K, (1, 8, 32)), (M, (1, 2, 4, 8)))
+    for batch in batches
+] + [w for w in WORKLOADS if w.model in ("qwen3-30b-a3b", "gpt-oss-20b", "deepseek-r1")]
+
+
+def floor_s(spec: DecoderSpec, batch: int, length: int, ranks: int, item: int = 2) -> float:
+    """Seconds that reading takes: a layer's matrices and the head, and the KV of all sequences, each once.
+
+    Of the routed experts, those that tokens who choose evenly touch; of a sliding window's layer, its window.
+    """
+    touched = 0.0
+    if (moe := spec.experts) is not None:
+        touched = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** batch)
+    weights = sum(_layer_weights(spec, layer, touched) for layer in spec.layers) + spec.vocab * spec.hidden
+    whole, rank = HelixLayout.create(), 0
+    kv = batch * sum(
+        min(kept.reach or length, length) * math.prod(kept.entry)
+        for layer in spec.keeps(whole, rank, torch.bfloat16)
+        for kept in layer
+    )
+    return (weights + kv) * item / ranks / READ_CEILING
+
+
+def _layer_weights(spec: DecoderSpec, layer: LayerSpec, experts: float) -> float:
+    """Numbers in the matrices of a layer, with so many of its routed experts."""
+    if isinstance(moe := layer.ffn, MoESpec):
+        ffn = spec.hidden * (moe.experts + 3 * moe.shared_width + 3 * experts * moe.width)
+    else:
+        ffn = layer.ffn.multiplications(spec.hidden)
+    return layer.mixer.weights + ffn
+
+
+def fitting_layers(spec: DecoderSpec, ranks: int, memory: int) -> int:
+    """How many of a model's first layers fit on GPUs of `memory` bytes each, a fifth of it left to everything else.
+
+    Weights in bf16, spread evenly: of MLA's, a kvp group's ranks hold some alike, which the fifth has to take as well.
+    """
+    experts = 0 if spec.experts is None else spec.experts.experts
+    left = 0.8 * ranks * memory - 2 * 2 * spec.vocab * spec.hidden
+    for index, layer in enumerate(spec.layers):
+        left -= 2 * _layer_weights(spec, layer, experts)
+        if left < 0:
+            return index
+    return len(spec.layers)
+
+
+def fitting_spec(model: str, ranks: int) -> tuple[DecoderSpec, list[str]]:
+    """A model with the layers that fit on this machine's GPUs, and the overrides that cut it; whole on a CPU."""
+    spec = spec_of(model)
+    if torch.cuda.is_available():
+        layers = fitting_layers(spec, ranks, torch.cuda.get_device_properties(0).total_memory)
+        if layers < len(spec.layers):
+            print(f"{model}: the first {layers} of {len(spec.layers)} layers, which is what fits")
+            overrides = [f"model.config.num_hidden_layers={layers}"]
+            return spec_of(model, *overrides), overrides
+    return spec, []
+
+
+def named(model: str) -> list[str]:
+    """The overrides of a model: the demo model with its checkpoint, a shape with random weights."""
+    has_weights = composed([f"model={model}"]).model.path is not None
+    return [f"model={model}", *([] if has_weights else ["model.load=random"])]
+
+
+def layouts(spec: DecoderSpec, ranks: int, baselines: bool) -> list[HelixLayout]:
+    """The grids to time: helix ones with kvp of at least 2, or one of each mode beside the deepest helix ones.
+
+    Of a model with experts, those with one tpf x ep grid, and all others behind the last attention grid.
+    """
+    helix = [HelixLayout.create("helix", ranks // tpa, tpa) for tpa in range(1, ranks + 1) if ranks % tpa == 0]
+    found = [layout for layout in helix if spec.attention.kv_heads % layout.tpa == 0]
+    split = [layout for layout in found if layout.kvp > 1]
+    if not baselines:
+        chosen = split or found
+        experts = 1 if spec.experts is None else spec.experts.experts
+        eps = [ep for ep in range(2, min(ranks, experts) + 1) if ranks % ep == 0]
+        last = chosen[-1]
+        return [*chosen, *(HelixLayout.create("helix", last.kvp, last.tpa, ep=ep) for ep in eps)]
+    tp = HelixLayout.create("tp", 1, ranks)
+    return [tp, *(HelixLayout.create("medha", layout.kvp, layout.tpa) for layout in split[-1:]), *split[-2:]]

@@ -1,0 +1,302 @@
+"""The paper's figures and tables, as the simulator redraws them."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.papers import rows as paper_rows
+from benchmarks.papers.rows import CLAIMS, Row, Setting
+from benchmarks.records.recorded_steps import compare, halves, read_cells
+from benchmarks.records.style import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    GREEN,
+    LEVEL,
+    ORANGE,
+    legend,
+    panels,
+    plain_ticks,
+    save,
+    short,
+)
+from helix.simulate.fit import quantiles
+from launch.inputs.compose import ROOT
+from launch.inputs.hardware import load_hardware
+from launch.inputs.shapes import load_spec
+
+PAGE = ROOT / "docs" / "simulator.md"
+SHORT = {"deepseek-r1": "DeepSeek-R1", "llama-3.1-405b": "Llama-405B"}
+PARETO = {5: "deepseek-r1", 6: "llama-3.1-405b"}  # the figure of each
+
+# ---- the paper
+
+
+class Paper:
+    """All that the figures and tables show, computed once."""
+
+    def __init__(self) -> None:
+        self.setting = Setting(load_hardware("gb200"))
+        self.headlines: dict[str, Row] = {}
+        self.frontiers: dict[str, list[Row]] = {}
+        self.curves: dict[str, list[Row]] = {}
+        self.hopb: dict[str, list[Row]] = {}
+        self.lost: list[Row] = []
+        self.sensitivity: dict[str, list[Row]] = {}
+        for model in CLAIMS:
+            spec = load_spec(model)
+            self.headlines[model], base, helix = paper_rows.headline(spec, self.setting)
+            series = {**paper_rows.components(base), "Baseline": base, "Helix": helix}
+            self.frontiers[model] = [
+                r for name, step in series.items() for r in paper_rows.frontier_rows(name, step, base)
+            ]
+            self.curves[model] = paper_rows.curve(base, helix)
+            self.hopb[model] = []
+            for exchange in ("batched", "serial"):
+                rows, worst = paper_rows.hopb(spec, self.setting, exchange)
+                self.hopb[model] += rows
+                self.lost.append({"model": model, **worst})
+            self.sensitivity[model] = paper_rows.sensitivity(spec, self.setting)
+
+    def csv(self) -> dict[str, list[Row]]:
+        """Rows of each file."""
+        files = {"figure-1": paper_rows.figure_1(), "figure-3": paper_rows.figure_3()}
+        for number, model in PARETO.items():
+            files[f"figure-{number}"] = self.frontiers[model]
+        files["figure-7"] = _named(self.hopb)
+        files["gain"] = _named(self.curves)
+        files["sensitivity"] = _named(self.sensitivity)
+        files["hopb-lost"] = self.lost
+        files["recorded"] = recorded()
+        return files
+
+    def figures(self) -> dict[str, tuple[Figure, str]]:
+        """Figures, and what kind of numbers each shows."""
+        reads = paper_rows.figure_1()
+        found = {
+            "figure-1": (_figure_1(reads), f"{reads[0]['provenance']}: B=8, Q=128, K=8, Hsz=128, F=65536, FP4, 8 TB/s"),
+            "figure-3": (_figure_3(paper_rows.figure_3()), "the paper's example"),
+            "figure-7": (_figure_7(self.hopb), next(iter(self.hopb.values()))[0]["provenance"]),
+            "gain": (_gain(self.curves), next(iter(self.curves.values()))[0]["provenance"]),
+        }
+        for number, model in PARETO.items():
+            found[f"figure-{number}"] = _pareto(self, model), self.frontiers[model][0]["provenance"]
+        return {name: (figure, f"simulated, {kind}") for name, (figure, kind) in found.items()}
+
+    def tables(self) -> dict[str, list[Sequence[str]]]:
+        """Cells of each table, its head first."""
+        ours: list[Sequence[str]] = [("model", "claim", "paper", "here", "operating point", "provenance")]
+        for model, claim in CLAIMS.items():
+            row, name = self.headlines[model], SHORT[model]
+            best = f"{row['fastest_helix']} against {row['baseline']}"
+            ours += [
+                (name, "fastest for a user", f"{claim.user:g}x", f"{row['user_gain']:.2f}x", best, row["provenance"]),
+                (name, "batch", f"{claim.batch:g}x", f"{row['batch_gain']:g}x",
+                 f"at {row['tokens_per_s_user']:.0f} tokens/s/user, the baseline's fastest: "
+                 f"{row['helix_users']} against {row['baseline_users']}", row["provenance"]),
+                (name, "tokens/s/GPU", f"{claim.gpu:g}x", f"{row['gpu_gain']:.1f}x",
+                 f"there: {row['helix']}", row["provenance"]),
+                (name, "tokens/s/GPU", "-", f"{row['gpu_gain_95']:.1f}x", "at 95% of that speed", row["provenance"]),
+            ]  # fmt: skip
+            for lost in (x for x in self.lost if x["model"] == model):
+                mode = f"exchange {lost['exchange']}; median {lost['fixed_median']:.1%}; most at {lost['at']}; "
+                mode += f"{lost['fixed_all']:.1%} at any speed"
+                cells = (f"up to {claim.hopb_off:.0%}", f"{lost['fixed']:.1%}")
+                ours.append((name, "lost without HOP-B, at most", *cells, mode, lost["provenance"]))
+        ends = [max(row["end"] for row in paper_rows.figure_3() if row["hopb"] == on) for on in ("off", "on")]
+        timeline = f"{ends[0]:g} -> {ends[1]:g}"
+        ours.append(("-", "figure 3, units of time", "25.6 -> 17", timeline, "8 requests, 2 and 1.2 units", "roofline"))
+        curves: list[Sequence[str]] = [
+            (
+                "baseline's fastest x",
+                *(f"{SHORT[m]}: {what}" for m in self.curves for what in ("tokens/s/GPU", "batch")),
+            )
+        ]
+        for rows in zip(*self.curves.values(), strict=True):
+            gains = [f"{r[key]:.2f}x" for r in rows for key in ("gpu_gain", "batch_gain")]
+            curves.append((f"{rows[0]['fraction']:g}", *gains))
+        heads = ("user", "batch", "GPU", "GPU at 95%")
+        changes: list[Sequence[str]] = [("changed", *(f"{SHORT[m]}: {h}" for m in self.sensitivity for h in heads))]
+        for rows in zip(*self.sensitivity.values(), strict=True):
+            found = [f"{r[key]:.2f}" for r in rows for key in ("user_gain", "batch_gain", "gpu_gain", "gpu_gain_95")]
+            changes.append((rows[0]["change"], *found))
+        return {"paper": ours, "gain": curves, "sensitivity": changes, "recorded": _recorded_table(recorded())}
+
+
+def _named(rows: dict[str, list[Row]]) -> list[Row]:
+    return [{"model": model, **row} for model, found in rows.items() for row in found]
+
+
+# ---- what was measured
+
+
+@cache
+def recorded() -> list[Row]:
+    """Recorded decode steps of dense models on H200 beside what the model predicts of them."""
+    hardware = load_hardware("h200")
+    cells = [cell for cell in read_cells() if cell.device == hardware.name and cell.is_dense]
+    rows = []
+    for half, found in zip(("fitted", "held out"), halves(cells), strict=True):
+        rows += [{**compare(cell, hardware), "half": half} for cell in found]
+    return rows
+
+
+def _recorded_table(rows: list[Row]) -> list[Sequence[str]]:
+    table: list[Sequence[str]] = [("steps", "cells", "median error", "p90 error")]
+    held_out = [row for row in rows if row["half"] == "held out"]
+    for model in dict.fromkeys(row["model"] for row in held_out):
+        table.append(_errors([row for row in held_out if row["model"] == model], f"held out: {model}"))
+    table.append(_errors(held_out, "held out: all"))
+    return [*table, _errors([row for row in rows if row["half"] == "fitted"], "fitted")]
+
+
+def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
+    median, p90 = quantiles(np.log1p([row["error"] for row in rows]))
+    return name, str(len(rows)), f"{median:.1%}", f"{p90:.1%}"
+
+
+# ---- drawing
+
+
+def _lines(panel: Axes, series: dict[str, list[Row]], x: str, y: str, **styles: dict[str, Any]) -> None:
+    for i, (name, rows) in enumerate(series.items()):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5, "label": name}
+        panel.plot([r[x] for r in rows], [r[y] for r in rows], **{**style, **styles.get(name, {})})
+
+
+def _by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(str(row[field]), []).append(row)
+    return found
+
+
+def _figure_1(rows: list[Row]) -> Figure:
+    found = _by(rows, "panel")
+    figure, axes = panels(len(found), sharey=True)
+    reads = {
+        "kv_us": {"label": "KV cache", "color": BLUE, "marker": "o"},
+        "weights_us": {"label": "weights", "color": ORANGE, "marker": "s"},
+    }
+    for panel, (name, same) in zip(axes[0], found.items(), strict=True):
+        for key, style in reads.items():
+            panel.plot([r["x"] for r in same], [r[key] for r in same], **style)
+        panel.set(xlabel=name, yscale="log")
+        panel.set_xscale("log", base=2)
+        ticks = [r["x"] for r in same][:: 1 + len(same) // 5]
+        panel.set_xticks(ticks, [short(x) for x in ticks])
+    plain_ticks(axes[0, 0].yaxis)
+    axes[0, 0].set_ylabel("time to read, us a layer\n(lower is better)")
+    legend(figure, reads.values())
+    return figure
+
+
+def _figure_3(rows: list[Row]) -> Figure:
+    found = _by(rows, "hopb")
+    figure, axes = panels(1, len(found), height=1.4, sharex=True)
+    for panel, (on, same) in zip(axes[:, 0], found.items(), strict=True):
+        for phase, colour, y in (("attention", BLUE, 1), ("exchange", ORANGE, 0)):
+            spans = [(r["start"], r["end"] - r["start"]) for r in same if r["phase"] == phase]
+            panel.broken_barh(spans, (y - 0.4, 0.8), color=colour, edgecolor="white")
+        end = max(r["end"] for r in same)
+        panel.axvline(end, color=BLACK, linestyle="--", linewidth=0.8)
+        panel.set_yticks([0, 1], ["exchange", "attention"])
+        panel.set_title(f"HOP-B {on}: {end:g} units", loc="left")
+    panel.set_xlim(0, None)
+    panel.set_xlabel("units of time (shorter is better); 8 requests: 2 of attention, 1.2 of exchange each")
+    return figure
+
+
+def _pareto(paper: Paper, model: str) -> Figure:
+    figure, axes = panels(1, height=4)
+    panel, rows = axes[0, 0], paper.frontiers[model]
+    strong = {"Baseline": {"color": BLACK, "linewidth": 2.2}, "Helix": {"color": GREEN, "linewidth": 2.2}}
+    faint = {name: {"linestyle": "--"} for name in _by(rows, "series") if name not in strong}
+    _lines(panel, _by(rows, "series"), "user_normalised", "gpu_normalised", **strong, **faint)
+    panel.set(yscale="log", title=f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4")
+    plain_ticks(panel.yaxis)
+    panel.set_xlabel("tokens/s/user, baseline's largest = 1 (higher is better)")
+    panel.set_ylabel("tokens/s/GPU, baseline's largest = 1\n(higher is better)")
+    panel.legend()
+    return figure
+
+
+def _figure_7(rows: dict[str, list[Row]]) -> Figure:
+    figure, axes = panels(len(rows), height=3)
+    for panel, (model, found) in zip(axes[0], rows.items(), strict=True):
+        named = _by(({**r, "name": f"HOP-B {r['series'].split()[-1]}, {r['exchange']}"} for r in found), "name")
+        _lines(panel, named, "tokens_per_s_user", "tokens_per_s_gpu")
+        panel.set(title=SHORT[model], xlabel="tokens/s/user (higher is better)", yscale="log")
+        plain_ticks(panel.yaxis)
+    axes[0, 0].set_ylabel("tokens/s/GPU (higher is better)")
+    legend(figure, _handles(panel))
+    return figure
+
+
+def _gain(curves: dict[str, list[Row]]) -> Figure:
+    figure, axes = panels(2)
+    named = {SHORT[model]: rows for model, rows in curves.items()}
+    for panel, key, label in zip(axes[0], ("gpu_gain", "batch_gain"), ("tokens/s/GPU", "batch"), strict=True):
+        _lines(panel, named, "fraction", key)
+        panel.axhline(1, **LEVEL)
+        panel.set(xlabel="tokens/s/user, baseline's largest = 1", yscale="log")
+        panel.set_ylabel(f"{label}, Helix / baseline\n(higher is better)")
+        plain_ticks(panel.yaxis)
+    legend(figure, _handles(panel))
+    return figure
+
+
+def _handles(panel: Axes) -> list[dict[str, Any]]:
+    """The lines of a panel that have a name, as a legend shows them."""
+    named = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
+    return [{"label": x.get_label(), "color": x.get_color(), "marker": x.get_marker()} for x in named]
+
+
+# ---- writing
+
+
+def with_tables(text: str, tables: dict[str, list[Sequence[str]]]) -> str:
+    """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled anew."""
+
+    def table(found: re.Match[str]) -> str:
+        head, *body = tables[found[1]]
+        lines = [head, ["---"] * len(head), *body]
+        return "\n".join([f"<!-- table {found[1]} -->", *(f"| {' | '.join(line)} |" for line in lines), "<!-- end -->"])
+
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def write_figures(results: Path, figures: Path, page: Path | None) -> None:
+    """Writes CSV and PNG, fills the page's tables and prints them."""
+    paper = Paper()
+    results.mkdir(parents=True, exist_ok=True)
+    for name, rows in paper.csv().items():
+        with (results / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({key: _number(value) for key, value in row.items()} for row in rows)
+    for name, (figure, footer) in paper.figures().items():
+        save(figure, figures / f"simulate-{name}.png", footer)
+    tables = paper.tables()
+    for name, (head, *body) in tables.items():
+        table = Table(*head, title=name)
+        for line in body:
+            table.add_row(*line)
+        Console(width=170).print(table)
+    if page is not None:
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+def _number(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -1,0 +1,234 @@
+"""Times verification and packing beside their baselines: `python -m benchmarks.bench verify`.
+
+The grid is that of Kolawole, "Batched Speculative Decoding Verification Kernels" (CMU, 2026). Each row is checked
+against the generator's own record, then timed twice: launch by launch from Python, and as replays of a CUDA graph. Rows
+of KV rotate past the L2; tokens, which a step has just written, may stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from benchmarks.runner import Benchmark, Given, Part, Row
+from benchmarks.timer import ROTATED, replays
+from helix.run.clock import seconds_of_each
+from kernels.reference import verify as reference
+from kernels.tokens import verify as kernels
+from kernels.tokens.verify import Packed, Verified
+
+VOCABULARY = 4096
+MOST_COPIES = 256
+WARM_UPS, TIMED, TURNS = 10, 50, 4  # launches from Python, a turn of a variant; turns
+REPLAYS = 50
+WARM_UP_S = 0.01  # of a graph: the eager runs before it have woken the GPU up
+DISPATCH_BYTES = 5e6  # below, the paper takes its one-block kernel, and from here on a scan and torch's packing
+TARGET_US, TARGET_BYTES = 11.0, 15e6  # for the fused kernel in a graph
+BATCHES, GAMMAS, ALPHAS, WIDTHS = (1, 4, 16, 32), (8, 64, 128), (0.3, 0.6, 0.9), (128, 512, 1024, 2048)
+SCANS = [
+    *[(b, g, a) for b in BATCHES for g in GAMMAS for a in ALPHAS],
+    *[(32, g, a) for g in (4, 16, 32) for a in ALPHAS],
+]
+PACKS = [(b, g, a, d) for b in BATCHES for g in GAMMAS for a in ALPHAS for d in WIDTHS]
+BEYOND = [(b, g, 0.9, d) for b, g in ((128, 8), (512, 8), (128, 128)) for d in (128, 2048)]  # for the paper: batch 32
+Run = Callable[[int], Any]
+
+
+@dataclass
+class Workload:
+    """Tokens and KV of a batch, and where the results go.
+
+    Attributes:
+        draft: [B, gamma] int64.
+        target: [B, gamma + 1] int64.
+        kv: [B, gamma, D].
+        accepted: the oracle's lengths [B] int64.
+    """
+
+    draft: torch.Tensor
+    target: torch.Tensor
+    kv: torch.Tensor
+    accepted: torch.Tensor
+    out: Verified
+    packed: Packed
+
+
+def workload(
+    batch: int, gamma: int, alpha: float, width: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> Workload:
+    """Random tokens that agree exactly as far as Binomial(gamma, alpha) lengths say."""
+    generator = torch.Generator().manual_seed(seed)
+    accepted = (torch.rand(batch, gamma, generator=generator) < alpha).sum(1)
+    draft = torch.randint(VOCABULARY, (batch, gamma), generator=generator)
+    target = torch.randint(VOCABULARY, (batch, gamma + 1), generator=generator)
+    j = torch.arange(gamma)
+    target[:, :gamma] = torch.where(j < accepted[:, None], draft, target[:, :gamma])
+    target[:, :gamma] = torch.where(j == accepted[:, None], (draft + 1) % VOCABULARY, target[:, :gamma])
+    kv = torch.randn(batch, gamma, width, device=device, dtype=dtype)
+    out, packed = Verified.create(batch, device), Packed.create(kv)
+    return Workload(draft.to(device), target.to(device), kv, accepted.to(device), out, packed)
+
+
+def check(work: Workload, name: str, scan: Callable[..., None] | None, fused: Callable[..., None] | None) -> None:
+    """Bit for bit the oracle's lengths and the reference's outputs.
+
+    Raises:
+        RuntimeError: `name` computes something else.
+    """
+    wanted = [work.accepted, *reference.verify(work.draft, work.target)]
+    work.out.copy(*(torch.full_like(t, -1) for t in wanted[1:]))
+    got = [work.out.accepted, *work.out.tensors]
+    if scan is not None:
+        scan(work.draft, work.target, work.out)
+    if fused is not None:
+        rows, offsets = reference.pack(work.kv, work.accepted)
+        work.packed.kv.fill_(torch.nan)
+        work.packed.offsets.fill_(-1)
+        fused(work.draft, work.target, work.kv, work.out, work.packed)
+        wanted += [rows, offsets]
+        got += [work.packed.kv[: len(rows)], work.packed.offsets]
+    if not all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)):
+        raise RuntimeError(f"{name} differs from the reference at {tuple(work.kv.shape)}")
+
+
+def eager_seconds(run: Run, copies: int, device: torch.device) -> list[float]:
+    """Seconds of single runs, launched from Python between two events."""
+    if device.type != "cuda":
+        return seconds_of_each(lambda: run(0), 1, device)
+    indices = cycle(range(copies))
+    for _ in range(WARM_UPS):
+        run(next(indices))
+    return seconds_of_each(lambda: run(next(indices)), TIMED, device)
+
+
+def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
+    """Columns of median and 95th percentile, in microseconds."""
+    ordered = [1e6 * s for s in sorted(seconds)]
+    return {f"{name}_us": ordered[len(ordered) // 2], f"{name}_p95_us": ordered[len(ordered) * 95 // 100]}
+
+
+def timed(runs: dict[str, Run], copies: int, device: torch.device, captured: Container[str]) -> dict[str, float]:
+    """The columns of all variants; what waits for the host is not captured.
+
+    Launches from Python take turns, so that a host that gets slower or faster does so for all.
+    """
+    eager: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(TURNS):
+        for name, run in runs.items():
+            eager[name] += eager_seconds(run, copies, device)
+    found: dict[str, float] = {}
+    for name, run in runs.items():
+        found |= percentiles(name, eager[name])
+        if name in captured:
+            found |= percentiles(f"{name}_graph", replays(run, copies, device, 16, REPLAYS, WARM_UP_S))
+    return found
+
+
+def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row]:
+    """Lengths, flags and next tokens: eager torch, one lane a sequence, and the scan."""
+    device = given.device
+    work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
+    row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
+    runs: dict[str, Run] = {"torch": lambda i: reference.verify(work.draft, work.target)}
+    for name, scan in (("naive", kernels.naive), ("scan", kernels.verify)):
+        check(work, name, scan, None)
+
+        def run(i: int, scan: Callable[..., None] = scan) -> None:
+            scan(work.draft, work.target, work.out)
+
+        runs[name] = run
+    return [row | timed(runs, 1, device, captured=runs)]
+
+
+def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int) -> list[Row]:
+    """All of it with packed KV: ours in one launch, the paper's one block, two steps by kernels and with torch."""
+    device, dtype = given.device, torch.bfloat16
+    copies = min(MOST_COPIES, -(-ROTATED // (batch * gamma * width * 2))) if device.type == "cuda" else 1
+    works = [workload(batch, gamma, alpha, width, dtype, device, seed=7 + i) for i in range(copies)]
+
+    def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
+        kernels.verify(draft, target, out)
+        kernels.pack(kv, out.accepted, packed)
+
+    def torch_step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels.verify(works[i].draft, works[i].target, works[i].out)
+        return reference.pack(works[i].kv, works[i].out.accepted)
+
+    def torch_alone(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.pack(works[i].kv, reference.verify(works[i].draft, works[i].target)[0])
+
+    variants = {"fused": kernels.verify_and_pack, "two_step": two_step}
+    if batch <= kernels.ONE_BLOCK_BATCH:
+        variants["one_block"] = kernels.verify_and_pack_one_block
+    row: dict[str, Any] = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
+    row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / copies * width * dtype.itemsize
+    runs: dict[str, Run] = {}
+    for name, fused in variants.items():
+        for work in works[:2]:
+            check(work, name, None, fused)
+
+        def run(i: int, fused: Callable[..., None] = fused) -> None:
+            w = works[i]
+            fused(w.draft, w.target, w.kv, w.out, w.packed)
+
+        runs[name] = run
+    runs |= {"two_step_torch": torch_step, "torch": torch_alone}
+    row |= timed(runs, copies, device, captured=variants)
+    # The paper's dispatcher is a comparison on the host, and then one of its two kernels.
+    if "one_block" in variants:
+        small = batch * alpha * gamma * width * dtype.itemsize < DISPATCH_BYTES
+        row["dispatcher_us"] = row["one_block_us" if small else "two_step_torch_us"]
+        row["dispatcher_graph_us"] = row["one_block_graph_us" if small else "two_step_graph_us"]
+    for suffix in ("_us", "_graph_us"):
+        others = [row[n + suffix] for n in ("one_block", "two_step", "two_step_torch", "torch") if n + suffix in row]
+        row[f"best_other_over_fused{suffix.removesuffix('_us')}"] = min(others) / row[f"fused{suffix}"]
+    return [row]
+
+
+def summarise(rows: list[Row]) -> Row:
+    """The paper's findings in our figures; None where a row is missing."""
+    scans = {(r["batch"], r["gamma"], r["alpha"]): r for r in rows if r["kind"] == "scan"}
+    packs = [r for r in rows if r["kind"] == "pack"]
+    found: dict[str, Any] = {"kind": "summary"}
+    for suffix in ("_us", "_graph_us"):
+        low, high = scans.get((32, 128, 0.3)), scans.get((32, 128, 0.9))
+        for name in ("naive", "scan"):
+            key = f"{name}_slope{suffix}"
+            found[key] = high[name + suffix] - low[name + suffix] if low and high else None
+        for name in ("naive", "torch"):
+            found[f"{name}_over_scan{suffix.removesuffix('_us')}"] = (
+                high[name + suffix] / high["scan" + suffix] if high else None
+            )
+        ratio = f"best_other_over_fused{suffix.removesuffix('_us')}"
+        found[f"rows_lost{suffix.removesuffix('_us')}"] = sum(r[ratio] <= 1 for r in packs)
+    eight = [r["two_step_torch_us"] / r["fused_us"] for r in packs if r["gamma"] == 8 and r["batch"] <= 32]
+    found["two_step_over_fused_gamma_8"] = [min(eight), max(eight)] if eight else None
+    large = [r for r in packs if r["batch"] <= 32 and r["packed_bytes"] > 0.95 * TARGET_BYTES]
+    found["largest_graph_us"] = max((r["fused_graph_us"] for r in large), default=None)
+    found["target_us"] = TARGET_US
+    return found
+
+
+def _columns(settings: str, *names: str) -> str:
+    return " ".join([settings, *(f"{name}_us {name}_graph_us" for name in names)])
+
+
+PACKED = "fused", "one_block", "two_step", "two_step_torch", "dispatcher"
+PARTS = (
+    Part(
+        lambda given: SCANS if given.gpu else SCANS[:1],
+        measure_scan,
+        _columns("batch gamma alpha", "torch", "naive", "scan"),
+    ),
+    Part(
+        lambda given: [*PACKS, *BEYOND] if given.gpu else PACKS[:1],
+        measure_pack,
+        _columns("batch gamma alpha kv_dim", *PACKED),
+    ),
+)
+ABOUT = "verification of drafts beside the paper's kernels and plain torch, on one GPU"
+BENCHMARK = Benchmark(ABOUT, __doc__, PARTS, summary=summarise)

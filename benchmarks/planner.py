@@ -1,0 +1,71 @@
+"""The planner beside recorded steps.
+
+  python -m benchmarks.planner check [FILE ...]     its first choices against recorded steps
+  python -m benchmarks.planner bill [FILE ...]      what recorded block-sparse steps pay, and where they pay
+
+Without files, records of benchmarks/results/ are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.records import sparse_bill
+from benchmarks.records.planner_check import check_table, drafted_errors, regrets, summary
+from benchmarks.records.recorded_steps import DRAFTED, read_cells
+from launch.inputs.arguments import helped, need_checkout, unknown
+
+
+def check(files: Sequence[str]) -> None:
+    """Prints how good first choices were, over recorded steps (default: all of benchmarks/results)."""
+    if not files:
+        need_checkout("helix planner check without files")
+    cells = read_cells([Path(file) for file in files]) if files else read_cells()
+    rows = regrets(cells)
+    head, *body = check_table(rows)
+    table = Table(*head)
+    for line in body:
+        table.add_row(*line)
+    Console(width=max(130, Console().width), highlight=False).print(table)
+    print(summary(rows))
+    if (off := drafted_errors(cells if files else read_cells(DRAFTED))) is not None:
+        print(off)
+
+
+def bill(files: Sequence[str]) -> None:
+    """Prints what recorded steps pay for bytes, overhead and finding (default: those of benchmarks/results)."""
+    if not files:
+        need_checkout("helix planner bill without files")
+    found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
+    for head, *body in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
+        table = Table(*head)
+        for line in body:
+            table.add_row(*line)
+        Console(width=max(150, Console().width), highlight=False).print(table)
+    print(sparse_bill.summary(found))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"check": check, "bill": bill}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one of the commands; a wrong value ends with what is known."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if helped(arguments or ["--help"], __doc__):
+        return
+    name, *files = arguments
+    try:
+        if name not in COMMANDS:
+            raise ValueError(unknown(name, COMMANDS))
+        COMMANDS[name](files)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Draws figures from what benchmarks recorded: `python -m benchmarks.plot [NAME ...]`."""
+
+from __future__ import annotations
+
+from benchmarks.records.figures import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The laboratory's program: what its ranks do, by `bench.kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from benchmarks import schema
+from benchmarks.jobs import COMMAND
+from benchmarks.ranks.tuning_file import check_tuning
+from benchmarks.ranks.variants import variants
+from benchmarks.schema import LabConfig, bench_points, lab
+from helix.config import Config
+from launch.inputs.prompts import Prompt
+from launch.inputs.work import Program, Work, work_of
+
+# By bench.kind, the module whose `run` is the work of a job, which imports its own alone.
+MODULES = {
+    "comm": "benchmarks.ranks.collectives",
+    "decode": "benchmarks.ranks.steps",
+    "hopb": "benchmarks.ranks.hopb",
+    "prefill": "benchmarks.ranks.prefill",
+    "serve": "benchmarks.ranks.serving",
+    "tune": "benchmarks.ranks.tuning",
+}
+
+LOADED = (*schema.POINTED, "tune")  # with bench.points
+
+
+def work(config: Config) -> Work:
+    """The work of a job.
+
+    Raises:
+        ValueError: a value of `bench` is out of its range.
+    """
+    config = lab(config)
+    schema.check(config)
+    bench, own = config.bench, work_of(config)
+    files = {"bench.output": bench.output} if bench.output is not None else {}
+    if bench.kind == "none":
+        return replace(own, files=files, check=partial(_check, config))
+    load = max(bench_points(bench), key=lambda point: point[0] * point[1]) if bench.kind in LOADED else own.load
+    takes: Literal["taken", "none"] = "taken" if bench.kind == "tune" else "none"
+    return Work(MODULES[bench.kind], bench.kind, takes, True, load, files, partial(_check, config))
+
+
+def _check(config: LabConfig, prompts: Sequence[Prompt]) -> None:
+    if config.bench.kind == "tune":
+        check_tuning(config, prompts)
+    variants(config)
+
+
+PROGRAM = Program(COMMAND, schema.SETTINGS, work)

@@ -1,0 +1,1 @@
+"""What approximations change: drafts, chosen blocks and needles, beside dense attention on the same prompts."""

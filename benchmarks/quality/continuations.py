@@ -1,0 +1,86 @@
+"""Long prompts that a model goes on with: code it has not seen, a copy with edits, facts that are wanted in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality import haystacks
+from benchmarks.quality.copy_prompts import LINES, declared_names, edited_copy
+from benchmarks.quality.haystacks import Haystack, encode
+
+FACTS = 8
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A prompt and the turns behind it; in each the model says as many tokens.
+
+    Attributes:
+        prompt: ids [n].
+        turns: ids [m] of what it is told before each of its turns; [0] where it just goes on.
+    """
+
+    task: str
+    prompt: Tensor
+    turns: tuple[Tensor, ...]
+
+
+def code(tokenizer: Any, length: int, count: int) -> list[Continuation]:
+    """Texts of this repository's sources, evenly spread: they overlap where there are too few tokens.
+
+    Raises:
+        ValueError: the sources have not so many tokens.
+    """
+    ids = encode(tokenizer, "\n".join(haystacks.sources()))
+    if len(ids) < length:
+        raise ValueError(f"this repository's sources have {len(ids)} tokens: set length lower")
+    begins = [i * (len(ids) - length) // max(1, count - 1) for i in range(count)]
+    return [Continuation("code", torch.tensor(ids[at : at + length]), (torch.empty(0).long(),)) for at in begins]
+
+
+def copy(tokenizer: Any, length: int, count: int) -> list[Continuation]:
+    """A file at a depth of its own in other code, and at the end the beginning of its copy, a name replaced.
+
+    Raises:
+        ValueError: there are not so many files that fit.
+    """
+    haystack = Haystack(tokenizer, "code", length)
+    paths = sorted({path for folder in haystacks.SOURCES for path in folder.rglob("*.py")})
+    random.Random(0).shuffle(paths)
+    found: list[Continuation] = []
+    for lines in (path.read_text(encoding="utf-8").splitlines() for path in paths):
+        if len(found) < count and len(lines) >= LINES and declared_names(lines):
+            before, after = (encode(tokenizer, text) for text in edited_copy(lines))
+            if len(before) + len(after) < length:
+                i, piece = len(found), [*encode(tokenizer, "\n"), *before]
+                text, _ = haystack.plant([piece], [(i + 0.5) / count], length - len(after), random.Random(i))
+                found.append(Continuation("copy", torch.tensor(text + after), (torch.empty(0).long(),)))
+    if len(found) < count:
+        raise ValueError(
+            f"{count} files of {LINES} lines to copy are more than the {len(found)} of this repository that fit into "
+            f"{length} tokens: set length higher or prompts lower"
+        )
+    return found
+
+
+def facts(tokenizer: Any, length: int, count: int) -> list[Continuation]:
+    """Numbered lines, in a part of the text each; a question about one of them comes before each turn."""
+    haystack = Haystack(tokenizer, "code", length)
+    full_stop = len(encode(tokenizer, "."))
+    found = []
+    for i in range(count):
+        hidden = haystack.hide([(j + (i + 0.5) / count) / FACTS for j in range(FACTS)], length, seed=i)
+        ends = [answer.stop + full_stop for answer in hidden.answers[:-1]]
+        between = [hidden.follows[a : b.start] for a, b in zip(ends, hidden.answers[1:], strict=True)]
+        last = len(hidden.prompt) - hidden.question
+        found.append(Continuation("facts", hidden.prompt[:last], (hidden.prompt[last:], *between)))
+    return found
+
+
+TASKS: dict[str, Callable[[Any, int, int], list[Continuation]]] = {"code": code, "copy": copy, "facts": facts}

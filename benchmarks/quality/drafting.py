@@ -1,0 +1,294 @@
+"""Prompts that a model goes on with by drafts, several ways, each from the end of one prefill.
+
+Steps are the product's own: a way's drafter proposes, the model verifies, and what held is committed. Lengths are then
+set back, and what one way has appended the next overwrites. A sequence ends after its tokens and not at the end of a
+text, and all drafts of a step may count: the step that comes to the last token may go beyond it.
+
+What a model is told between its turns comes as drafts that hold: verification reads it like any other text.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks.quality.continuations import Continuation
+from benchmarks.quality.draft_meter import DraftMeter
+from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle
+from benchmarks.quality.prefilled import Setting, load, prefilled
+from comm.base import Communicator
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.config import MAX_QUERIES
+from helix.events.decision import StepKind
+from helix.events.follower import Prefilled, Span, Taken
+from helix.events.sampling_params import SamplingParams
+from helix.models import Decoder
+from helix.placement import Placement, PromptChunk
+from helix.run.model_runner import ModelRunner
+from helix.speculation import Draft, DraftBudget, Drafter, NgramDrafter, NoDrafts, SparseDrafter
+from helix.speculation.sparse import ROWS
+from helix.steps.step import DecodeState
+
+APPEND_BLOCK = 64
+PAGES = {"quest": 16}  # tokens of a page
+PAGE = 64
+LONGEST = 3  # final tokens that ngram looks for
+SAMPLED = SamplingParams(top_k=20, top_p=0.95)  # of requests with a temperature
+GIVEN = 7  # tokens of a turn that one step takes, where nothing is drafted
+DEADLINE_S = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How drafts come about.
+
+    Attributes:
+        policy: one of DRAFTERS, or none: a token a step.
+        gamma: drafts of a step; 0 for none.
+        budget: which keys they read.
+        noise, temperature: how they and the tokens are drawn.
+    """
+
+    policy: str
+    gamma: int = 0
+    budget: DraftBudget = field(default_factory=DraftBudget)
+    noise: str = "shared"
+    temperature: float = 0.0
+
+    @property
+    def page(self) -> int:
+        return PAGES.get(self.policy, PAGE)
+
+    @property
+    def plain(self) -> Way:
+        """The same without drafts."""
+        return Way("none", temperature=self.temperature)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a way made of one prompt.
+
+    Attributes:
+        tokens: [n] of all turns.
+        held: drafts that held in each step.
+    """
+
+    tokens: list[int]
+    held: list[int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a way made of all prompts; `metered` as in `DraftMeter.row`, None where nothing was."""
+
+    outcomes: list[Outcome]
+    metered: dict[str, object] | None
+
+
+S = TypeVar("S", bound=SparseDrafter)
+
+
+def _sparse(way: Way, runner: ModelRunner) -> SparseDrafter:
+    return _made(SparseDrafter, way, runner)
+
+
+def _made(kind: type[S], way: Way, runner: ModelRunner) -> S:
+    # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
+    return kind(
+        way.gamma, runner.model, runner.comm, runner.cache, runner.placement, way.budget, noise=way.noise,
+        max_batch=runner.max_batch, max_length=runner.max_length + runner.drafts - way.gamma,
+    )  # fmt: skip
+
+
+def _oracle(way: Way, runner: ModelRunner) -> Drafter:
+    return oracle(_sparse(replace(way, budget=replace(way.budget, policy="window")), runner))
+
+
+def _by_weights(way: Way, runner: ModelRunner) -> Drafter:
+    return by_weights(_sparse(way, runner), runner.comm)
+
+
+def _judging(way: Way, runner: ModelRunner) -> Drafter:
+    return _made(JudgingDrafter, way, runner).judge(way.policy)
+
+
+def _fixed(way: Way, runner: ModelRunner) -> Drafter:
+    keys = round(way.budget.sparsity * runner.model.spec.max_positions)
+    budget = FixedBudget("any", way.budget.sparsity, way.budget.recent, way.budget.reach, fixed=keys)
+    return _sparse(replace(way, budget=budget), runner)
+
+
+def _ngram(way: Way, runner: ModelRunner) -> Drafter:
+    return NgramDrafter(way.gamma, LONGEST)
+
+
+# The product's, and ways that it does not have: by the mean of queries of verification (all; accepted: those whose
+# drafts held; last: the last of these), each draft by its own logits (oracle), by what verification made of keys after
+# the softmax (weights), as many keys as of a text as long as the model's context (fixed).
+DRAFTERS: dict[str, Callable[[Way, ModelRunner], Drafter]] = {
+    **dict.fromkeys(ROWS, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
+    "ngram": _ngram, "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
+}  # fmt: skip
+
+
+class Told(Drafter):
+    """Proposes what is given, which holds whatever the model says; another drafter learns from its verification."""
+
+    def __init__(self, tokens: Tensor, learner: Drafter) -> None:
+        super().__init__(tokens.shape[1])
+        self.tokens = tokens
+        self.learner = learner
+        self.verification = learner.verification
+
+    def propose(self, state: DecodeState, kind: StepKind) -> Draft:
+        return Draft(self.tokens, outcome=self.tokens)
+
+    def takes(self, kind: StepKind) -> bool:
+        return self.learner.takes(kind)
+
+    def taken(self, step: Taken) -> None:
+        self.learner.taken(step)
+
+
+def run(
+    setting: Setting,
+    continuations: Sequence[Continuation],
+    new_tokens: int,
+    ways: Sequence[Way],
+    meter: Sequence[int] = (),
+) -> dict[Way, Found]:
+    """What each way makes of the same prompts; progress goes to stderr.
+
+    Args:
+        new_tokens: of a prompt, the same number in each of its turns.
+        meter: ranks for which choices are measured as well, by `DraftMeter`; none: nothing is.
+    """
+    layout = setting.layout
+    room = max(len(c.prompt) + sum(map(len, c.turns)) for c in continuations) + new_tokens + MAX_QUERIES
+    at_once = setting.fitting(room)
+    batches = [continuations[i : i + at_once] for i in range(0, len(continuations), at_once)]
+    outcomes: dict[Way, list[Outcome]] = {way: [] for way in ways}
+    meters = {way: DraftMeter(meter) for way in ways} if meter else {}
+
+    @torch.inference_mode()
+    def rank(world: LoopbackWorld, index: int) -> None:
+        comm = world.communicator(index, layout.kvp_group(index))
+        model = load(setting.path, layout, comm, setting.dtype)
+        for batch in batches:
+            for page, group in groupby(sorted(ways, key=lambda way: way.page), key=lambda way: way.page):
+                runner = _runner(model, setting, comm, batch, room, page)
+                for way in group:
+                    found = _decode(runner, way, batch, new_tokens, meters.get(way))
+                    if index == 0:
+                        outcomes[way] += found
+                        progress.advance(task)
+                del runner  # before the next cache is made
+
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()  # what an earlier run has left counts as free
+    with Progress(console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task(f"{len(continuations)} x {room}, kvp={layout.kvp}", total=len(ways) * len(batches))
+        run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
+    return {way: Found(found, meters[way].row() if way in meters else None) for way, found in outcomes.items()}
+
+
+def _runner(
+    model: Decoder, setting: Setting, comm: Communicator, batch: Sequence[Continuation], room: int, page: int
+) -> ModelRunner:
+    """A runner with the prompts in its cache, and bounds of their pages where some policy looks at them."""
+    placement = Placement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
+    score = "bounds" if page != PAGE else None
+    prompts = [c.prompt for c in batch]
+    sizing = NgramDrafter(MAX_QUERIES - 1, LONGEST)
+    runner = prefilled(model, placement, comm, prompts, room, room, score=score, drafter=sizing)
+    lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=comm.device)
+    runner.cache.fold(runner.state.span(len(batch), torch.zeros_like(lengths), lengths, int(lengths.max())))
+    return runner
+
+
+def _decode(
+    runner: ModelRunner, way: Way, batch: Sequence[Continuation], new_tokens: int, meter: DraftMeter | None
+) -> list[Outcome]:
+    """All turns of a batch, from the end of its prompts."""
+    state, n, device, sampled = runner.state, len(batch), runner.device, way.temperature > 0
+    drafter = DRAFTERS[way.policy](way, runner) if way.gamma else NoDrafts()
+    for slot, admission in runner.admitted.items():
+        state.sampling.set(
+            slot, replace(SAMPLED, temperature=way.temperature, seed=slot) if sampled else SamplingParams()
+        )
+        drafter.admit(admission)
+    rows = torch.arange(n, device=device)
+    lengths = torch.tensor([len(c.prompt) - 1 for c in batch], device=device)
+    state.activate(rows, torch.stack([c.prompt[-1] for c in batch]).to(device), lengths)
+    measured = meter.of(drafter, runner) if meter is not None and isinstance(drafter, SparseDrafter) else None
+    steps: list[Tensor] = []
+    tokens: list[list[int]] = [[] for _ in batch]
+    for turn in range(max(len(c.turns) for c in batch)):
+        live = [turn < len(c.turns) for c in batch]
+        told = [c.turns[turn].tolist() if here else [] for c, here in zip(batch, live, strict=True)]
+        # The first token of a turn: behind what was told it is drawn already.
+        first = state.lengths[:n] + torch.tensor([len(x) + 1 for x in told], device=device)
+        _tell(runner, drafter, told, way)
+        if begun := [PromptChunk(i, 0, c.prompt[:-1]) for i, c in enumerate(batch) if live[i] > len(told[i])]:
+            slots = torch.tensor([chunk.slot for chunk in begun], device=device)
+            most, zero = max(len(chunk.tokens) for chunk in begun), torch.zeros_like(slots)
+            read = Span(state.block_tables[slots], state.starts[slots], zero, lengths[slots], most)
+            drafter.prefilled(Prefilled(begun, read, (), torch.empty(0, device=device)))
+        if measured is not None:
+            measured.verified(torch.tensor([len(x) > 0 for x in told], device=device))
+        count = torch.tensor([new_tokens // len(c.turns) for c in batch], device=device)
+        runner.drafter, last = drafter, first + count - 1
+        turns = torch.tensor(live, device=device)
+        while (state.active[:n].copy_(turns & (state.lengths[:n] < last))).any():
+            active, before = state.active[:n].clone(), state.lengths[:n].clone()
+            runner.decode(StepKind(n, way.gamma, sampled, sampled))
+            steps.append(torch.where(active, state.lengths[:n] - before - 1, -1))
+            if measured is not None:
+                measured.verified(active)
+        for slot in (slot for slot in range(n) if live[slot]):
+            span = slice(int(first[slot]), int(last[slot]) + 1)
+            tokens[slot] += state.history[slot, span].tolist()
+        ends = torch.where(turns, last, state.lengths[:n])
+        state.activate(rows, state.history[rows, ends].long(), ends)
+    for slot in runner.admitted:
+        drafter.retire(state.leaving(slot))
+    held = torch.stack(steps, 1).tolist()
+    return [Outcome(ids, [x for x in row if x >= 0]) for ids, row in zip(tokens, held, strict=True)]
+
+
+def _tell(runner: ModelRunner, drafter: Drafter, told: list[list[int]], way: Way) -> None:
+    """Appends what sequences are told, and draws the token behind it: all of them end with the same step.
+
+    For a sequence that is no part of a step nothing is chosen.
+    """
+    state, n, device = runner.state, len(told), runner.device
+    left = {row: tokens for row, tokens in enumerate(told) if tokens}
+    if not left:
+        return
+    most = way.gamma or GIVEN
+    final = min(most, *map(len, left.values()))
+
+    def step(group: Sequence[int], size: int) -> None:
+        state.active[:n] = torch.tensor([row in group for row in range(n)], device=device)
+        drafts = torch.tensor([left[row][:size] if row in group else [0] * size for row in range(n)], device=device)
+        runner.drafter = Told(drafts, drafter)
+        sampled = way.temperature > 0
+        runner.decode(StepKind(n, size, sampled, sampled))
+
+    while sizes := {row: min(most, len(x) - final - 1) for row, x in left.items() if len(x) > final}:
+        size = min(sizes.values())
+        group = [row for row in sizes if sizes[row] == size]
+        step(group, size)
+        slots, tokens = torch.tensor(group, device=device), torch.tensor([left[row][size] for row in group])
+        state.activate(slots, tokens.to(device), state.lengths[slots])  # in place of what was drawn
+        left |= {row: left[row][size + 1 :] for row in group}
+    step([*left], final)

@@ -1,0 +1,212 @@
+"""What `python -m benchmarks.fidelity` measures: each task gives rows of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.agreement import common_prefix, compare, paired, wilson
+from benchmarks.quality.forced import Outcome, Policy, run
+from benchmarks.quality.haystacks import Haystack, Questions, texts
+from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.recall import RecallMeter
+from helix.placement import BlockBudget
+
+Row = dict[str, Any]
+FACTS = 4
+DEPTHS = 10  # parts of the text by which hits are counted
+PAGES = (128, 16)
+BUDGETS = (512, 1024, 2048, 4096)  # chosen keys: 4 to 32 blocks of 128
+RANKS = (1, 4, 8)
+HOT = (0.02, 0.05, 0.1, 0.2, 0.33, 0.5)  # shares of a text's blocks
+LATE = 640  # generated tokens from which on some of them are outside of the window of any policy that chooses
+
+
+def blocks(topk: int, local: int = 4) -> BlockBudget:
+    return BlockBudget(1, local, topk, 0)
+
+
+def policies() -> list[Policy]:
+    """Dense attention and what is compared with it: budgets of blocks, of finer blocks, of a window, by each score."""
+    return [
+        Policy("dense"),
+        Policy("window-640", blocks(0)),
+        Policy("window-4736", blocks(0, 36)),
+        *(Policy(f"{score}-{k}", blocks(k), score=score) for score in ("bounds", "mean") for k in (4, 8, 16, 32)),
+        Policy("quest-64", blocks(64, 32), page=16),
+        *(Policy(f"{stored}-32", blocks(32), stored=stored) for stored in ("int8", "fp8")),
+        *(Policy(f"{name}-32", blocks(32), layers=n) for name, n in (("pairs", 2), ("fours", 4))),
+    ]
+
+
+KEPT_UP = ("bounds-8", "bounds-32", "quest-64")  # the policies whose bounds are frozen in turn
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task is given.
+
+    Attributes:
+        policies: dense attention first.
+        count: texts, or prompts of a cell.
+    """
+
+    setting: Setting
+    tokenizer: Any
+    policies: tuple[Policy, ...]
+    length: int
+    steps: int
+    count: int
+    haystack: str = "code"
+
+
+def described(task: Task, outcome: Outcome) -> Row:
+    policy = outcome.policy
+    budget = None if policy.budget is None else asdict(policy.budget)
+    kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "stored", "layers")}
+    return {"policy": policy.name, **kind, "budget": budget, "blocks_read": outcome.blocks_read}
+
+
+def text(task: Task) -> list[Row]:
+    """Every step beside dense attention's, on true text."""
+    ids = texts(task.tokenizer, task.count, task.length)
+    found, follows = _on_text(task, ids, task.policies)
+    dense = found["dense"].logits
+    return [
+        described(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, follows)
+        for outcome in found.values()
+    ]
+
+
+def generated(task: Task) -> list[Row]:
+    """The same with bounds of the text behind the prefill kept up, and not; `late` counts the steps from LATE on."""
+    if task.steps <= LATE:
+        raise ValueError(
+            f"steps={task.steps} must be more than {LATE}: only then is text behind the prefill outside of the window"
+        )
+    chosen = [p for p in task.policies if p.budget is None or p.name in KEPT_UP]
+    chosen += [replace(p, name=f"{p.name}-frozen", frozen=True) for p in chosen if p.budget is not None]
+    found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
+    dense, late = found["dense"].logits, (slice(None), slice(LATE, None))
+    return [
+        described(task, outcome)
+        | {"windows": task.count, "late": compare(outcome.logits[late], dense[late], follows[late])}
+        | compare(outcome.logits, dense, follows)
+        for outcome in found.values()
+    ]
+
+
+def free(task: Task) -> list[Row]:
+    """Greedy text of each policy's own: how many tokens are dense attention's before the first that is not."""
+    ids = texts(task.tokenizer, task.count, task.length)
+    found = run(task.setting, [*ids[:, : -task.steps]], task.steps, task.policies)
+    dense = found["dense"].logits.argmax(-1)
+    rows = []
+    for outcome in found.values():
+        common = common_prefix(outcome.logits.argmax(-1), dense)
+        whole = sum(n == task.steps for n in common)
+        same = {"mean_common": sum(common) / len(common), "whole": whole, "common": common}
+        rows.append(described(task, outcome) | {"windows": task.count, "steps": task.steps} | same)
+    return rows
+
+
+def needles(task: Task) -> list[Row]:
+    """One numbered line in each prompt, whose number is wanted at the end."""
+    return _questions(task, [[(i + 0.5) / task.count] for i in range(task.count)])
+
+
+def facts(task: Task) -> list[Row]:
+    """Numbered lines, in a part of the text each; their numbers are wanted in turn, the true ones before them given."""
+    return _questions(task, [[(j + (i + 0.5) / task.count) / FACTS for j in range(FACTS)] for i in range(task.count)])
+
+
+def _questions(task: Task, depths: Sequence[Sequence[float]]) -> list[Row]:
+    """Each answer counts as right where the likeliest tokens are all its own, the true ones before them."""
+    haystack = Haystack(task.tokenizer, task.haystack, task.length)
+    hidden = [haystack.hide(of_prompt, task.length, seed) for seed, of_prompt in enumerate(depths)]
+    given = torch.zeros(len(hidden), max(len(x.follows) for x in hidden), dtype=torch.int64)
+    for row, x in zip(given, hidden, strict=True):
+        row[: len(x.follows)] = x.follows
+    found = run(task.setting, [x.prompt for x in hidden], given.shape[1], task.policies, given)
+    dense = _right(found["dense"].logits, given, hidden)
+    every = [depth for x in hidden for depth in x.depths]
+    rows = []
+    for outcome in found.values():
+        right = _right(outcome.logits, given, hidden)
+        by_depth = [[0, 0] for _ in range(DEPTHS)]
+        for hit, depth in zip(right, every, strict=True):
+            cell = by_depth[int(depth * DEPTHS)]
+            cell[0] += hit
+            cell[1] += 1
+        each = len(hidden[0].answers)
+        prompts = [all(right[i : i + each]) for i in range(0, len(right), each)]
+        distant = [_distant(outcome.policy, place, len(x.prompt)) for x in hidden for place in x.places]
+        hits = sum(hit and far for hit, far in zip(right, distant, strict=True))
+        more = {"haystack": task.haystack, "prompts": len(prompts), "whole": sum(prompts), "by_depth": by_depth}
+        more |= {"distant": sum(distant), "distant_hits": hits, "distant_range": wilson(hits, sum(distant))}
+        rows.append(described(task, outcome) | more | paired(right, dense))
+    return rows
+
+
+def _distant(policy: Policy, place: range, length: int) -> bool:
+    """Whether a line is where a policy has to choose: behind the sink and before the window."""
+    if policy.budget is None:
+        return True
+    last = (length - 1) // policy.page - policy.budget.local_blocks + 1
+    return place.start >= policy.budget.sink_blocks * policy.page and place.stop <= last * policy.page
+
+
+def _right(logits: Tensor, given: Tensor, hidden: Sequence[Questions]) -> list[bool]:
+    same = logits.argmax(-1) == given
+    return [bool(row[answer].all()) for row, x in zip(same, hidden, strict=True) for answer in x.answers]
+
+
+def hits(task: Task) -> list[Row]:
+    """Chosen blocks of true text that a hot cache would have had, or a guess named, beside what the policy loses."""
+    chosen = [replace(p, hot=HOT) if p.budget is not None and p.budget.topk else p for p in task.policies]
+    found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
+    dense = found["dense"].logits
+    rows = []
+    for outcome in found.values():
+        shared = described(task, outcome) | {"windows": task.count} | compare(outcome.logits, dense, follows)
+        for share, of_layers in outcome.hits.items():
+            layers = [_hits(*counts) for counts in of_layers]
+            total = _hits(*(sum(counts) for counts in zip(*of_layers, strict=True)))
+            by_layer = {f"{key}_by_layer": [layer[key] for layer in layers] for key in total}
+            rows.append(shared | {"hot": share} | total | by_layer)
+    return rows
+
+
+def _hits(hot: int, came: int, hot_ahead: int, came_ahead: int, _: int, guessed: int, named: int, chosen: int) -> Row:
+    """Shares of what `HitMeter.hits` counts; `fetched_ahead` is what comes with guesses, over what comes without."""
+    return {
+        "hits": hot / max(hot + came, 1),
+        "hits_ahead": hot_ahead / max(hot_ahead + came_ahead, 1),
+        "fetched_ahead": (came_ahead + guessed) / max(came, 1),
+        "named": named / max(chosen, 1),
+    }
+
+
+def recall(task: Task) -> list[Row]:
+    """What choices would keep of dense attention's weight, and of the blocks with most of it, on true text."""
+    if {*task.setting.spec().windows} != {None}:
+        raise ValueError("task=recall needs a model whose layers all have full attention")
+    meter = RecallMeter(PAGES, BUDGETS, RANKS)
+    _on_text(task, texts(task.tokenizer, task.count, task.length), [Policy("dense", attends=meter)])
+    return [{"windows": task.count, "steps": task.count * task.steps} | row for row in meter.rows()]
+
+
+def _on_text(task: Task, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[str, Outcome], Tensor]:
+    """What policies make of the last `steps` tokens of texts, and these tokens."""
+    follows = ids[:, -task.steps :]
+    return run(task.setting, [*ids[:, : -task.steps]], task.steps, chosen, follows), follows
+
+
+TASKS: dict[str, Callable[[Task], list[Row]]] = {
+    "text": text, "needles": needles, "facts": facts, "free": free, "generated": generated, "recall": recall,
+    "hits": hits
+}  # fmt: skip

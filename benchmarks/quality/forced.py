@@ -1,0 +1,221 @@
+"""Texts through a model under several attention policies, each going on from the end of one dense prefill.
+
+A policy is given the true tokens behind a prompt, so that steps are judged one by one, or those that it prefers itself.
+What another policy has appended is overwritten.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from benchmarks.quality.hits import HitMeter
+from benchmarks.quality.prefilled import Setting, load, prefilled
+from benchmarks.quality.variants import RoundedBounds, SharedChoice
+from comm.base import Communicator
+from comm.loopback import LoopbackWorld, run_ranks
+from helix.attention.base import AttentionPolicy
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.layout import HelixLayout
+from helix.models import Decoder
+from helix.placement import BlockBudget, Placement
+from helix.run.model_runner import ModelRunner
+
+Hits = dict[float, list[list[int]]]
+AT_ONCE = 64  # prompts of one batch: more would not make a step faster
+DEADLINE_S = 6 * 3600.0
+NEVER = 1e30  # scores of pages without bounds are below all others, and finite
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a step reads: all keys, or by a budget of blocks of `page` tokens.
+
+    Attributes:
+        choice: local or global, over the ranks of a kvp group.
+        frozen: pages that become full behind the prefill are never chosen; by bounds alone.
+        stored: int8 or fp8, how bounds are kept; None: in the cache's dtype.
+        layers: so many neighbouring layers share one choice.
+        attends: a policy made by the caller, for one rank, in place of the budget.
+        hot: shares of the texts' blocks for which hits are counted, were so many on the GPU.
+    """
+
+    name: str
+    budget: BlockBudget | None = None
+    page: int = 128
+    score: str = "bounds"
+    choice: str = "local"
+    frozen: bool = False
+    stored: str | None = None
+    layers: int = 1
+    attends: AttentionPolicy | None = None
+    hot: tuple[float, ...] = ()
+
+    @property
+    def keys(self) -> int | None:
+        """Keys that a query of a long sequence reads, at most; None for all."""
+        b = self.budget
+        return None if b is None else (b.sink_blocks + b.local_blocks + b.topk) * self.page
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a policy made of all prompts.
+
+    Attributes:
+        logits: [n, steps, V] fp32 on the CPU, behind the last prompt token and each token after it but the last.
+        blocks_read: blocks that a query has read of each KV head, on average, over all ranks of a kvp group, as counted
+            on the device; None where all keys were read.
+        hits: by share of `policy.hot`, of each layer: what `HitMeter.hits` counts, over all ranks.
+    """
+
+    policy: Policy
+    logits: Tensor
+    blocks_read: float | None
+    hits: dict[float, list[list[int]]]
+
+
+def run(
+    setting: Setting,
+    prompts: Sequence[Tensor],
+    steps: int,
+    policies: Sequence[Policy],
+    given: Tensor | None = None,
+) -> dict[str, Outcome]:
+    """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
+
+    Args:
+        prompts: ids [length] int64 each; the last token is that of the first step.
+        given: true tokens [n, >= steps - 1] behind the prompts; None: each policy goes on with its likeliest.
+
+    Raises:
+        RuntimeError: a policy that should leave blocks out has read them all.
+    """
+    at_once = min(AT_ONCE, setting.fitting(max(map(len, prompts)) + steps))
+    layout, batches = setting.layout, range(0, len(prompts), at_once)
+    found: dict[str, list[tuple[Tensor, float | None, Hits]]] = {policy.name: [] for policy in policies}
+
+    def rank(world: LoopbackWorld, index: int) -> None:
+        comm = world.communicator(index, layout.kvp_group(index))
+        model = load(setting.path, layout, comm, setting.dtype)
+        for begin in batches:
+            rows = slice(begin, begin + at_once)
+            tokens = None if given is None else given[rows]
+            for policy, logits, read, hits in _outcomes(model, layout, comm, prompts[rows], steps, policies, tokens):
+                if index == 0:
+                    found[policy.name].append((logits, read, hits))
+                    progress.advance(task)
+
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()  # what an earlier run has left counts as free
+    with Progress(console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task(f"{len(prompts)} x {len(prompts[0])}", total=len(policies) * len(batches))
+        run_ranks(layout.world_size, rank, DEADLINE_S, setting.device)
+    outcomes = {}
+    for policy in policies:
+        parts = found[policy.name]
+        reads = [read * len(logits) for logits, read, _ in parts if read is not None]
+        read = sum(reads) / len(prompts) if reads else None
+        outcome = Outcome(policy, torch.cat([p[0] for p in parts]), read, _summed([hits for *_, hits in parts]))
+        _check(outcome, sum(-(-len(prompt) // policy.page) for prompt in prompts) / len(prompts))
+        outcomes[policy.name] = outcome
+    return outcomes
+
+
+def _summed(counts: Sequence[Hits]) -> Hits:
+    """Counts of several ranks or batches together, where all of them have counted."""
+    shares = [share for share in counts[0] if all(share in of for of in counts)]
+    return {share: torch.tensor([of[share] for of in counts]).sum(0).tolist() for share in shares}
+
+
+def _check(outcome: Outcome, blocks: float) -> None:
+    policy, read = outcome.policy, outcome.blocks_read
+    if policy.budget is not None and (read is None or read >= blocks):
+        raise RuntimeError(
+            f"{policy.name} read {read} of the {blocks:.1f} blocks of a text, and nothing was left out: it is not what "
+            "its name says"
+        )
+
+
+@torch.inference_mode()
+def _outcomes(
+    model: Decoder,
+    layout: HelixLayout,
+    comm: Communicator,
+    prompts: Sequence[Tensor],
+    steps: int,
+    policies: Sequence[Policy],
+    given: Tensor | None,
+) -> Iterator[tuple[Policy, Tensor, float | None, Hits]]:
+    """Each policy with its logits and the blocks it has read; those of one page size come one after the other."""
+    room = max(map(len, prompts)) + steps
+    longest = max(room, model.spec.max_positions)  # the same kernels, once compiled, for texts of any length
+    for page, group in groupby(sorted(policies, key=lambda policy: policy.page), key=lambda policy: policy.page):
+        placement = Placement(layout, layout.kvp_rank(comm.rank), page, page)
+        runner = prefilled(model, placement, comm, prompts, room, longest, score="bounds")
+        for policy in group:
+            attends = _attention(policy, placement, longest, comm) or runner.dense
+            logits = _steps(runner, policy, attends, prompts, steps, given)
+            read = None
+            hits = _summed(comm.all_gather_object(attends.hits())) if isinstance(attends, HitMeter) else {}
+            if isinstance(attends, BlockSparseAttention):
+                of_ranks = comm.all_gather_object(attends.blocks_read() or 0.0)
+                read = sum(of_ranks[rank] for rank in layout.kvp_group(0))
+            yield policy, logits, read, hits
+        del runner  # before the next cache is made
+
+
+def _steps(
+    runner: ModelRunner,
+    policy: Policy,
+    attends: AttentionPolicy,
+    prompts: Sequence[Tensor],
+    steps: int,
+    given: Tensor | None,
+) -> Tensor:
+    """Logits [n, steps, V] of decode steps behind the prompts."""
+    state, cache, comm = runner.state, runner.cache, runner.comm
+    n, device = len(prompts), comm.device
+    rows = torch.arange(n, device=device)
+    lengths = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    tokens = torch.stack([prompt[-1] for prompt in prompts])
+    if policy.budget is not None:
+        assert cache.bounds is not None
+        if policy.frozen:
+            assert policy.score == "bounds"
+            most = min(NEVER, torch.finfo(cache.bounds.dtype).max)
+            cache.bounds[..., 0, :] = -most
+            cache.bounds[..., 1, :] = most
+        cache.score = policy.score
+        cache.fold(state.span(n, torch.zeros_like(lengths), lengths, int(lengths.max())))
+    logits = []
+    for i in range(steps):
+        state.activate(rows, tokens.to(device), lengths)
+        hidden = runner.model.hidden(cache, state.decode_step(n), attends)
+        logits.append(torch.cat(comm.all_gather_object(runner.model.logits(hidden).float().cpu()), 1))
+        if not policy.frozen:
+            cache.fold(state.span(n, lengths, lengths + 1, 1))
+        lengths = lengths + 1
+        if i + 1 < steps:
+            tokens = logits[-1].argmax(-1) if given is None else given[:, i]
+    return torch.stack(logits, 1)
+
+
+def _attention(policy: Policy, placement: Placement, length: int, comm: Communicator) -> AttentionPolicy | None:
+    if policy.budget is None:
+        return policy.attends
+    place = placement, length, comm.device, comm if policy.choice == "global" else None
+    if policy.stored is not None:
+        return RoundedBounds(policy.stored, policy.budget, policy.score, *place)
+    if policy.layers > 1:
+        return SharedChoice(policy.layers, policy.budget, policy.score, *place)
+    if policy.hot:
+        return HitMeter(policy.hot, policy.budget, policy.score, *place)
+    return BlockSparseAttention(policy.budget, policy.score, *place)

@@ -1,0 +1,134 @@
+"""Texts of this repository as token ids, and prompts that hide numbered lines in code or in a looped paragraph."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.quality.needles import WORDS, source_lines
+from launch.inputs.compose import ROOT
+
+SOURCES = [ROOT / part for part in ("helix", "kernels", "launch", "tests", "comm")]
+KINDS = ("loop", "code")
+PARAGRAPH = """
+# The grass is green. The sky is blue. The sun is yellow. Here we go.
+# There and back again. The night is long, and the road goes on."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A prompt that ends with a question, and what follows it: answers, and further questions between them.
+
+    Attributes:
+        prompt: ids [n].
+        follows: ids [m] of the true continuation.
+        answers: where in `follows` each answer is.
+        depths: of the lines that the questions are about, as shares of the text, in the order of the questions.
+        places: of these lines' tokens in the prompt.
+        question: tokens of the first question, at the end of the prompt.
+    """
+
+    prompt: Tensor
+    follows: Tensor
+    answers: tuple[slice, ...]
+    depths: tuple[float, ...]
+    places: tuple[range, ...]
+    question: int
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than any context
+    return ids
+
+
+def sources() -> list[str]:
+    """Lines of this repository's Python files."""
+    return source_lines([folder for part in SOURCES for folder in (part, *part.rglob("*/"))], seed=0)
+
+
+def texts(tokenizer: Any, windows: int, length: int) -> Tensor:
+    """Disjoint texts [windows, length] of this repository's sources.
+
+    Raises:
+        ValueError: there are not so many tokens.
+    """
+    ids = encode(tokenizer, "\n".join(sources()))
+    if len(ids) < windows * length:
+        raise ValueError(
+            f"{windows} texts of {length} tokens are more than the {len(ids)} tokens of this repository's sources: set "
+            "windows or length lower"
+        )
+    return torch.tensor(ids[: windows * length]).view(windows, length)
+
+
+class Haystack:
+    """Text of one kind, of which prompts of up to `length` tokens are cut before tokens that begin a line.
+
+    Raises:
+        ValueError: the sources have not so many tokens, or no token begins with a line's end.
+    """
+
+    def __init__(self, tokenizer: Any, kind: str, length: int) -> None:
+        self.tokenizer = tokenizer
+        if kind == "loop":
+            once = encode(tokenizer, PARAGRAPH)
+            self.ids = once * (2 * length // len(once) + 1)
+        else:
+            self.ids = encode(tokenizer, "\n".join(line for line in sources() if "magic number" not in line))
+        if len(self.ids) <= length:
+            raise ValueError(f"this repository's sources have {len(self.ids)} tokens: set length={length} lower")
+        begins = {i for i in {*self.ids} if tokenizer.decode([i]).startswith("\n")}
+        self.lines = [at for at, token in enumerate(self.ids) if token in begins]
+        if not self.lines:
+            raise ValueError("no token of this model begins with a line's end: needles cannot be hidden in its text")
+
+    def hide(self, depths: Sequence[float], length: int, seed: int) -> Questions:
+        """Lines at `depths`, ascending shares of the text, and questions about them in an order of their own.
+
+        Prompt and what follows have at most `length` tokens, and as nearly that as whole lines allow. The seed fixes
+        words, numbers, the order of the questions and where in the haystack the text begins.
+        """
+        rng = random.Random(seed)
+        words = rng.sample(WORDS, len(depths))
+        numbers = [f"{rng.randrange(100_000):05d}" for _ in depths]
+        hidden = [self._encode(f"\n# The magic number for {w} is {n}.") for w, n in zip(words, numbers, strict=True)]
+        order = rng.sample(range(len(depths)), len(depths))
+        first, *others = (self._encode(f"\n# The magic number for {words[i]} is") for i in order)
+        follows: list[int] = []
+        answers = []
+        for i, question in zip(order, [*others, []], strict=True):
+            answer = self._encode(f" {numbers[i]}")
+            answers.append(slice(len(follows), len(follows) + len(answer)))
+            follows += [*answer, *(self._encode(".") if question else []), *question]
+        prompt, places = self.plant(hidden, depths, length - len(first) - len(follows), rng)
+        of_questions = tuple(depths[i] for i in order), tuple(places[i] for i in order)
+        return Questions(torch.tensor(prompt + first), torch.tensor(follows), tuple(answers), *of_questions, len(first))
+
+    def plant(
+        self, pieces: Sequence[list[int]], depths: Sequence[float], length: int, rng: random.Random
+    ) -> tuple[list[int], list[range]]:
+        """A text of whole lines, of `length` tokens at most, with pieces at `depths`, and their places."""
+        room = length - sum(map(len, pieces))
+        begin = self._line(rng.randrange(max(1, len(self.ids) - length)))
+        end = max(begin, self._line(begin + room + 1, before=True))
+        cuts = [min(self._line(begin + int(depth * (end - begin))), end) for depth in depths]
+        text = self.ids[begin : cuts[0]]
+        places = []
+        for piece, cut, stop in zip(pieces, cuts, [*cuts[1:], end], strict=True):
+            places.append(range(len(text), len(text) + len(piece)))
+            text += [*piece, *self.ids[cut:stop]]
+        return text, places
+
+    def _encode(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text)
+
+    def _line(self, at: int, before: bool = False) -> int:
+        """The first place at or behind `at` where a line begins, or the last before it."""
+        i = bisect_left(self.lines, at)
+        return self.lines[max(0, i - 1) if before else min(i, len(self.lines) - 1)]

@@ -1,0 +1,122 @@
+"""A checkpoint on ranks that are threads of this process, and prompts in its cache once for all that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.ranks.seats import Seats
+from comm.base import Communicator
+from helix.events.follower import Prefilled
+from helix.layout import HelixLayout
+from helix.memory.keeps import token_bytes
+from helix.memory.kv_cache import KVCache, free_bytes, with_bounds
+from helix.models import Decoder, DecoderSpec, spec_from_config
+from helix.models.loading import Checkpoint, read_config
+from helix.placement import Placement, PromptChunk
+from helix.run.model_runner import ModelRunner
+from helix.speculation import Drafter
+from helix.tokenizer import load_tokenizer
+from launch.inputs.compose import ROOT
+
+CHUNK = 1024  # prompt tokens of a sequence in one prefill step
+TOGETHER = 16  # sequences of one prefill step
+CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may take
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A checkpoint and its ranks.
+
+    Attributes:
+        device: cuda or cpu.
+    """
+
+    path: Path
+    layout: HelixLayout
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def create(cls, model: str, kvp: int, dtype: str | None) -> Setting:
+        """The demo model (`demo`) or a directory's, on a GPU where there is one.
+
+        Args:
+            dtype: by its name in torch; None: the checkpoint's on a GPU, float32 on a CPU.
+        """
+        path = ROOT / "assets/demo-model" if model == "demo" else Path(model)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        setting = cls(path, HelixLayout.create("helix", kvp), torch.float32, device)
+        of_checkpoint = setting.spec().dtype if device == "cuda" else "float32"
+        return replace(setting, dtype=getattr(torch, dtype or of_checkpoint))
+
+    def spec(self) -> DecoderSpec:
+        return spec_from_config(read_config(self.path))
+
+    def tokenizer(self) -> Any:
+        """Raises ValueError where there is none."""
+        tokenizer = load_tokenizer(self.path)
+        if tokenizer is None:
+            raise ValueError(f"model={self.path} has no tokenizer.json")
+        return tokenizer
+
+    def fitting(self, length: int) -> int:
+        """Prompts of one batch: their cache has to fit."""
+        spec = self.spec()
+        of_a_token = sum(token_bytes(kept) for kept in spec.keeps(self.layout, 0, self.dtype)) * self.layout.tpa
+        return max(1, int(CACHE_SHARE * free_bytes(torch.device(self.device)) / (length * of_a_token)))
+
+
+def load(path: Path, layout: HelixLayout, comm: Communicator, dtype: torch.dtype) -> Decoder:
+    """This rank's part of a checkpoint."""
+    checkpoint = Checkpoint(path)
+    model = Decoder(checkpoint.with_head(spec_from_config(read_config(path))), layout, comm, dtype, comm.device)
+    checkpoint.load(model.weights)
+    return model
+
+
+def prefilled(
+    model: Decoder,
+    placement: Placement,
+    comm: Communicator,
+    prompts: Sequence[Tensor],
+    room: int,
+    max_length: int,
+    *,
+    score: str | None = None,
+    drafter: Drafter | None = None,
+) -> ModelRunner:
+    """A runner whose cache holds the prompts [n] but for their last tokens, one a slot, with `room` tokens for each.
+
+    Args:
+        max_length: of the runner.
+        score: as in `KVCache`; bounds are not folded.
+        drafter: as in `ModelRunner`, which makes room for its drafts.
+    """
+    n, layout = len(prompts), placement.layout
+    pages = n * placement.stripes.pages_for(room)
+    keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype)
+    keeps = keeps if score is None else with_bounds(keeps)
+    rows = 1 + (0 if drafter is None else drafter.limit)
+    cache = KVCache(
+        keeps, pages, placement, comm.device, slots=n, rows=rows, chunk=TOGETHER * CHUNK, score=score
+    )  # fmt: skip
+    runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
+    seats = Seats(runner)
+    for slot, prompt in enumerate(prompts):
+        runner.admit(seats.admission(slot, room, prompt=prompt.cpu().numpy().astype(np.int32)))
+    for first in range(0, n, TOGETHER):
+        slots = range(first, min(first + TOGETHER, n))
+        for begin in range(0, max(len(prompts[slot]) for slot in slots), CHUNK):
+            chunks = [PromptChunk(slot, begin, prompts[slot][:-1][begin : begin + CHUNK].cpu()) for slot in slots]
+            if chunks := [chunk for chunk in chunks if len(chunk.tokens)]:
+                step = runner.state.prefill_step(chunks)
+                hidden = model.hidden(cache, step, runner.dense)
+                cache.prefilled(Prefilled(chunks, runner.state.prompts_span(step, chunks), step.parts, hidden))
+    return runner

@@ -1,0 +1,253 @@
+"""Times what HOP-B hides of the exchange, inside a job (`bench=hopb`).
+
+Three kinds of rows. `ttl`: decode steps of a whole model with one exchange of all rows, in chunks, and with no exchange
+at all (each rank keeps its own partials of its own heads: wrong tokens, right shapes). `mla`: messages of 128 heads of
+512 beside a kernel that does nothing but take its time. `delay`: the paper's example, with delays for attention and
+exchange; its `timeline` rows say when each chunk ran.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+from benchmarks.ranks.points import at_each, engine_at
+from benchmarks.ranks.steps import fill
+from benchmarks.schema import lab
+from comm.base import Communicator
+from comm.hopb import Pipeline
+from helix.events.decision import StepKind
+from helix.layout import share
+from helix.models import Decoder
+from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
+from helix.run.clock import seconds_of_each
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import ModelRunner
+from kernels.attention.split_kv import PartialAttention
+from launch.inputs.preflight import CheckedRun
+from launch.job.task import Done, Task
+
+STEPS = 32
+REQUESTS, ATTENTION_UNITS, EXCHANGE_UNITS = 8, 2.0, 1.2  # of each request (Helix Parallelism, figure 3)
+EXPECTED_UNITS = {"off": 25.6, "on": 17.2}  # 8 * 2 + 8 * 1.2, and 8 * 2 with the last exchange behind
+UNIT_S = 200e-6  # long beside the launch of a kernel
+MLA_HEADS, MLA_DIM, MLA_BATCHES = 128, 512, (8, 64)
+
+
+def run(task: Task) -> Done:
+    """Rows of all kinds, the steps at each of `bench.points` that fits; a collective.
+
+    Raises:
+        ConfigError: the only point does not fit.
+    """
+    plan, comm = task.plan, task.comm
+    model, _ = task.load()
+    done = count()
+    with task.console.progress("hopb", len(lab(plan.config).bench.points)) as advance:
+
+        def measure(batch: int, length: int) -> list[dict[str, Any]]:
+            advance(next(done))
+            return _ttl(plan, comm, model, batch, length)
+
+        rows = [{"kind": "failed"} | row for row in at_each(plan, comm, measure)]
+        advance(next(done))
+    rows += [row for batch in (MLA_BATCHES if comm.capturable else (2,)) for row in _mla(comm, batch)]
+    for row in rows:
+        row["backend"] = task.backend
+    return {"hopb": rows + delays(comm.device)}, 0
+
+
+def _ttl(plan: CheckedRun, comm: Communicator, model: Decoder, batch: int, length: int) -> list[dict[str, Any]]:
+    config = lab(plan.config)
+    steps = config.bench.steps
+    engine, reserved = engine_at(plan, comm, model, batch, length, 2, hopb="auto")
+    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
+
+    def microseconds(chunks: int) -> float:
+        return 1e6 * step_seconds(engine.runner, StepKind(batch, engine.runner.drafts, chunks=chunks), steps)
+
+    on = {chunks: microseconds(chunks) for chunks in CHUNKS if chunks <= batch}
+    off = microseconds(1)
+    without = without_exchange(engine.runner, comm, lambda: microseconds(1))
+    choose_chunks(engine.runner, batch)
+    auto = engine.runner.chunks(batch)
+    auto_us = microseconds(auto)
+    engine.close()
+    return [
+        {
+            "kind": "ttl", "batch": batch, "length": length, "chunks": chunks,
+            "off_us": off, "on_us": on_us, "without_us": without,
+            "hidden": _hidden(off, on_us, without), "auto_us": auto_us, "auto_chunks": auto,
+        }
+        for chunks, on_us in (on or {1: off}).items()
+    ]  # fmt: skip
+
+
+def _hidden(off: float, on: float, without: float) -> float | None:
+    """The share of the exchange's time that does not show; None where it takes none."""
+    return (off - on) / (off - without) if off > without else None
+
+
+def without_exchange(runner: ModelRunner, comm: Communicator, measure: Callable[[], float]) -> float:
+    """What `measure` gives while each rank keeps its part of the attention of its own heads."""
+
+    def keep(found: PartialAttention, shares: list[int]) -> Tensor:
+        first = sum(shares[: comm.kvp_rank])
+        return found.merge()[0][:, first : first + shares[comm.kvp_rank]]
+
+    for layer in runner.model.layers:
+        layer.mixer.comm = SimpleNamespace(merge_exchange=keep, all_gather=comm.all_gather)  # type: ignore[attr-defined]
+    result = measure()
+    for layer in runner.model.layers:
+        layer.mixer.comm = comm  # type: ignore[attr-defined]
+    return result
+
+
+def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
+    """The exchange of MLA's latent outputs beside a busy kernel, as long as the paper's example has it."""
+    ranks = len(comm.kvp_group)
+    shares = [len(share(MLA_HEADS, ranks, k)) for k in range(ranks)]
+    dtype = torch.bfloat16 if comm.capturable else torch.float32
+    out = torch.randn(batch, MLA_HEADS, MLA_DIM, device=comm.device, dtype=dtype)
+    lse = torch.randn(batch, MLA_HEADS, device=comm.device)
+    pipeline, busy = Pipeline(comm.device if comm.capturable else None), _busy(comm.device)
+
+    def exchange(found: PartialAttention) -> Tensor:
+        return comm.merge_exchange(found, shares)
+
+    def measured(chunks: int, attention_s: float, exchange: Callable[[PartialAttention], Tensor]) -> float:
+        def attend(rows: slice) -> PartialAttention:
+            busy(attention_s * len(out[rows]) / batch)
+            return PartialAttention(out[rows], lse[rows])
+
+        comm.barrier()
+        chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
+        seconds = _captured(chain, comm.device, comm.barrier)
+        return median(max(of_ranks) for of_ranks in zip(*comm.all_gather_object(seconds), strict=True))
+
+    alone = measured(1, 0.0, exchange)
+    attention = alone * ATTENTION_UNITS / EXCHANGE_UNITS
+    off = measured(1, attention, exchange)
+    without = measured(1, attention, lambda found: found.out[:, : shares[comm.kvp_rank]])
+    rows = []
+    for chunks in [n for n in CHUNKS if n <= batch]:
+        on = measured(chunks, attention, exchange)
+        rows.append(
+            {
+                "kind": "mla", "heads": MLA_HEADS, "dim": MLA_DIM, "batch": batch, "chunks": chunks,
+                "exchange_us": 1e6 * alone, "off_us": 1e6 * off, "on_us": 1e6 * on, "without_us": 1e6 * without,
+                "hidden": _hidden(off, on, without),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def delays(device: torch.device) -> list[dict[str, Any]]:
+    """The paper's example: eight requests, 2 units of attention and 1.2 of exchange each, one by one or pipelined."""
+    pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
+    out, lse = torch.zeros(REQUESTS, 1, 1, device=device), torch.zeros(REQUESTS, 1, device=device)
+
+    def run(chunks: int, spans: list[tuple[str, int, Any, Any]] | None = None) -> Tensor:
+        exchanged = count()
+
+        def wait(stream: str, request: int, units: float) -> None:
+            if spans is None:
+                busy(units * UNIT_S)
+                return
+            begin = _mark(device)
+            busy(units * UNIT_S)
+            spans.append((stream, request, begin, _mark(device)))
+
+        def attend(rows: slice) -> PartialAttention:
+            for request in range(rows.start, rows.stop):
+                wait("attention", request, ATTENTION_UNITS)
+            return PartialAttention(out[rows], lse[rows])
+
+        def exchange(found: PartialAttention) -> Tensor:
+            for _ in range(len(found.out)):
+                wait("exchange", next(exchanged), EXCHANGE_UNITS)
+            return found.out
+
+        return pipeline.run(_cut(REQUESTS, chunks), attend, exchange)
+
+    rows: list[dict[str, Any]] = []
+    units: dict[str, float] = {}
+    for regime, chunks in (("off", 1), ("on", REQUESTS)):
+        units[regime] = median(_captured(partial(run, chunks), device)) / UNIT_S
+        spans: list[tuple[str, int, Any, Any]] = []
+        origin = _mark(device)
+        run(chunks, spans)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found = [
+            {"stream": stream, "chunk": chunk, "start_us": _us(origin, begin), "end_us": _us(origin, end)}
+            for stream, chunk, begin, end in spans
+        ]
+        rows.append({"kind": "timeline", "regime": regime, "spans": found})
+    result = {
+        "kind": "delay", "chunks": REQUESTS, "unit_us": 1e6 * UNIT_S,
+        **{f"{regime}_units": value for regime, value in units.items()},
+        **{f"expected_{regime}_units": value for regime, value in EXPECTED_UNITS.items()},
+    }  # fmt: skip
+    return [result, *rows]
+
+
+def _cut(rows: int, chunks: int) -> list[slice]:
+    return [slice(part.start, part.stop) for part in (share(rows, chunks, i) for i in range(chunks))]
+
+
+def _mark(device: torch.device) -> Any:
+    """This moment on the current stream of a GPU, or on the host."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _us(begin: Any, end: Any) -> float:
+    return 1e6 * (end - begin) if isinstance(begin, float) else 1e3 * float(begin.elapsed_time(end))
+
+
+def _busy(device: torch.device) -> Callable[[float], None]:
+    """Takes a number of seconds on the current stream of a GPU, or on the host."""
+    if device.type != "cuda":
+        return time.sleep
+
+    def busy(seconds: float) -> None:
+        _busy_kernel[(1,)](int(1e9 * seconds), num_warps=1)
+
+    return busy
+
+
+@triton.jit(do_not_specialize=["ns"])
+def _busy_kernel(ns: int) -> None:
+    begin = globaltimer()  # not cycles: their rate falls on a GPU that does nothing else
+    while globaltimer() - begin < ns:
+        pass
+
+
+def _captured(
+    run: Callable[[], Tensor], device: torch.device, barrier: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Seconds of each replay of `run` (on a CPU, of each call), after three for warm-up."""
+    if device.type != "cuda":
+        return seconds_of_each(run, 3, device)
+    graphs = StepGraphs()
+    for _ in range(3):
+        graphs.run(run)
+    torch.cuda.synchronize(device)
+    barrier()
+    seconds = seconds_of_each(partial(graphs.run, run), STEPS, device)
+    graphs.close()
+    return seconds

@@ -1,0 +1,80 @@
+"""The points of a benchmark (`bench.points`): an engine for each, and what becomes of those that do not fit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.schema import LabConfig, bench_points, lab
+from comm.base import Communicator
+from helix.build.engine import build_engine
+from helix.control.engine import Engine
+from helix.errors import ConfigError
+from helix.models import Decoder
+from helix.speculation import DraftModel
+from launch.inputs.preflight import CheckedRun
+
+
+def gammas(config: LabConfig) -> list[int]:
+    """Drafts of a step with which each point is timed."""
+    return config.bench.gammas or [0 if config.speculation.drafter == "none" else config.speculation.gamma]
+
+
+def at_each(
+    plan: CheckedRun, comm: Communicator, measure: Callable[[int, int], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Rows of `measure(batch, length)` at each point, or one that says why the point `failed`.
+
+    Raises:
+        ConfigError: the only point does not fit.
+    """
+    found: list[dict[str, Any]] = []
+    todo = bench_points(lab(plan.config).bench)
+    for batch, length in todo:
+        try:
+            found += measure(batch, length)
+        except ConfigError as error:  # of several points, the others count
+            if len(todo) == 1:
+                raise
+            found.append({"batch": batch, "length": length, "failed": str(error)})
+        if comm.device.type == "cuda":
+            gc.collect()  # an engine and its graphs refer to each other
+            torch.cuda.empty_cache()
+    return found
+
+
+def engine_at(
+    plan: CheckedRun,
+    comm: Communicator,
+    model: Decoder,
+    batch: int,
+    length: int,
+    steps: int,
+    draft: DraftModel | None = None,
+    hopb: str | None = None,
+) -> tuple[Engine, int]:
+    """An engine with room for `batch` sequences of `length` tokens and `steps` more steps; also the tokens of each.
+
+    Args:
+        hopb: instead of hopb.chunks.
+
+    Raises:
+        ConfigError: they are more than the model's context, or than memory holds.
+    """
+    config = lab(plan.config)
+    reserved = length + steps * (1 + max(gammas(config)))
+    if reserved > model.spec.max_positions:
+        raise ConfigError(
+            f"{length} tokens and {reserved - length} steps exceed the model's {model.spec.context}: "
+            "set model.config.max_position_embeddings, or bench.points of fewer"
+        )
+    sized = replace(
+        config,
+        kv=replace(config.kv, tokens=batch * reserved, prefix_cache=False),  # what is timed is computed
+        hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
+    )
+    return build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft), reserved

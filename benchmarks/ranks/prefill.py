@@ -1,0 +1,80 @@
+"""Times whole prompts, and short chunks at their end, inside a job (`bench=prefill`)."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.ranks.points import at_each, engine_at
+from helix.control.engine import Engine
+from helix.events.request import Request
+from helix.placement import PromptChunk
+from helix.run.autotune import fill
+from helix.run.clock import seconds_of_each
+from launch.job.task import Done, Task
+
+TURN = 100  # tokens of a message in a conversation
+SHORT = 256  # of a chunk that keeps others waiting for a moment only
+
+
+def run(task: Task) -> Done:
+    """Seconds from a prompt to its first token at each of `bench.points`, on rank 0, and its last tokens alone.
+
+    Of these: a turn of a conversation, a short chunk, the longest one, and the short one's rate beside the longest's.
+
+    Raises:
+        ConfigError: the only point is beyond the model's context, or its cache does not fit.
+    """
+    plan, comm = task.plan, task.comm
+    model, _ = task.load()
+    generator = torch.Generator().manual_seed(plan.config.seed)
+
+    def measure(batch: int, length: int) -> list[dict[str, Any]]:
+        engine, _ = engine_at(plan, comm, model, batch, length, 1)
+        ids = torch.randint(0, model.spec.vocab, (batch, length), generator=generator)
+        short = [Request("warm-up", tuple(ids[0, : min(length, 2 * engine.prefill_chunk)].tolist()), 1)]
+        _serve(engine, short)  # compiles kernels, opens connections
+        requests = [Request(i, tuple(row), 1) for i, row in enumerate(ids.tolist())]
+        with task.console.progress(f"prefill {batch} x {length:,}", batch * length) as advance:
+            engine.on_prefill = lambda done, _: advance(done)
+            comm.barrier()
+            begin = time.perf_counter()
+            _serve(engine, requests)
+            seconds = time.perf_counter() - begin
+        found: dict[str, Any] = {"batch": batch, "length": length, "prefill_s": seconds}
+        found |= {"tokens_per_s": batch * length / seconds, "prefill_chunk": engine.prefill_chunk}
+        turn, few, many = (min(n, length) for n in (TURN, SHORT, engine.prefill_chunk))
+        turn_s, few_s, many_s = (_last(engine, length, n) for n in (turn, few, many))
+        found |= {"turn_ms": 1e3 * turn_s, "short_ms": 1e3 * few_s, "long_ms": 1e3 * many_s}
+        engine.close()
+        return [found | {"short_of_long": few / few_s / (many / many_s)}]
+
+    return {"points": at_each(plan, comm, measure)}, 0
+
+
+@torch.inference_mode()
+def _last(engine: Engine, length: int, tokens: int) -> float:
+    """Seconds of the last tokens of a sequence through the model, on the slowest rank."""
+    runner = engine.runner
+    fill(runner, 1, length)
+    step = runner.state.prefill_step([PromptChunk(0, length - tokens, torch.zeros(tokens, dtype=torch.int64))])
+
+    def run() -> None:
+        step.shared.clear()  # as a step that comes for the first time
+        runner.model.hidden(runner.cache, step, runner.policy)
+
+    run()
+    engine.comm.barrier()
+    seconds = median(seconds_of_each(run, 3, runner.device))
+    fill(runner, 0, 0)
+    return max(engine.comm.all_gather_object(seconds))
+
+
+def _serve(engine: Engine, requests: list[Request]) -> None:
+    """Raises RuntimeError where one is refused, whose time would count for nothing."""
+    for output in engine.generate(requests):
+        if output.finish_reason == "error":
+            raise RuntimeError(f"a prompt that is timed was refused: {output.reason}")

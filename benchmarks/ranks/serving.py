@@ -1,0 +1,361 @@
+"""Serves requests that come and go by the clock, inside a job (`bench=serve`).
+
+Contexts are not computed: the cache is filled with random numbers, and rank 0 is told that they are those of some
+tokens. What comes behind them is computed, as it would be behind a turn before.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Thread
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks.schema import lab
+from helix.build.engine import build_engine
+from helix.config import ServeConfig
+from helix.control.block_tables import BlockTables
+from helix.control.engine import Engine
+from helix.control.inbox import Inbox
+from helix.control.prefill_time import PrefillTime
+from helix.control.scheduler import Scheduler
+from helix.errors import ConfigError
+from helix.events.decision import StepKind
+from helix.events.request import Request
+from helix.memory.kv_cache import KVCache
+from helix.memory.pages import PagePool
+from helix.memory.prefix import PrefixTree
+from helix.placement import Stripes
+from helix.run.autotune import fill, step_seconds
+from launch.job.report import percentile_us
+from launch.job.task import Done, Task
+
+K, M = 1 << 10, 1 << 20
+SMALLER = 256  # without a GPU, contexts are so many times shorter
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request at a time, seconds from the beginning, and when it is aborted, if it is."""
+
+    at: float
+    request: Request
+    abort: float | None = None
+
+
+@dataclass
+class Seen:
+    """What a client sees of one request, by the clock.
+
+    Attributes:
+        came: of each token.
+    """
+
+    sent: float = 0.0
+    came: list[float] = field(default_factory=list)
+    cached: int = 0
+    end: str = ""
+
+    @property
+    def first_s(self) -> float:
+        return self.came[0] - self.sent
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return self.gaps_between(0.0, math.inf)
+
+    def gaps_between(self, begin: float, end: float) -> list[float]:
+        """Gaps that ended between two times."""
+        return [b - a for a, b in zip(self.came, self.came[1:], strict=False) if begin <= b <= end]
+
+
+class Client:
+    """Sends requests to an engine and notes what comes.
+
+    Args:
+        engine: whose cache holds numbers, whatever they are.
+    """
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.rng = np.random.default_rng(seed)
+        self.leads = engine.comm.rank == 0
+        self._sent = 0
+
+    def tokens(self, count: int) -> np.ndarray:
+        """Random ones, int32 [count]; the same on every rank."""
+        return self.rng.integers(0, self.engine.runner.model.spec.vocab, count, dtype=np.int32)
+
+    def context(self, count: int) -> np.ndarray:
+        """Tokens that are in the cache from now on, int32 [count]."""
+        tokens = self.tokens(count)
+        if self.leads:
+            tables = self.engine.tables
+            held = tables.admit(tokens, count, 0)
+            if held is None:
+                raise ConfigError(f"a context of {count} tokens does not fit the cache: use more GPUs")
+            tables.end(held, tokens)
+        return tokens
+
+    def request(self, context: np.ndarray, more: int, new: int) -> Request:
+        """A prompt of a context and `more` tokens behind it."""
+        self._sent += 1
+        return Request(self._sent, np.concatenate((context, self.tokens(more))), new)
+
+    def serve(self, arrivals: Sequence[Arrival], until: Request | None = None) -> dict[int, Seen]:
+        """What becomes of the requests; on the other ranks nothing. All are aborted once `until` has ended."""
+        inbox, seen = Inbox(), {int(a.request.id): Seen() for a in arrivals}
+        begin = perf_counter()
+
+        def feed() -> None:
+            events: list[tuple[float, Callable[[], None]]] = []
+            for a in arrivals:
+                events.append((a.at, lambda a=a: self._send(inbox, seen, a)))  # type: ignore[misc]
+                if a.abort is not None:
+                    events.append((a.abort, lambda a=a: inbox.abort(a.request.id)))  # type: ignore[misc]
+            for at, event in sorted(events, key=lambda e: e[0]):
+                time.sleep(max(0.0, begin + at - perf_counter()))
+                event()
+            inbox.close()
+
+        if self.leads:
+            Thread(target=feed, daemon=True).start()
+        for delta in self.engine.serve(inbox):
+            found, now = seen[int(delta.id)], perf_counter()
+            found.came += [now] * len(delta.new_ids)
+            found.cached = delta.cached_tokens
+            found.end = delta.finish_reason or found.end
+            if delta.finish_reason == "error":
+                raise RuntimeError(f"a request of the benchmark was refused: {delta.reason}")
+            if until is not None and delta.id == until.id and delta.finish_reason is not None:
+                for name in seen:
+                    inbox.abort(name)
+        return seen
+
+    @staticmethod
+    def _send(inbox: Inbox, seen: dict[int, Seen], arrival: Arrival) -> None:
+        seen[int(arrival.request.id)].sent = perf_counter()
+        inbox.submit(arrival.request)
+
+
+def _ms(seconds: Sequence[float], percent: float) -> float | None:
+    return 1e3 * float(np.percentile(seconds, percent)) if len(seconds) else None
+
+
+def _mean_gap_s(seen: Sequence[Seen]) -> float:
+    gaps = [gap for s in seen for gap in s.gaps_s[2:]]
+    return sum(gaps) / len(gaps)
+
+
+def streams(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Time between tokens beside a step's own time, alone and with an arrival a second."""
+    new = 768 if small == 1 else 6
+    for batch, length in ((1, 128 * K), (8, 32 * K)):
+        length //= small
+        runner = client.engine.runner
+        fill(runner, batch, length + new // 2)
+        step_s = step_seconds(runner, StepKind(batch, chunks=runner.chunks(batch)))
+        fill(runner, 0, 0)
+        contexts = [client.context(length) for _ in range(batch)]
+        for arrivals in (0, 4 if small == 1 else 1):
+            running = [Arrival(0.0, client.request(c, 1, new)) for c in contexts]
+            others = [Arrival(0.3 + i, client.request(client.tokens(0), K // small, 16)) for i in range(arrivals)]
+            seen = client.serve([*running, *others])
+            if client.leads:
+                gap_s = _mean_gap_s([seen[int(a.request.id)] for a in running])
+                yield {
+                    "trace": "streams", "batch": batch, "length": length, "arrivals": arrivals,
+                    "step_ms": 1e3 * step_s, "gap_ms": 1e3 * gap_s, "over_step": gap_s / step_s,
+                }  # fmt: skip
+
+
+def first_tokens(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """A short prompt's first token, alone and beside long streams; the next turn behind a long context."""
+    contexts = [client.context(128 * K // small) for _ in range(8)]
+    for beside in (0, 8):
+        count = 24 if small == 1 else 4
+        short = [Arrival(0.7 + 0.13 * i, client.request(client.tokens(0), K // small, 4)) for i in range(count)]
+        end = short[-1].at + 1.0
+        running = [Arrival(0.0, client.request(c, 1, 2000 if small == 1 else 10), end) for c in contexts[:beside]]
+        seen = client.serve([*running, *short])
+        if client.leads:
+            first = [seen[int(a.request.id)].first_s for a in short]
+            since = seen[int(short[0].request.id)].sent
+            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_between(since, math.inf)]
+            timings = client.engine.timings
+            yield {
+                "trace": "short prompt", "batch": beside, "length": 128 * K // small,
+                "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
+                "first_ms": [round(1e3 * s, 1) for s in first],
+                "gap_p50_ms": _ms(gaps, 50), "gap_p99_ms": _ms(gaps, 99), "decisions": timings.decisions,
+                "prefill_s": timings.prefill_s, "prefill_tokens": timings.prefill_tokens,
+            }  # fmt: skip
+    for length in (128 * K // small, M // small):
+        if length + 256 > client.engine.runner.max_length:
+            continue
+        context = client.context(length)
+        found = []
+        for _ in range(6 if small == 1 else 2):
+            turn = client.request(context, 100, 4)
+            found.append(client.serve([Arrival(0.0, turn)])[int(turn.id)])
+        if client.leads:
+            assert all(f.cached >= length for f in found), "a turn behind a context is a hit"
+            first = [f.first_s for f in found[1:]]
+            yield {
+                "trace": "next turn", "batch": 1, "length": length,
+                "first_p50_ms": _ms(first, 50), "first_p99_ms": _ms(first, 99),
+            }  # fmt: skip
+
+
+def beside_prefill(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Streams and short prompts while a long prompt is computed, and that prompt alone."""
+    # One GPU takes a minute and a half for 512K tokens.
+    length = (512 if client.engine.runner.layout.world_size > 1 and small == 1 else 128) * K // small
+    contexts = [client.context(32 * K // small) for _ in range(4)]
+    alone_s = 0.0
+    for beside in (0, 4):
+        long = Arrival(0.5, client.request(client.tokens(0), length, 4))
+        running = [Arrival(0.0, client.request(c, 1, 30_000 if small == 1 else 200)) for c in contexts[:beside]]
+        short = [Arrival(1.0 + i, client.request(client.tokens(0), K // small, 4)) for i in range(2 * beside)]
+        seen = client.serve([*running, *short, long], until=long.request)
+        if client.leads:
+            prompt = seen[int(long.request.id)]
+            alone_s = alone_s or prompt.first_s
+            gaps = [g for a in running for g in seen[int(a.request.id)].gaps_between(prompt.sent, prompt.came[0])]
+            first = [s.first_s for a in short if (s := seen[int(a.request.id)]).came]
+            yield {
+                "trace": "beside a prompt", "batch": beside, "length": length, "prefill_s": prompt.first_s,
+                "over_alone": prompt.first_s / alone_s, "gap_p99_ms": _ms(gaps, 99), "first_p99_ms": _ms(first, 99),
+            }  # fmt: skip
+
+
+def poisson(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Requests of 1K to 32K at random times: the curve of tokens over rate, up to what the engine can do.
+
+    Most are short. How many come at each rate keeps the whole of it within a minute on one GPU.
+    """
+    rng = random.Random(7)
+    capacity = 0.0
+    for share, count in ((None, 64), (0.8, 200), (0.4, 40)) if small == 1 else ((None, 12), (0.8, 12), (0.4, 12)):
+        lengths = [int(K * 32 ** rng.random() ** 2) // small for _ in range(count)]
+        new = [rng.randrange(32, 256) if small == 1 else 4 for _ in range(count)]
+        requests = [client.request(client.tokens(0), n, k) for n, k in zip(lengths, new, strict=True)]
+        at = 0.0
+        arrivals = []
+        rate = client.engine.comm.broadcast_object(capacity) * (share or 0.0)
+        for request in requests:
+            arrivals.append(Arrival(at, request))
+            at += rng.expovariate(rate) if rate else 0.0
+        begin = perf_counter()
+        seen = client.serve(arrivals)
+        if client.leads:
+            seconds = perf_counter() - begin
+            capacity = capacity or count / seconds
+            gaps = [g for s in seen.values() for g in s.gaps_s]
+            yield {
+                "trace": f"poisson {share or 'all at once'}", "share": share, "requests": count,
+                "requests_per_s": count / seconds, "tokens_per_s": sum(new) / seconds, "gap_p99_ms": _ms(gaps, 99),
+                "gap_max_ms": 1e3 * max(gaps), "first_p50_ms": _ms([s.first_s for s in seen.values()], 50),
+            }  # fmt: skip
+
+
+def churn(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Thousands of requests with common beginnings, a third aborted at random: what they leave behind."""
+    rng = random.Random(11)
+    count = 10_000 if small == 1 else 40
+    heads = [client.tokens(rng.randrange(16, 2000) // (1 if small == 1 else 16)) for _ in range(16)]
+    arrivals = []
+    for i in range(count):
+        request = client.request(rng.choice(heads), rng.randrange(1, 64), rng.randrange(1, 12))
+        at = i * 0.002
+        arrivals.append(Arrival(at, request, at + 3 * rng.random() if rng.random() < 0.33 else None))
+    begin = perf_counter()
+    seen = client.serve(arrivals)
+    left = client.engine.comm.all_gather_object(len(client.engine.runner.admitted))
+    if client.leads:
+        ends = [s.end for s in seen.values()]
+        yield {
+            "trace": "churn", "requests": count, "aborted": ends.count("abort"), "seconds": perf_counter() - begin,
+            "pages_left": client.engine.tables.pool.used, "slots_left": max(left), "never_ended": ends.count(""),
+            "decide_us": 1e6 * client.engine.timings.decide_s / client.engine.timings.decisions,
+        }  # fmt: skip
+
+
+def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
+    """Rank 0's host alone: a decision with 64 running and 1,000 waiting, short contexts and long ones."""
+    for context in (K, M) if client.leads else ():
+        stripes = Stripes(client.engine.runner.layout, 16, 64)
+        times, settings = PrefillTime(32_768.0), ServeConfig()
+        pages = 65 * stripes.pages_for(context + 8192)
+        tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
+        scheduler = Scheduler(
+            tables, times, max_batch=64, prefill_chunk=context, lease=settings.lease, remedy=KVCache.remedy
+        )
+        times.observe(1000.0, 0.001)
+        prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
+        for i in range(1064):
+            scheduler.submit(Request(i, prompts[i % 64], 4096), 0.0)
+        spent: list[float] = []
+        while len(spent) < (400 if small == 1 else 50):
+            begin = perf_counter()
+            decision = scheduler.decide(begin)
+            spent.append(perf_counter() - begin)
+            assert decision is not None
+            if scheduler.under_way > 1:
+                scheduler.landed()
+            if any(segment for segment in decision.prefill):
+                spent.clear()
+        yield {
+            "trace": "decision", "running": len(scheduler.running), "waiting": scheduler.waiting, "length": context,
+            "decide_p50_us": percentile_us(spent, 50), "decide_p99_us": percentile_us(spent, 99),
+        }  # fmt: skip
+
+
+TRACES: dict[str, Callable[[Client, int], Iterator[dict[str, Any]]]] = {
+    "decisions": decisions,
+    "streams": streams,
+    "first_tokens": first_tokens,
+    "beside_prefill": beside_prefill,
+    "churn": churn,
+    "poisson": poisson,
+}
+
+
+def run(task: Task) -> Done:
+    """Serves each of `bench.traces`.
+
+    Raises:
+        ConfigError: a trace is unknown, or its contexts do not fit.
+    """
+    plan, comm = task.plan, task.comm
+    model, _ = task.load()
+    small = 1 if comm.device.type == "cuda" else SMALLER
+    # All that memory holds, as a server does; without a GPU, what the traces need.
+    wanted = 4 * M if small == 1 else 16 * M // small
+    if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
+        raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
+    engine = build_engine(plan.layout, comm, model, plan.config, plan.config.decode.max_batch, wanted)
+    for tensor in engine.runner.cache.tensors:
+        for layer in tensor:
+            layer.normal_()
+    task.phases.mark("build")
+    if comm.device.type == "cuda":
+        engine.warm_up({StepKind()}, mark=task.phases.mark)
+    client = Client(engine, plan.config.seed)
+    rows: list[dict[str, Any]] = []
+    for name in traces or TRACES:
+        for row in TRACES[name](client, small):
+            task.console.row(row)
+            rows.append(row)
+        comm.barrier()
+    engine.close()
+    return {"points": rows}, 0
+
+
+__all__ = ["TRACES", "run"]

@@ -1,0 +1,265 @@
+"""Decode steps over a cache full of random data: what a step costs at a length that nobody wants to prefill first."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.ranks.phases import STEPS as PHASED
+from benchmarks.ranks.phases import phase_us
+from benchmarks.ranks.points import at_each, engine_at, gammas
+from benchmarks.ranks.seats import Seats
+from benchmarks.ranks.variants import variants
+from benchmarks.schema import lab
+from comm.base import Communicator
+from helix.attention.block_sparse import BlockSparseAttention
+from helix.attention.policies import make_policy
+from helix.config import Config
+from helix.control.timings import Timings
+from helix.events.decision import StepKind
+from helix.memory.tiered_cache import TieredCache
+from helix.models import Decoder
+from helix.run.autotune import choose_chunks
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import ModelRunner
+from helix.speculation import DraftModel, ModelDrafter
+from helix.speculation.adaptive import Acceptance, DraftOutcome
+from helix.steps.step import PAST
+from launch.inputs.preflight import CheckedRun
+from launch.job.report import Console, summary
+from launch.job.task import Done, Task
+
+WARM_UP = 4
+UNTIMED = WARM_UP + 1 + PHASED  # the one that is traced, and those whose phases are timed
+NAME = 100  # characters of a kernel's name that are kept
+LONGEST = 4  # kernels whose times on all ranks are kept
+
+
+def run(task: Task) -> Done:
+    """Times `bench.steps` decode steps at each of `bench.points`.
+
+    At a point, with each of `bench.variants` of attention; in this, with each of `bench.gammas` drafts.
+
+    Raises:
+        ConfigError: the only point is beyond the model's context, or its cache does not fit.
+    """
+    plan, comm = task.plan, task.comm
+    model, draft = task.load()
+    found: list[dict[str, Any]] = []
+    for row in at_each(plan, comm, partial(_time_point, plan, comm, model, draft, task.console)):
+        every = [(text, gamma) for text in variants(lab(plan.config)) for gamma in gammas(lab(plan.config))]
+        found += [row | {"variant": text, "gamma": gamma} for text, gamma in every] if "failed" in row else [row]
+    return {"points": found}, 0
+
+
+def _time_point(
+    plan: CheckedRun,
+    comm: Communicator,
+    model: Decoder,
+    draft: DraftModel | None,
+    console: Console,
+    batch: int,
+    length: int,
+) -> list[dict[str, Any]]:
+    """What is measured at a point, for each count of drafts, always over the same cache."""
+    config = lab(plan.config)
+    engine, reserved = engine_at(plan, comm, model, batch, length, UNTIMED + config.bench.steps, draft=draft)
+    fill(engine.runner, batch, length, reserved, config.seed + comm.rank)
+    choose_chunks(engine.runner, batch)
+    tokens = [0] * plan.layout.kvp
+    for slot in range(batch):
+        for k in range(plan.layout.kvp):
+            tokens[k] += plan.layout.local_length(reserved, k, config.kv.append_block, slot % plan.layout.kvp)
+    shared = {
+        "batch": batch,
+        "length": length,
+        "captured": comm.capturable,
+        "weight_bytes_per_rank": comm.all_gather_object(model.weights.bytes),
+    }
+    own = config.speculation.sparsity if config.speculation.drafter == "sparse" else None
+    found = []
+    for (text, variant), gamma in product(variants(config).items(), gammas(config)):
+        if config.bench.variants:
+            _attend_as(engine.runner, variant)
+        rewind(engine.runner, batch, length)
+        drafts = f", {gamma} drafts" * (gamma > 0) + f", {text}" * bool(text)
+        with torch.inference_mode(), console.progress(f"{batch} x {length:,}{drafts}", config.bench.steps) as advance:
+            timings, traced = _time_drafts(engine.runner, comm, batch, length, gamma, config.bench.steps)
+            advance(config.bench.steps)
+        timings.kv_tokens = tokens
+        memory = torch.cuda.max_memory_allocated() if comm.device.type == "cuda" else None
+        measured = summary(plan.layout, timings, comm.all_gather_object(engine.runner.cache.bytes_per_token))
+        measured |= {"variant": text, "gamma": gamma, "sparsity": own if gamma else None, **shared, **traced}
+        measured["hopb_chunks"] = engine.runner.chunks(batch)
+        measured["max_allocated_bytes_per_rank"] = comm.all_gather_object(memory)
+        measured["used_bytes_per_gpu"] = comm.all_gather_object(_used(comm.device))
+        console.finish(f"{batch} x {length:,} tokens of random KV{drafts}", measured)
+        found.append(measured)
+    engine.close()
+    return found
+
+
+def _attend_as(runner: ModelRunner, config: Config) -> None:
+    """Later steps choose their blocks as `config` says, in graphs of their own."""
+    runner.close()
+    policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
+    runner.policy = policy or runner.dense
+    if runner.graphs is not None:
+        runner.graphs = StepGraphs()
+
+
+def _used(device: torch.device) -> int | None:
+    """Bytes of a GPU that anybody uses, by its driver; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _time_drafts(
+    runner: ModelRunner, comm: Communicator, batch: int, length: int, gamma: int, steps: int
+) -> tuple[Timings, dict[str, Any]]:
+    """Steps with `gamma` drafts, and what one of them consists of.
+
+    A step counts with the time of its slowest rank; no rank waits for its host between steps.
+    """
+    taken: list[Tensor] = []
+    kind = StepKind(batch, gamma, sparse=runner.sparse_at(length))
+
+    def step() -> None:
+        tokens = runner.decode(kind)
+        if gamma:
+            taken.append(tokens.clone())
+
+    for _ in range(WARM_UP):
+        step()
+    taken.clear()
+    policy = runner.policy
+    if isinstance(policy, BlockSparseAttention):
+        policy.counted.zero_()
+    if isinstance(runner.cache, TieredCache):
+        runner.cache.counted.zero_()
+        runner.cache.counted_ahead.zero_()
+    comm.barrier()
+    seconds = _times(step, steps, comm.device)
+    read = blocks_read(runner, comm) if kind.sparse else {}
+    if isinstance(runner.cache, TieredCache):
+        read |= blocks_fetched(runner.cache, comm, steps)
+    traced = read | _trace(partial(runner.decode, kind), len(runner.model.spec.layers), comm)
+    if gamma:
+        traced["phase_us"] = phase_us(runner, comm, StepKind(batch, gamma))
+    comm.check()
+    slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
+    timings = Timings(acceptance=Acceptance(gamma))
+    kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
+    for step_s, of_rows in zip(slowest, kept, strict=True):
+        timings.step(step_s, gamma, [DraftOutcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
+    return timings, traced
+
+
+def blocks_read(runner: ModelRunner, comm: Communicator) -> dict[str, Any]:
+    """Blocks that a query read of each KV head and layer, on each rank, counted on the device.
+
+    Raises:
+        RuntimeError: no query has chosen: the steps that were timed were dense.
+    """
+    assert isinstance(runner.policy, BlockSparseAttention)
+    read = runner.policy.blocks_read()
+    if read is None:
+        raise RuntimeError("steps that should have chosen the blocks they read have read all of them")
+    return {"blocks_read_per_rank": comm.all_gather_object(read)}
+
+
+def blocks_fetched(cache: TieredCache, comm: Communicator, steps: int) -> dict[str, Any]:
+    """What came over each rank's link in a step, guesses included, and the share of chosen blocks that were there."""
+    (hits, misses), (_, ahead) = cache.counted.tolist(), cache.counted_ahead.tolist()
+    block = cache.places[0, 0].numel() * cache.places.itemsize
+    return {
+        "hot_share_per_rank": comm.all_gather_object(hits / max(hits + misses, 1)),
+        "link_bytes_per_step_per_rank": comm.all_gather_object((misses + ahead) * block // steps),
+        "ahead_bytes_per_step_per_rank": comm.all_gather_object(ahead * block // steps),
+        "host_bytes_per_rank": comm.all_gather_object(cache.store.bytes),
+    }
+
+
+def fill(runner: ModelRunner, batch: int, length: int, reserved: int, seed: int) -> None:
+    """`batch` sequences of `length` tokens, whose keys and values are random."""
+    generator = torch.Generator(runner.device).manual_seed(seed)
+    caches = [
+        runner.cache,
+        *([runner.drafter.cache] if isinstance(runner.drafter, ModelDrafter) else []),
+    ]
+    for tensor in (tensor for cache in caches for tensor in cache.tensors):
+        for layer in tensor:
+            layer.normal_(generator=generator)
+    seats = Seats(runner)
+    for slot in range(batch):
+        runner.admit(seats.admission(slot, reserved))
+    rewind(runner, batch, length)
+    lengths = runner.state.lengths[:batch]
+    runner.cache.fold(runner.state.span(batch, torch.zeros_like(lengths), lengths, length))
+
+
+def rewind(runner: ModelRunner, batch: int, length: int) -> None:
+    """Takes the first `batch` sequences back to `length` tokens; what was appended behind is overwritten."""
+    slots = torch.arange(batch, device=runner.device)
+    runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
+    if runner.drafter.takes(StepKind(batch, runner.drafts)):
+        runner.drafter.catch_up(runner.state)
+
+
+def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each of `steps` steps in a row."""
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:
+    """What a step consists of on this rank's GPU: launches a layer, the share of time without a kernel, kernels.
+
+    Kernels start while others run out, and wait as running ones: each counts from the end of those before it. Of the
+    longest, the times of all ranks tell who is waited for.
+    """
+    if comm.device.type != "cuda":
+        step()
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        comm.barrier()  # profilers take their time to start, and peers would wait inside the first kernels
+        step()
+        torch.cuda.synchronize()
+    kernels = [e for e in trace.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
+    until, microseconds = float("-inf"), Counter[str]()
+    for start, end, name in spans:
+        microseconds[name[:NAME]] += max(0.0, end - max(start, until))
+        until = max(until, end)
+    total = until - spans[0][0] if spans else 0.0
+    ranks = comm.all_gather_object(dict(microseconds))
+    return {
+        "launches_per_layer": len(spans) / layers,
+        "idle_share": 1 - microseconds.total() / total if total else None,
+        "kernel_us": {name: round(us, 1) for name, us in microseconds.most_common()},
+        "kernel_us_by_rank": {
+            name: [round(of.get(name, 0.0), 1) for of in ranks] for name, _ in microseconds.most_common(LONGEST)
+        },
+    }

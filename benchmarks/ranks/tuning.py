@@ -1,0 +1,349 @@
+"""Measures ways to draft (`bench=tune`): one job, one model, one prefill, and a drafter after the other.
+
+Prompts are continued by decode steps as the engine runs them; a continuation ends with its last token, and the next way
+goes back to where the prompt ended. Where drafts are kept at a set rate (`speculation.forced`), steps over random keys
+are timed instead. More prompts than slots take turns, and then each turn begins with its prefill.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.ranks.points import engine_at
+from benchmarks.ranks.seats import Seats
+from benchmarks.ranks.steps import WARM_UP, fill, rewind
+from benchmarks.ranks.tuning_file import MeasuredFile
+from benchmarks.ranks.tuning_steps import Candidates, Measured, Way
+from benchmarks.ranks.tuning_steps import run as search
+from benchmarks.schema import LabConfig, bench_points, lab
+from comm.base import Communicator
+from helix.build.engine import build_engine, make_drafter
+from helix.control.engine import RUN_STEPS, Engine
+from helix.control.timings import Timings
+from helix.errors import ConfigError, RankError
+from helix.events.decision import Admission, Decision, Segment, StepKind
+from helix.events.request import Request
+from helix.models import Decoder
+from helix.run.autotune import choose_chunks
+from helix.run.clock import Moment, seconds_of_each
+from helix.run.graphs import StepGraphs
+from helix.run.model_runner import StepTokens
+from helix.simulate.cost import tokens_per_step
+from helix.speculation import NoDrafts
+from helix.speculation.adaptive import Acceptance, DraftOutcome
+from launch.inputs.preflight import CheckedRun
+from launch.inputs.prompts import to_request
+from launch.job.report import provenance
+from launch.job.task import Done, Task
+
+
+def candidates(config: LabConfig) -> Candidates:
+    """What the search may choose among, by a config."""
+    bench, speculation = config.bench, config.speculation
+    forced = None if speculation.forced is None else speculation.sparsity
+    return Candidates(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, forced, bench.grid)
+
+
+def run(task: Task) -> Done:
+    """Measures what the search asks for and `bench.output` does not hold; rank 0 adds it there.
+
+    Raises:
+        ConfigError: the prompts, or the point, do not fit.
+    """
+    plan, comm, console = task.plan, task.comm, task.console
+    file, problem = None, None
+    if comm.rank == 0:
+        try:
+            file = MeasuredFile(lab(plan.config), plan.prompts, provenance(comm.device))
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    rows, problem = comm.broadcast_object((file.rows if file else [], problem))
+    if problem is not None:
+        raise ConfigError(problem)
+    known = {found.way: found for found in map(Measured.of, rows)}
+    sample = PromptSample(task) if plan.prompts else RandomSample(task)
+
+    def measure(way: Way) -> Measured:
+        if way not in known:
+            found, more = sample.measure(way)
+            rows.append(found.row() | more)
+            if file is not None:
+                try:
+                    file.add(rows[-1])
+                except OSError as error:
+                    raise RankError(
+                        f"bench.output={lab(plan.config).bench.output} cannot be written: {error}"
+                    ) from error
+            console.note(f"{way}: {found.mean:.2f} tokens an iteration of {1e3 * found.seconds:.2f} ms")
+            known[way] = found
+        return known[way]
+
+    search(candidates(lab(plan.config)), measure)
+    sample.engine.close()
+    if file is not None:
+        file.close()
+    return {"points": rows}, 0
+
+
+class _Sample:
+    """Sequences that are decoded in one way after the other.
+
+    Args:
+        engine: with room for the most keys and drafts.
+    """
+
+    def __init__(self, plan: CheckedRun, comm: Communicator, model: Decoder, engine: Engine) -> None:
+        self.config, self.comm, self.model, self.engine = lab(plan.config), comm, model, engine
+        self.runner = engine.runner
+        self._drafts_with: tuple[str, float | None] = ("", None)
+
+    def draft_with(self, way: Way) -> None:
+        """Puts the drafter of a way in the place of the one before, behind the same keys."""
+        kind = way.drafter, way.sparsity
+        if way.drafter == "none" or kind == self._drafts_with:
+            return
+        self._drafts_with = kind
+        runner = self.runner
+        runner.close()
+        runner.drafter, runner.graphs = NoDrafts(), None
+        if self.comm.device.type == "cuda":
+            gc.collect()  # scores and tables of the one before make room
+            torch.cuda.empty_cache()
+        own = replace(self.config.speculation, drafter=way.drafter)
+        own = own if way.sparsity is None else replace(own, sparsity=way.sparsity)
+        runner.drafter = make_drafter(
+            replace(self.config, speculation=own), None, self.model, self.comm, runner.cache, runner.placement,
+            runner.max_batch, runner.max_length, 1,
+        )  # fmt: skip
+        for admission in runner.admitted.values():
+            runner.drafter.admit(admission)
+        runner.graphs = StepGraphs() if self.comm.capturable else None
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """Each step with its slowest rank."""
+        self.comm.check()
+        return [max(step) for step in zip(*self.comm.all_gather_object(seconds), strict=True)]
+
+
+def _widest(config: LabConfig) -> LabConfig:
+    """The config of an engine that has room for each way."""
+    most = max(*config.bench.sparsities, config.speculation.sparsity)
+    return replace(config, speculation=replace(config.speculation, sparsity=most))
+
+
+class RandomSample(_Sample):
+    """Random keys, and drafts that are kept at a set rate."""
+
+    def __init__(self, task: Task) -> None:
+        plan = replace(task.plan, config=_widest(lab(task.plan.config)))
+        config = lab(plan.config)
+        ((self.batch, self.length),) = bench_points(config.bench)
+        model, _ = task.load()
+        steps = WARM_UP + config.bench.steps + 1
+        engine, reserved = engine_at(plan, task.comm, model, self.batch, self.length, steps)
+        fill(engine.runner, self.batch, self.length, reserved, config.seed + task.comm.rank)
+        choose_chunks(engine.runner, self.batch)
+        super().__init__(task.plan, task.comm, model, engine)
+
+    @torch.inference_mode()
+    def measure(self, way: Way) -> tuple[Measured, dict[str, Any]]:
+        self.draft_with(way)
+        rewind(self.runner, self.batch, self.length)
+
+        def step() -> None:
+            self.runner.decode(StepKind(self.batch, way.gamma))
+
+        for _ in range(WARM_UP):
+            step()
+        self.comm.barrier()
+        seconds = self.slowest(seconds_of_each(step, self.config.bench.steps, self.comm.device))
+        # Of few steps the tokens that came would be luck.
+        tokens = tokens_per_step(way.gamma, self.config.speculation.forced or 0.0)
+        return Measured(way, (tokens,), median(seconds)), {"steps": len(seconds)}
+
+
+class PromptSample(_Sample):
+    """Prompts, and drafts that are kept where the model says so."""
+
+    def __init__(self, task: Task) -> None:
+        plan, comm = task.plan, task.comm
+        config = _widest(lab(plan.config))
+        model, _ = task.load()
+        requests = _requests(task)
+        rows = min(config.decode.max_batch, len(requests))
+        self.turns = [requests[i : i + rows] for i in range(0, len(requests), rows)]
+        self.drafts = config.speculation.gamma
+        wanted = max(sum(self._need(r) for r in turn) for turn in self.turns)
+        engine = build_engine(plan.layout, comm, model, config, rows, wanted)
+        super().__init__(plan, comm, model, engine)
+        for request in requests:
+            if reason := engine.refusal(request):
+                raise ConfigError(f"{config.decode.prompts}, prompt {request.id!r}: {reason}")
+        free, stripes = engine.runner.cache.pages, engine.runner.placement.stripes
+        lacking = max(sum(stripes.pages_for(self._need(r)) for r in turn) - free for turn in self.turns)
+        if (most := max(comm.all_gather_object(lacking))) > 0:
+            raise ConfigError(
+                f"decode.max_batch={config.decode.max_batch}: so many of the longest prompts lack {most} pages of the "
+                "cache on a rank: take fewer at a time, shorter ones, or a larger layout.kvp"
+            )
+        self.kind = StepKind.of([r.sampling for r in requests])
+        self.console = task.console
+        self.turn = -1  # that whose keys are in the cache
+        self.begin: tuple[Tensor, ...] = ()
+
+    def _need(self, request: Request) -> int:
+        return len(request.prompt) + request.max_new_tokens + self.drafts
+
+    @torch.inference_mode()
+    def measure(self, way: Way) -> tuple[Measured, dict[str, Any]]:
+        timings = Timings(acceptance=Acceptance(self.drafts))
+        tokens: list[float] = []
+        full: list[float] = []  # seconds of steps in which every slot had a sequence
+        self.draft_with(way)
+        for turn, requests in enumerate(self.turns):
+            self._enter(turn)
+            for _ in range(WARM_UP):
+                self._step(way.gamma, len(requests))
+            self._rewind()
+            seconds, taken = self._continue(way.gamma, requests)
+            tokens += self._note(timings, way.gamma, requests, seconds, taken)
+            if turn == 0:
+                full = [step_s for step_s, of_slots in zip(seconds, taken, strict=True) if all(of_slots)]
+        if not tokens:
+            raise ConfigError(f"{self.config.decode.prompts}: every prompt ends with its first token, without drafts")
+        places = zip(timings.acceptance.kept, timings.acceptance.tried, strict=True)
+        more: dict[str, Any] = {"steps": len(timings.ttl_s), "sequence_steps": timings.sequence_steps}
+        more |= {"acceptance_by_place": [kept / tried if tried else None for kept, tried in places][: way.gamma]}
+        return Measured(way, tuple(tokens), median(full)), more
+
+    def _enter(self, turn: int) -> None:
+        """Brings the prompts of a turn into the cache, where others are; then state is as after their prefill."""
+        runner, requests = self.runner, self.turns[turn]
+        if turn != self.turn:
+            retire = tuple(runner.admitted)
+            seats = Seats(runner)
+            admit = tuple(self._admission(seats, slot, request) for slot, request in enumerate(requests))
+            self._execute(retire=retire, admit=admit)
+            chunk, done, total = self.engine.prefill_chunk, 0, sum(len(r.prompt) for r in requests)
+            with self.console.progress(f"prefill of {len(requests)} prompts", total) as advance:
+                for slot, request in enumerate(requests):
+                    tokens, length = np.asarray(request.prompt), len(request.prompt)
+                    for begin in range(0, length, chunk):
+                        end = min(begin + chunk, length)
+                        self._execute(prefill=(Segment(slot, begin, end, end == length, tokens[begin:end]),))
+                        done += end - begin
+                        advance(done)
+            self.begin = tuple(t.clone() for t in (runner.state.tokens, runner.state.lengths))
+            if self.turn < 0:
+                choose_chunks(runner, len(requests))
+            self.turn = turn
+        self._rewind()
+
+    def _admission(self, seats: Seats, slot: int, request: Request) -> Admission:
+        limit = len(request.prompt) + request.max_new_tokens - 1
+        return seats.admission(
+            slot, self._need(request), prompt=np.asarray(request.prompt), limit=limit, sampling=request.sampling
+        )
+
+    def _execute(
+        self,
+        retire: tuple[int, ...] = (),
+        admit: tuple[Admission, ...] = (),
+        prefill: tuple[Segment, ...] = (),
+    ) -> None:
+        decision = Decision(0, retire, (), admit, prefill, 0, self.kind)
+        for drawn in self.runner.execute(decision):
+            drawn.read()
+        self.runner.check()
+
+    def _rewind(self) -> None:
+        """Back to where the prompts ended; what was appended behind is overwritten."""
+        runner, state = self.runner, self.runner.state
+        for tensor, value in zip((state.tokens, state.lengths), self.begin, strict=True):
+            tensor.copy_(value)
+        if runner.cache.bounds is not None:
+            lengths = state.lengths
+            runner.cache.fold(state.span(len(lengths), torch.zeros_like(lengths), lengths, int(lengths.max())))
+        runner.drafter.catch_up(state)
+
+    def _step(self, gamma: int, rows: int) -> Tensor:
+        return self.runner.decode(replace(self.kind, rows=rows, drafts=gamma))
+
+    def _continue(self, gamma: int, requests: Sequence[Request]) -> tuple[list[float], list[list[list[int]]]]:
+        """Seconds of each step until all have their tokens, and what each sequence took in it."""
+        seconds: list[float] = []
+        taken: list[list[list[int]]] = []
+        runner, rows = self.runner, len(requests)
+        left, run = max(r.max_new_tokens for r in requests) - 1, RUN_STEPS
+        while left > 0:
+            drawn: list[Tensor] = []
+            read: list[StepTokens] = []
+
+            def step(drawn: list[Tensor] = drawn) -> None:
+                drawn.append(self._step(gamma, rows))
+
+            def keep(drawn: list[Tensor] = drawn, read: list[StepTokens] = read) -> None:
+                read.append(StepTokens(drawn[-1], None, runner.check, Moment(runner.device)))
+
+            seconds += self.slowest(seconds_of_each(step, min(run, left), runner.device, keep))
+            for tokens in read:
+                of_slots: list[list[int]] = [[] for _ in requests]
+                for slot, token in tokens.read():
+                    of_slots[slot].append(token)
+                taken.append(of_slots)
+            ended = [sum(len(step[slot]) for step in taken) for slot in range(rows)]
+            left = max(r.max_new_tokens - 1 - count for r, count in zip(requests, ended, strict=True))
+        return seconds, taken
+
+    def _note(
+        self,
+        timings: Timings,
+        gamma: int,
+        requests: Sequence[Request],
+        seconds: Sequence[float],
+        taken: Sequence[list[list[int]]],
+    ) -> list[float]:
+        """Notes steps as the engine does, up to each sequence's end; tokens an iteration of those that took some."""
+        eos = set(self.model.spec.eos)
+        first = self.begin[0][: len(requests)].tolist()
+        left = [0 if token in eos else r.max_new_tokens - 1 for token, r in zip(first, requests, strict=True)]
+        tokens, iterations = [0] * len(requests), [0] * len(requests)
+        for step_s, of_slots in zip(seconds, taken, strict=True):
+            outcomes = []
+            for slot, new in enumerate(of_slots):
+                if not new or left[slot] <= 0:
+                    continue
+                outcomes.append(DraftOutcome(slot, min(gamma, left[slot] - 1), len(new) - 1))
+                tokens[slot] += len(new)
+                iterations[slot] += 1
+                left[slot] = 0 if eos & set(new) else left[slot] - len(new)
+            timings.step(step_s, gamma, outcomes)
+        return [count / steps for count, steps in zip(tokens, iterations, strict=True) if steps]
+
+
+def _requests(task: Task) -> list[Request]:
+    """The prompts, on every rank.
+
+    Raises:
+        ConfigError: one cannot be continued.
+    """
+    requests, problem, config = [], "", task.plan.config
+    if task.results is not None:
+        for prompt in task.results.remaining:
+            request = to_request(prompt, config.decode, task.tokenizer)
+            if isinstance(request, Request):
+                requests.append(request)
+            else:
+                problem = f"{config.decode.prompts}, prompt {prompt.id!r}: {request.reason}"
+    requests, problem = task.comm.broadcast_object((requests, problem))
+    if problem:
+        raise ConfigError(problem)
+    return list(requests)

@@ -1,0 +1,149 @@
+"""What tuning takes, checked before anything starts, and the file of what it has measured so far."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.schema import LabConfig, bench_points
+from helix.files import parse_json
+from launch.inputs.files import claim, replace
+from launch.inputs.prompts import Prompt
+
+# What a line's figures do not depend on: how the search goes, where files are, how progress is shown.
+FREE = {
+    "record", "bench.kind", "bench.output", "bench.gammas", "bench.sparsities", "bench.grid", "comm.timeout_s",
+    "decode.prompts", "decode.output", "decode.resume", "decode.stream", "speculation.drafter",
+    "speculation.gamma", "speculation.sparsity", "speculation.adaptive",
+}  # fmt: skip
+
+# By which lines of a file are known: its first, and the others.
+HEAD = {"settings", "device", "commit"}
+ROW = {"drafter", "gamma", "sparsity", "tokens_by_prompt", "step_us"}
+
+
+def check_tuning(config: LabConfig, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError where there is nothing to tune, or nowhere to keep what is measured."""
+    bench, speculation = config.bench, config.speculation
+    if speculation.drafter != "sparse":
+        raise ValueError(f"bench=tune tunes speculation=sparse, not speculation.drafter={speculation.drafter}")
+    if speculation.policy == "full":
+        raise ValueError("speculation.policy=full reads every key: there is no sparsity to tune, set another policy")
+    for key, values in (("gammas", bench.gammas), ("sparsities", bench.sparsities)):
+        if not values or list(values) != sorted(set(values)) or values[0] <= 0:
+            raise ValueError(f"bench.{key}={values} must be a rising list of at least one number above 0")
+    if bench.gammas[-1] > speculation.gamma:
+        most = f"more than speculation.gamma={speculation.gamma}, the most drafts of a step"
+        raise ValueError(f"bench.gammas has {bench.gammas[-1]}, {most}: raise it, or leave that out")
+    if bench.sparsities[-1] > 1:
+        raise ValueError(f"bench.sparsities={bench.sparsities}: a share of the keys is at most 1")
+    if bench.output is None:
+        raise ValueError(
+            "bench=tune keeps what it measures: set bench.output=FILE.jsonl, or use python -m benchmarks.tune"
+        )
+    if config.decode.output is not None:
+        raise ValueError(f"decode.output={config.decode.output}: tuning keeps no texts, leave it out")
+    if prompts:
+        if speculation.forced is not None or config.model.load == "random" or config.comm.backend == "emulated":
+            raise ValueError(
+                "tuning on decode.prompts asks the model which drafts it keeps: leave out speculation.forced, "
+                "model.load=random and comm.backend=emulated, or decode.prompts, and times of bench.points are tuned"
+            )
+        limits = [prompt.options.get("max_new_tokens", config.decode.max_new_tokens) for prompt in prompts]
+        if any(not isinstance(limit, int) or limit < 2 for limit in limits):
+            raise ValueError("tuning needs prompts with max_new_tokens of at least 2: set decode.max_new_tokens")
+    elif speculation.forced is None:
+        raise ValueError(
+            "nothing to tune on: set decode.prompts=FILE.jsonl, or speculation.forced=0.9 and bench.points=[1x128K], "
+            "and times alone are tuned, at that acceptance"
+        )
+    elif len(bench_points(bench)) != 1:
+        raise ValueError(f"bench.points={bench.points}: tuning takes one point, as many jobs as there are points")
+    read_measured(config, prompts)
+
+
+def settings(config: LabConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What the figures in a file depend on, by key."""
+    given = _flat(asdict(config))
+    if config.model.path is not None:
+        given["model.path"] = str(Path(config.model.path).resolve())
+    free = FREE | ({"bench.points", "bench.steps"} if prompts else set())
+    kept = {key: value for key, value in given.items() if key not in free}
+    if prompts:
+        what = [[prompt.text, prompt.ids, dict(prompt.options)] for prompt in prompts]
+        kept["prompts"] = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return parse_json(json.dumps(kept))
+
+
+def read_measured(config: LabConfig, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The first line of `bench.output`, which says where it was measured, and the rows of what was; both may be empty.
+
+    Raises:
+        ValueError: the file holds something else, or was measured with other settings.
+    """
+    path = Path(str(config.bench.output))
+    texts = path.read_bytes().split(b"\n") if path.exists() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = parse_json(text.decode())
+            if not isinstance(line, dict) or not line.keys() >= (HEAD if number == 1 else ROW):
+                raise ValueError
+            lines.append(line)
+        except ValueError:
+            if number == len(texts):  # nothing, or what an interrupted run has left
+                continue
+            raise ValueError(f"bench.output={path}, line {number}, is none of tuning: move the file away") from None
+    if not lines:
+        return {}, []
+    theirs, ours = lines[0]["settings"], settings(config, prompts)
+    if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
+        key = differing[0]
+        raise ValueError(
+            f"bench.output={path} was measured with {key}={theirs.get(key)}, not {ours.get(key)}: take another file "
+            "(benchmarks.tune: another name), or move it away"
+        )
+    return lines[0], lines[1:]
+
+
+class MeasuredFile:
+    """Rows of what was measured, one after the other; no other run writes the file meanwhile.
+
+    Args:
+        about: where it is measured, for the first line.
+
+    Raises:
+        ValueError: as `read_measured`; or the file was measured on another device.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, config: LabConfig, prompts: Sequence[Prompt], about: dict[str, Any]) -> None:
+        path = Path(str(config.bench.output))
+        self._file: TextIO = claim(path)
+        head, self.rows = read_measured(config, prompts)
+        if head and head["device"] != (device := about["device"]):
+            where = f"was measured on {head['device']}, and this is {device}"
+            raise ValueError(f"bench.output={path} {where}: take another file")
+        head = head or {"settings": settings(config, prompts), **about}
+        new = replace(path, "".join(json.dumps(line) + "\n" for line in (head, *self.rows)))
+        self._file.close()
+        self._file = new
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,43 @@
+"""Settings of decode steps that a benchmark times one after the other, over the same cache (`bench.variants`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from benchmarks.schema import LabConfig
+from helix.config import check
+
+# That do not change what the cache holds.
+KEYS = ("attention.topk", "attention.repeat", "kv.ahead")
+
+
+def variants(config: LabConfig) -> dict[str, LabConfig]:
+    """The config of each variant, by its text; the config itself, by an empty one, where there are none.
+
+    Raises:
+        ValueError: a variant sets another key, a value out of its range, or more blocks than the cache has places for.
+    """
+    found = {}
+    for text in config.bench.variants or [""]:
+        if unknown := [part for part in text.split() if part.partition("=")[0] not in KEYS]:
+            raise ValueError(f"bench.variants has {unknown[0]!r}: a variant sets {', '.join(KEYS)}, as in KEY=VALUE")
+        try:
+            changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
+            whole = cast(LabConfig, OmegaConf.to_object(changed))
+            kv = replace(config.kv, ahead=whole.kv.ahead)
+            found[text] = replace(config, attention=whole.attention, kv=kv)
+            check(found[text])
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error
+        if found[text].attention.topk > config.attention.topk:
+            raise ValueError(
+                f"bench.variants has {text!r}, but the cache is made for attention.topk={config.attention.topk}: set "
+                "attention.topk to the most that a variant has"
+            )
+    if found and config.attention.policy == "dense" and config.bench.variants:
+        raise ValueError("bench.variants are of block-sparse steps: set attention=block_sparse, or leave them out")
+    return found

@@ -1,0 +1,256 @@
+"""The bill of a decode step, fitted on recorded ones: what it pays for bytes, for being a step, and for finding blocks.
+
+A dense step takes `overhead + bytes / bandwidth`: both are fitted on dense steps alone. A block-sparse step reads fewer
+bytes and pays for finding them: once, for each sequence, and for bounds that it goes through more slowly than it reads.
+These are fitted on block-sparse steps. Bytes are counted by the cost model, on the rank that reads most.
+
+Source: gather-decode (BRL-2026-07), sections 2 and 9, where the price of finding is one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import median
+
+import numpy as np
+
+from benchmarks.records.recorded_steps import RECORDED, RESULTS, Cell, read_cells
+from helix.simulate import constants
+from helix.simulate.crossover import crossover
+from helix.simulate.hardware import Hardware
+from helix.simulate.points import Sparse
+from helix.simulate.step import predict
+from launch.inputs.hardware import load_hardware
+
+TARGETS = (0.03, 0.06)  # median and worst error of steps that were not fitted
+RECORDS = "python -m benchmarks.bench sparse-steps"
+
+Table = list[Sequence[str]]  # its head first
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the rank that reads most reads in a step: all bytes, those of bounds among them, of how many sequences."""
+
+    size: float
+    bounds: float
+    sequences: int
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Attributes:
+    finding_s: what a block-sparse step takes beyond its bytes and its overhead, in all layers.
+    sequence_s: what it takes besides for each sequence.
+    bounds_share: of the bandwidth, at which it goes through bounds.
+    """
+
+    bytes_per_s: float
+    overhead_s: float
+    finding_s: float
+    sequence_s: float = 0.0
+    bounds_share: float = 1.0
+
+    def price(self, read: Read) -> float:
+        """Seconds of finding."""
+        if not read.sparse:
+            return 0.0
+        slower = read.bounds / self.bytes_per_s * (1 / self.bounds_share - 1)
+        return self.finding_s + read.sequences * self.sequence_s + slower
+
+    def seconds(self, read: Read) -> float:
+        """A step's."""
+        return self.overhead_s + read.size / self.bytes_per_s + self.price(read)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Dense steps of a model on a device in one layout, block-sparse ones of one budget beside them, and their bill.
+
+    Attributes:
+        errors: |predicted / measured - 1| of the steps of one batch and of the longest length, by a bill fitted on the
+            others; empty where these are too few.
+    """
+
+    dense: list[Cell]
+    chosen: list[Cell]
+    bill: Bill
+    errors: list[float]
+
+    @property
+    def sparse(self) -> Sparse:
+        sparse = self.chosen[0].sparse
+        assert sparse is not None
+        return sparse
+
+    @property
+    def machine(self) -> str:
+        first = self.dense[0]
+        where = first.layout.partition(" ->")[0] if first.ranks > 1 else f"one {first.device}"
+        return f"{first.model}, {where}" + (f", emulated on {first.emulated_by}" if first.emulated_by else "")
+
+    @property
+    def budget(self) -> str:
+        block = f" of {self.sparse.block}" if self.sparse.block != Sparse().block else ""
+        return f"k={self.sparse.topk}{block}"
+
+    @property
+    def measured(self) -> dict[tuple[int, int], float]:
+        """Time of a dense step over that of a block-sparse one, by batch and length."""
+        dense = {(cell.batch, cell.length): cell.ttl_us for cell in self.dense}
+        points = {(cell.batch, cell.length): cell.ttl_us for cell in self.chosen}
+        return {point: dense[point] / us for point, us in points.items() if point in dense}
+
+    def predicted(self, batch: int, length: int, bill: Bill | None = None) -> float:
+        """The same at any point by a bill, its own unless another is given."""
+        bill, first = bill or self.bill, self.dense[0]
+        dense = bill.seconds(reads(first, batch, length, None))
+        return dense / bill.seconds(reads(first, batch, length, self.sparse))
+
+    def r2(self, bill: Bill | None = None) -> float:
+        """Share of the variance of `measured` that a bill explains; below 0 where their mean would do better."""
+        real = np.array(list(self.measured.values()))
+        off = real - np.array([self.predicted(*point, bill) for point in self.measured])
+        return float(1 - (off**2).sum() / ((real - real.mean()) ** 2).sum())
+
+    @property
+    def without_finding(self) -> Bill:
+        """The bill of two terms that the source predicted with, and that failed there."""
+        return Bill(self.bill.bytes_per_s, self.bill.overhead_s, 0.0)
+
+    @property
+    def without_overhead(self) -> Bill:
+        """A projection: of a runtime whose steps cost nothing but their bytes and finding them."""
+        return replace(self.bill, overhead_s=0.0)
+
+    def pays_from(self, batch: int) -> int | None:
+        """Tokens from which on block-sparse steps take no longer, by the bill; None: nowhere in the model's context."""
+        return crossover(lambda n: self.predicted(batch, n) - 1, self.dense[0].spec.max_positions)
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted({cell.batch for cell in self.dense})
+
+
+@cache
+def _any_hardware() -> Hardware:
+    """Bytes are the same on all."""
+    return load_hardware("h200")
+
+
+@cache
+def reads(like: Cell, batch: int, length: int, sparse: Sparse | None) -> Read:
+    """What a step of a cell's model and layout reads, at another point."""
+    points, options = replace(like.points, batch=np.array([batch])), replace(RECORDED, sparse=sparse)
+    phases = predict(like.spec, _any_hardware(), points, length, options).phases
+    bounds = sum(float(phase.bytes[0]) for phase in phases if phase.name == "find blocks")
+    return Read(sum(float(phase.bytes[0]) for phase in phases), bounds, batch, sparse is not None)
+
+
+def _reads(cells: Iterable[Cell]) -> list[Read]:
+    return [reads(cell, cell.batch, cell.length, cell.sparse) for cell in cells]
+
+
+def fit(dense: Sequence[Cell], chosen: Sequence[Cell]) -> Bill:
+    """The bill with the least squared relative error: of dense steps first, then of block-sparse ones."""
+    took = [cell.ttl_us / 1e6 for cell in dense]
+    overhead_s, bytes_per_s = constants.line([read.size for read in _reads(dense)], took)
+    plain, found = Bill(bytes_per_s, overhead_s, 0.0), _reads(chosen)
+    took = [cell.ttl_us / 1e6 for cell in chosen]
+    over = [seconds - plain.seconds(read) for seconds, read in zip(took, found, strict=True)]
+    columns = [1.0] * len(found), [read.sequences for read in found], [read.bounds / bytes_per_s for read in found]
+    once, each, again = constants.prices(columns, over, took)
+    return Bill(bytes_per_s, overhead_s, max(once, constants.LEAST_S), each, 1 / (1 + again))
+
+
+def account(dense: list[Cell], chosen: list[Cell]) -> Account:
+    """Fits on all steps, and for the errors on those that are not held out: the largest batch but one, the longest."""
+    batches, longest = sorted({cell.batch for cell in dense}), max(cell.length for cell in dense)
+    apart = {cell for cell in (*dense, *chosen) if cell.batch in batches[-2:-1] or cell.length == longest}
+    kept = [[cell for cell in cells if cell not in apart] for cells in (dense, chosen)]
+    errors = []
+    if len(kept[0]) > 1 and kept[1]:
+        bill = fit(*kept)
+        for cell, read in zip(apart, _reads(apart), strict=True):
+            errors.append(abs(1e6 * bill.seconds(read) / cell.ttl_us - 1))
+    return Account(dense, chosen, fit(dense, chosen), errors)
+
+
+def accounts(cells: Iterable[Cell]) -> list[Account]:
+    """One for each model, device, layout and budget with block-sparse steps and at least two dense ones."""
+    machines: dict[tuple[object, ...], dict[Sparse | None, list[Cell]]] = {}
+    for cell in cells:
+        machine = machines.setdefault((cell.device, cell.emulated_by, cell.model, cell.layers, cell.layout), {})
+        machine.setdefault(cell.sparse, []).append(cell)
+    return [
+        account(by_budget[None], chosen)
+        for by_budget in machines.values()
+        for sparse, chosen in by_budget.items()
+        if sparse is not None and len(by_budget.get(None, [])) > 1
+    ]
+
+
+def recorded() -> list[Account]:
+    """Accounts of `benchmarks/results/`; none where nothing was recorded."""
+    return accounts(read_cells(sorted(RESULTS.glob("sparse-steps*.jsonl"))))
+
+
+def _point(batch: int, length: int) -> str:
+    return f"{batch} x {length >> 10}K"
+
+
+def bill_table(found: Sequence[Account]) -> Table:
+    """Every bill, how well it explains what was measured, and how well it predicts what it was not fitted on."""
+    table: Table = [
+        ("model, layout", "blocks", "steps", "bandwidth", "overhead", "finding", "each sequence", "bounds", "R²",
+         "R² without finding", "held out: median, worst"),
+    ]  # fmt: skip
+    for a in found:
+        held = f"{median(a.errors):.1%}, {max(a.errors):.1%} of {len(a.errors)}" if a.errors else "-"
+        table.append(
+            (
+                a.machine, a.budget, f"{len(a.dense)} + {len(a.chosen)}", f"{a.bill.bytes_per_s / 1e12:.2f} TB/s",
+                f"{1e3 * a.bill.overhead_s:.2f} ms", f"{1e3 * a.bill.finding_s:.2f} ms",
+                f"{1e3 * a.bill.sequence_s:.3f} ms", f"at {a.bill.bounds_share:.2f}", f"{a.r2():.3f}",
+                f"{a.r2(a.without_finding):.3f}", held,
+            )
+        )  # fmt: skip
+    return table
+
+
+def crossover_table(found: Sequence[Account]) -> Table:
+    """The length from which on block-sparse steps take no longer, by the bill."""
+    batches = sorted({batch for a in found for batch in a.batches})
+    table: Table = [("model, layout", "blocks", *(f"batch {batch}" for batch in batches))]
+    for a in found:
+        from_tokens = [a.pays_from(batch) for batch in batches]
+        table.append((a.machine, a.budget, *("never" if n is None else f"{n:,} tokens" for n in from_tokens)))
+    return table
+
+
+def summary(found: Sequence[Account]) -> str:
+    """The price of a layer, as `finding_s` has it, whether targets are met, and what a faster runtime would gain."""
+    if not found:
+        return f"nothing to fit: it takes block-sparse steps, and two dense ones of the same layout (`{RECORDS}`)"
+    said = []
+    for a in found:
+        layers = len(a.dense[0].spec.full)
+        line = (
+            f"{a.machine}, {a.budget}: finding takes {1e6 * a.bill.finding_s / layers:.1f} us a layer (finding_s), "
+            f"{1e6 * a.bill.sequence_s / layers:.2f} a sequence (finding_sequence_s), and goes through bounds at "
+            f"{a.bill.bounds_share:.2f} of the bandwidth (bounds_share)"
+        )
+        if a.errors:
+            met = median(a.errors) <= TARGETS[0] and max(a.errors) <= TARGETS[1]
+            line += (
+                f"; held out: {'within' if met else 'BEYOND'} {TARGETS[0]:.0%} (median) and {TARGETS[1]:.0%} (worst)"
+            )
+        if a.measured:
+            (batch, length), best = max(a.measured.items(), key=lambda point: point[1])
+            projected = a.predicted(batch, length, a.without_overhead)
+            line += f"; {best:.2f} times as fast at {_point(batch, length)}, projected without overhead {projected:.2f}"
+        said.append(line)
+    return "\n".join(said)

@@ -1,0 +1,109 @@
+"""What tuning has found, as a table, as a map of gamma against sparsity, and as a file of `conf/speculation/`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.ranks.tuning_steps import Measured, Tuned
+from benchmarks.records.style import panels
+from helix.config import Config
+
+HEADER = "# @package _global_"  # which Hydra reads on the first lines alone
+WRITTEN = f"{HEADER}\n# Written by benchmarks.tune"  # how the files begin that it may overwrite
+WORDS = ("on", "off", "yes", "no", "true", "false", "null")  # which YAML takes for something else
+OPTIONS = {
+    "none": (),
+    "ngram": ("gamma", "adaptive", "longest"),
+    "sparse": ("policy", "sparsity", "gamma", "adaptive", "noise"),
+}
+
+
+def table(measured: Sequence[Measured], plain: Measured) -> list[Sequence[str]]:
+    """Cells of a table, its head first."""
+    rows: list[Sequence[str]] = [("drafts", "tokens an iteration", "iteration", "tok/s/user", "over plain")]
+    for m in measured:
+        tokens = f"{m.mean:.2f}" + (f" +- {m.interval:.2f}" if m.interval else "")
+        rows.append((str(m.way), tokens, f"{1e3 * m.seconds:.2f} ms", f"{m.rate:.1f}", f"{m.rate / plain.rate:.2f}"))
+    return rows
+
+
+def said(tuned: Tuned) -> list[str]:
+    """What came of it, a sentence each."""
+    lines = []
+    if tuned.level is not None:
+        ends = "" if tuned.levelled else ", the largest that was tried: more of them may keep more"
+        lines.append(f"Accepted tokens level off at {100 * tuned.level:.3g}% of the keys{ends}.")
+    ways = [f"{m.way} {m.rate:.1f}" for m in (tuned.plain, tuned.sparse, tuned.ngram) if m is not None]
+    lines.append(f"Tokens/s of a user: {'; '.join(ways)}.")
+    chosen = tuned.chosen
+    gain = chosen.rate / tuned.plain.rate
+    if chosen is tuned.plain:
+        lines.append("Plain decoding is the fastest here: drafts do not pay.")
+    elif chosen is tuned.ngram:
+        lines.append(f"Drafts by prompt lookup are the fastest here: {chosen.way}, {gain:.2f} times plain decoding.")
+    else:
+        lines.append(f"The model drafts for itself: {chosen.way}, {gain:.2f} times plain decoding.")
+    return lines
+
+
+def as_yaml(config: Config, tuned: Tuned, where: str) -> str:
+    """The file of `conf/speculation/` that speculates as chosen, with what else the config says of that drafter."""
+    chosen = tuned.chosen
+    values = {key: getattr(config.speculation, key) for key in OPTIONS[chosen.way.drafter]}
+    values |= {key: getattr(chosen.way, key) for key in ("gamma", "sparsity") if key in values}
+    gain = (
+        f"{chosen.rate / tuned.plain.rate:.2f} times plain decoding" if chosen is not tuned.plain else "plain decoding"
+    )
+    lines = [f"{WRITTEN} for {where}: {gain}.", "speculation:"]
+    lines += [f"  {key}: {_scalar(value)}" for key, value in {"drafter": chosen.way.drafter, **values}.items()]
+    if chosen.way.sparsity is not None:
+        lines += ["kv:", f"  append_block: {config.kv.append_block}"]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_name(name: str, directory: Path) -> Path:
+    """The file of a name.
+
+    Raises:
+        ValueError: it is no name, or a file of it is not ours to overwrite.
+    """
+    path = directory / f"{name}.yaml"
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII) or name.lower() in WORDS:
+        raise ValueError(
+            f"name={name} must be letters, digits, - and _, a letter first, and none of {', '.join(WORDS)}"
+        )
+    if path.exists() and not path.read_text(encoding="utf-8").startswith(WRITTEN):
+        raise ValueError(f"name={name}: {path} was not written by benchmarks.tune, take another name")
+    return path
+
+
+def heat_map(measured: Sequence[Measured], tuned: Tuned) -> Figure:
+    """Tokens/s of a user over plain decoding, for each pair of gamma and sparsity that was measured."""
+    drafted = {(m.way.sparsity, m.way.gamma): m for m in measured if m.way.sparsity is not None}
+    sparsities, gammas = (sorted({key[i] for key in drafted if key[i] is not None}) for i in (0, 1))
+    gains = np.full((len(sparsities), len(gammas)), np.nan)
+    for (sparsity, gamma), m in drafted.items():
+        gains[sparsities.index(sparsity), gammas.index(gamma)] = m.rate / tuned.plain.rate
+    figure, ((axes,),) = panels(1, height=0.4 * len(sparsities) + 1.4)
+    image = axes.imshow(gains, origin="lower", aspect="auto", cmap="viridis")
+    middle = (np.nanmin(gains) + np.nanmax(gains)) / 2
+    for (row, column), gain in np.ndenumerate(gains):
+        if not np.isnan(gain):
+            best = (sparsities[row], gammas[column]) == (tuned.sparse.way.sparsity, tuned.sparse.way.gamma)
+            colour, weight = "white" if gain < middle else "black", "bold" if best else "normal"
+            axes.text(column, row, f"{gain:.2f}", ha="center", va="center", color=colour, weight=weight)
+    axes.set_xticks(range(len(gammas)), [str(gamma) for gamma in gammas])
+    axes.set_yticks(range(len(sparsities)), [f"{100 * sparsity:.3g}%" for sparsity in sparsities])
+    axes.grid(visible=False)
+    axes.set(xlabel="drafts of a step", ylabel="keys that drafts read", title="tokens/s/user over plain decoding")
+    figure.colorbar(image, ax=axes)
+    return figure

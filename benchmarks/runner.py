@@ -1,0 +1,141 @@
+"""Runs a benchmark: one loop over its cases, one table, one writer of records."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from launch.inputs import parts
+from launch.job.report import provenance
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a benchmark is given.
+
+    Attributes:
+        ranks: of its jobs; more than there are GPUs where one or two emulate them.
+        models: the ones to measure; None: all of them.
+    """
+
+    device: torch.device
+    ranks: int
+    models: list[str] | None = None
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def emulated(self) -> bool:
+        return parts.is_emulated(self.ranks)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases of one kind.
+
+    Attributes:
+        cases: the arguments of `measure` for each case; without a GPU the smallest alone.
+        measure: checks that what it times is right, then times it; rows as they come.
+        columns: keys of a row that the table shows, and quotients `KEY/KEY`.
+    """
+
+    cases: Callable[[Given], Iterable[tuple[Any, ...]]]
+    measure: Callable[..., Iterable[Row]]
+    columns: str
+    title: str | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A subject of `python -m benchmarks.bench`.
+
+    Attributes:
+        about: a sentence, for the list of all.
+        text: what `--help` says beside it.
+        models: the ones among which `models=` chooses.
+        emulated: whether it runs over more ranks than there are GPUs.
+        summary: a last row, from all others.
+    """
+
+    about: str
+    text: str
+    parts: tuple[Part, ...]
+    models: tuple[str, ...] = ()
+    emulated: bool = False
+    summary: Callable[[list[Row]], Row] | None = None
+
+
+def run(benchmark: Benchmark, given: Given) -> Iterator[Row]:
+    """Rows as they are measured; after a part's last one, the part's table."""
+    every = []
+    for part in benchmark.parts:
+        rows = []
+        for case in part.cases(given):
+            if given.gpu:
+                torch.cuda.empty_cache()  # the next case, or the job that it starts, needs the memory
+            for row in part.measure(given, *case):
+                rows.append(row)
+                yield row
+            print(".", end="", flush=True)
+        print()
+        show(part, rows)
+        every += rows
+    if benchmark.summary is not None:
+        row = benchmark.summary(every)
+        for name, value in row.items():
+            print(f"{name}: {value}")
+        yield row
+
+
+def show(part: Part, rows: list[Row]) -> None:
+    """Prints a table of the rows that have one of its columns."""
+    columns = [*part.columns.split(), *["failed"] * any("failed" in row for row in rows)]
+    heads = [re.sub(r"\bbar\b", "target", column.replace("_", " ")) for column in columns]
+    table = Table(*heads, title=part.title)
+    for row in rows:
+        cells = [_cell(row, column) for column in columns]
+        if set(cells) != {"-"}:
+            table.add_row(*cells)
+    if table.rows:
+        Console(width=140).print(table)
+
+
+def _cell(row: Row, column: str) -> str:
+    value, _, other = (row.get(key) if key else None for key in column.partition("/"))
+    if value is None or ("/" in column and other is None):
+        return "-"
+    if other is not None:
+        value /= other
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def record(name: str, rows: Iterable[Row], given: Given, output: Path | None) -> None:
+    """Appends a JSON line for each row to `output`; what is measured is kept, whatever becomes of the next row."""
+    count, facts = 0, provenance(given.device)
+    if given.emulated:
+        facts |= {"emulated_by": parts.emulating_processes()}
+    try:
+        with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:
+            for row in rows:
+                if file is not None:
+                    file.write(json.dumps({"name": name, **facts, **row}) + "\n")
+                    file.flush()
+                    count += 1
+    finally:
+        if output is not None:
+            print(f"appended {count} lines to {output}")

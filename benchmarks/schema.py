@@ -1,0 +1,111 @@
+"""What a benchmark's command line can set: all that a run can, and what is timed (`bench.*`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from helix.config import MOST_SEQUENCES, Config
+from launch.inputs import compose
+from launch.inputs.compose import PATHS, RUN, Settings
+
+CONF = Path(__file__).resolve().parent / "conf"
+KINDS = ("none", "decode", "comm", "hopb", "prefill", "serve", "tune")
+POINTED = ("decode", "hopb", "prefill")  # what times bench.points
+DRAFTED = ("none", "decode", "tune")  # where a model may draft
+
+
+@dataclass
+class BenchConfig:
+    """Attributes:
+    kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
+        hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
+        find sparsity and gamma of speculation=sparse (python -m benchmarks.tune).
+    points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
+        speculation.forced says how many drafts are kept.
+    gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
+        Those that tune tries.
+    variants: settings of attention with which decode times each point, one after the other over the same cache, such
+        as ["attention.repeat=0", "attention.repeat=0.8 attention.topk=8"]; none given: those of the config alone.
+    steps: timed steps of each point.
+    sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
+    grid: tune measures each of sparsities with each of gammas in the end.
+    output: file of what tune has measured, JSON lines; it is not measured again.
+    traces: what serve serves, some of those in benchmarks/ranks/serving.py; none given: all.
+    """
+
+    kind: str = "none"
+    points: list[str] = field(default_factory=lambda: ["1x131072"])
+    gammas: list[int] = field(default_factory=list)
+    variants: list[str] = field(default_factory=list)
+    steps: int = 32
+    sparsities: list[float] = field(default_factory=list)
+    grid: bool = False
+    output: str | None = None
+    traces: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LabConfig(Config):
+    """The config of a run, and what is timed."""
+
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+
+SETTINGS = Settings(LabConfig, (CONF, *RUN.directories), "lab", (*PATHS, "bench.output"))
+
+
+def composed(overrides: Sequence[str]) -> LabConfig:
+    """The config of a benchmark's job; raises ValueError as `launch.inputs.compose.composed`."""
+    return lab(compose.composed(overrides, SETTINGS))
+
+
+def lab(config: Config) -> LabConfig:
+    """The config of a benchmark's job."""
+    assert isinstance(config, LabConfig), "its command line was composed with the laboratory's settings"
+    return config
+
+
+def bench_points(bench: BenchConfig) -> list[tuple[int, int]]:
+    """(sequences, tokens in the cache of each) of every point.
+
+    Raises:
+        ValueError: there is none, or one is not written as `8x131072`.
+    """
+    if not bench.points:
+        raise ValueError("bench.points is empty: name at least one, such as [8x131072]")
+    points = []
+    for text in bench.points:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)([KM]?)", text)
+        if match is None:
+            raise ValueError(f"bench.points has {text!r}: a point is SEQUENCESxTOKENS, such as 8x131072 or 8x128K")
+        if int(match[1][:9]) > MOST_SEQUENCES:
+            raise ValueError(f"bench.points has {text!r}: a point has from 1 to {MOST_SEQUENCES} sequences")
+        points.append((int(match[1]), int(match[2]) << {"": 0, "K": 10, "M": 20}[match[3]]))
+    return points
+
+
+def check(config: LabConfig) -> None:
+    """Raises ValueError for a value of `bench` out of its range, or one that does not go with the rest."""
+    bench, speculation = config.bench, config.speculation
+    if bench.kind not in KINDS:
+        raise ValueError(f"bench.kind={bench.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    if not 1 <= bench.steps <= 1 << 20:
+        raise ValueError(f"bench.steps={bench.steps} must be from 1 to {1 << 20}")
+    gamma = 0 if speculation.drafter == "none" else speculation.gamma
+    if bench.kind != "tune" and (bad := [n for n in bench.gammas if not 0 <= n <= gamma]):
+        raise ValueError(
+            f"bench.gammas has {bad[0]}, but speculation.drafter={speculation.drafter} with "
+            f"speculation.gamma={speculation.gamma} proposes {gamma} at most"
+        )
+    if bench.kind in POINTED:
+        bench_points(bench)
+    if speculation.drafter in ("model", "sparse") and bench.kind not in DRAFTED:
+        raise ValueError(
+            f"bench.kind={bench.kind} has no drafts of a model: set speculation=none "
+            f"(speculation.drafter={speculation.drafter} goes with bench.kind=none, decode and tune)"
+        )
+    if config.serve.socket is not None and bench.kind != "none":
+        raise ValueError(f"serve.socket={config.serve.socket} and bench={bench.kind} are two kinds of work")

@@ -1,0 +1,8 @@
+"""Writes the tables of README.md and docs/ from what benchmarks recorded: `python -m benchmarks.tables`."""
+
+from __future__ import annotations
+
+from benchmarks.records.tables import main
+
+if __name__ == "__main__":
+    main()

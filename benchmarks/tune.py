@@ -1,0 +1,136 @@
+"""Finds how many keys and how many drafts a model should draft for itself with, on your prompts and layout.
+
+  python -m benchmarks.tune name=mine model.path=DIR decode.prompts=sample.jsonl layout.kvp=2 layout.tpa=4
+  torchrun --nproc-per-node=8 -m benchmarks.tune name=mine ...           on ranks that are there, as on several hosts
+  python -m benchmarks.tune name=shape model=qwen2.5-7b model.load=random speculation.forced=0.9 bench.points=[1x1M]
+                                                                     times alone, with drafts kept at a set rate
+
+Then `speculation=mine` decodes with what was found. The three steps are those of Vegas, section 3.4:
+
+  1. With speculation.gamma drafts (default 11), more and more of the keys, until accepted tokens level off: at the
+     fewest than which no more keys keep more, by 2% and beyond the 95% interval of what the same prompts gain.
+  2. With these, drafts from few to many, until two numbers in a row are slower than the fastest.
+  3. With that number, fewer keys, or else more, as long as that is faster.
+
+Plain decoding and ngram (with each number of drafts) are measured beside it. What is fastest is written: ngram or plain
+decoding too, and plain decoding unless another is 2% faster.
+
+  name             conf/speculation/NAME.yaml is written, unless somebody else wrote it; tuned/NAME.jsonl keeps what was
+                   measured, and a second start goes on from it; tuned/NAME.png maps gamma against sparsity
+  bench.gammas     drafts that are tried, rising (default 1,2,3,4,6,8,11)
+  bench.sparsities shares of the keys that are tried, rising (default from 0.01 to 0.2)
+  bench.grid       true: each of them with each, for the map
+  decode.*         prompts, max_batch sequences at a time, max_new_tokens of each
+  KEY=VALUE        all else as of a run: python -m benchmarks.entry --help
+
+With more prompts than decode.max_batch, each turn of them is prefilled for each measurement. Exit code 1: it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.program import PROGRAM
+from benchmarks.ranks.tuning import candidates
+from benchmarks.ranks.tuning_file import read_measured
+from benchmarks.ranks.tuning_steps import Measured
+from benchmarks.ranks.tuning_steps import run as search
+from benchmarks.records import tuned
+from benchmarks.records.style import save
+from benchmarks.schema import LabConfig, composed
+from launch import run
+from launch.inputs.arguments import helped
+from launch.inputs.compose import CONF
+from launch.inputs.files import check_writable, write_atomically
+from launch.inputs.prompts import read_prompts
+
+DEFAULTS = {"bench": "tune", "speculation": "sparse", "speculation.gamma": "11"}
+DIRECTORY = Path("tuned")  # of what was measured
+
+
+def overrides(arguments: Sequence[str], leads: bool = True) -> tuple[str, list[str]]:
+    """The name, and a run's overrides.
+
+    Args:
+        leads: this process writes the files.
+
+    Raises:
+        ValueError: there is no name, or it cannot be taken.
+    """
+    given = dict(text.partition("=")[::2] for text in arguments)
+    if not (name := given.get("name", "")):
+        raise ValueError("name missing: add name=NAME, and conf/speculation/NAME.yaml is written")
+    for path in (tuned.check_name(name, CONF / "speculation"), DIRECTORY / f"{name}.png") if leads else ():
+        path.parent.mkdir(exist_ok=True)
+        check_writable("name", path)
+    rest = [text for text in arguments if not text.startswith("name=")]
+    return name, [
+        *(f"{key}={value}" for key, value in DEFAULTS.items() if key not in given),
+        *rest,
+        f"bench.output={DIRECTORY / f'{name}.jsonl'}",
+    ]
+
+
+def conclude(name: str, config: LabConfig) -> bool:
+    """Table, map and file, from what was measured; False where something is missing.
+
+    Raises:
+        ValueError: it was measured with other settings.
+        OSError: a file cannot be written.
+    """
+    prompts = read_prompts(Path(config.decode.prompts)) if config.decode.prompts is not None else []
+    head, rows = read_measured(config, prompts)
+    measured = [Measured.of(row) for row in rows]
+    try:
+        found = search(candidates(config), {m.way: m for m in measured}.__getitem__)
+    except KeyError:
+        return False
+    cells, *body = tuned.table(measured, found.plain)
+    table = Table(*cells)
+    for line in body:
+        table.add_row(*line)
+    Console(width=max(100, Console().width), highlight=False).print(table)
+    for sentence in tuned.said(found):
+        print(sentence)
+    layout, forced = config.layout, config.speculation.forced
+    work = f"{len(prompts)} prompts" if prompts else f"{config.bench.points[0]} with drafts kept at {forced}"
+    where = f"{config.model.path or 'a shape'}, {layout.mode} kvp={layout.kvp} tpa={layout.tpa}, {work}"
+    picture, file = DIRECTORY / f"{name}.png", CONF / "speculation" / f"{name}.yaml"
+    save(tuned.heat_map(measured, found), picture, f"measured on {head['device']}, commit {head['commit']}")
+    write_atomically(file, tuned.as_yaml(config, found, where))
+    print(f"wrote {file} (speculation={name}), {picture} and {config.bench.output}")
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures on the ranks there are, or on new ones, and concludes on the first."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if helped(arguments or ["--help"], __doc__):
+        return 0
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        name, settings = overrides(arguments, rank == 0)
+        config = composed(settings)
+        if "RANK" not in os.environ and conclude(name, config):
+            return 0
+        code = run.main(settings, PROGRAM)
+        if code == 0 and rank == 0:
+            conclude(name, config)
+        return code
+    except (ValueError, OSError) as error:
+        if rank:  # all ranks come here: the first says why
+            time.sleep(2.0)  # the first to exit takes the others down
+        else:
+            print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

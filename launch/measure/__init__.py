@@ -1,1 +1,0 @@
-"""What the ranks of a job time."""

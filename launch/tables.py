@@ -1,8 +1,0 @@
-"""Writes the tables of README.md and docs/ from what benchmarks recorded: `python -m launch.tables`."""
-
-from __future__ import annotations
-
-from launch.records.tables import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,83 @@
+"""The laboratory's settings: all of a run's and its own, which a run does not have."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import schema
+from benchmarks.program import MODULES, PROGRAM
+from benchmarks.schema import SETTINGS, BenchConfig, LabConfig, bench_points
+from helix.config import check
+from launch.inputs import compose
+from launch.inputs.compose import RUN, told
+from launch.inputs.work import DECODE
+from tests.laboratory import composed
+
+
+def test_the_laboratory_has_all_groups_of_a_run() -> None:
+    assert {*SETTINGS.groups} - {*RUN.groups} == {"bench"}
+    more = {name: {*found} - {*RUN.groups.get(name, [])} for name, found in SETTINGS.groups.items()}
+    assert {name: found for name, found in more.items() if found} == {
+        "bench": {"none", *MODULES}, "experiment": {"llama-1m"},
+    }  # fmt: skip
+    assert set(LabConfig.__dataclass_fields__) - set(RUN.schema.__dataclass_fields__) == {"bench"}
+
+
+@pytest.mark.parametrize("override", [*(f"bench={kind}" for kind in SETTINGS.groups["bench"]), "experiment=llama-1m"])
+def test_every_option_of_its_own_composes(override: str) -> None:
+    config = composed(override)
+    check(config)
+    schema.check(config)
+    wanted = "decode" if override == "experiment=llama-1m" else override.partition("=")[2]
+    assert isinstance(config, LabConfig) and config.bench.kind == wanted
+    assert PROGRAM.work(config).module == (DECODE.module if wanted == "none" else MODULES[wanted])
+
+
+def test_its_help_and_config_are_its_own() -> None:
+    text = told(["--help", "layout=tp"], SETTINGS)
+    assert text is not None and "  bench: comm, decode, hopb" in text and "mode: tp\n" in text and "\n  bench  " in text
+    shown = told(["--cfg", "job", "bench=decode"], SETTINGS)
+    assert shown is not None and "  kind: decode\n" in shown and "hydra" not in shown
+
+
+@pytest.mark.parametrize("text", ["bench=decode", "bench.points=[1x64]", "bench.pints=3", "++bench.kind=decode"])
+def test_a_run_names_the_command_that_times(text: str) -> None:
+    with pytest.raises(ValueError, match=r"command of their own: python -m benchmarks.entry \+*bench") as caught:
+        compose.composed([text])
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_keys_of_a_benchmark_are_named() -> None:
+    with pytest.raises(ValueError, match=r"bench\.pints is unknown; known: bench\.kind, bench\.points"):
+        composed("bench.pints=3")
+    with pytest.raises(ValueError, match=r"bench has no option all; known: comm, decode"):
+        composed("bench=all")
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("bench.kind=all", ["bench.kind", "all", "decode"]),
+        ("bench.gammas=[0,1]", ["bench.gammas", "1", "speculation.drafter=none"]),
+        ("bench.steps=0", ["bench.steps=0", "from 1 to"]),
+    ],
+)
+def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        PROGRAM.work(composed(override))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_points_are_read_before_anything_is_loaded() -> None:
+    assert bench_points(BenchConfig("decode", ["2x3", "1x64K", "8x1M"])) == [(2, 3), (1, 65536), (8, 1 << 20)]
+    with pytest.raises(ValueError, match=r"bench\.points has '1x2G'"):
+        PROGRAM.work(composed("bench=decode", "bench.points=[1x2G]"))
+    with pytest.raises(ValueError, match=r"bench\.points is empty"):
+        PROGRAM.work(composed("bench=prefill", "bench.points=[]"))
+    assert PROGRAM.work(composed("bench=comm", "bench.points=[]")).load == DECODE.load
+
+
+def test_drafts_to_time_are_those_that_are_proposed() -> None:
+    PROGRAM.work(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,1,7]"))
+    with pytest.raises(ValueError, match=r"bench\.gammas has 8, but speculation.drafter=ngram .* proposes 7 at most"):
+        PROGRAM.work(composed("speculation=ngram", "speculation.gamma=7", "bench.gammas=[0,8]"))
