@@ -206,15 +206,29 @@ class DecodeConfig:
 
 
 @dataclass
-class ServeConfig:
-    """Settings of how requests share the ranks, and of how they come over HTTP.
+class ScheduleConfig:
+    """Settings of how requests share the ranks, whether a file or a server brings them.
 
     Attributes:
-        stall_ms: most milliseconds of a chunk of prompts while somebody decodes.
-        decode_share: share of the time that decode steps have while somebody decodes.
+        stall_ms: most milliseconds of a chunk of prompts while any sequence decodes.
+        decode_share: share of the time for decode steps while prompts wait and any sequence decodes.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
-        patience_s: so many seconds others may pass a request that does not fit; then pages are kept for it.
+        patience_s: seconds for which others may overtake a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
+    """
+
+    stall_ms: float = 50.0
+    decode_share: float = 0.25
+    run_ms: float = 20.0
+    patience_s: float = 30.0
+    lease: int = 1024
+
+
+@dataclass
+class ServeConfig:
+    """Settings of a server: how requests come over HTTP, and how long it waits for whom.
+
+    Attributes:
         socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
             `python -m launch.serve` sets it for the ranks that it starts.
         attach: such a socket of ranks that somebody else started; unset: `python -m launch.serve` starts ranks.
@@ -231,11 +245,6 @@ class ServeConfig:
         drain_s: for running requests to end once the server is told to, seconds.
     """
 
-    stall_ms: float = 50.0
-    decode_share: float = 0.25
-    run_ms: float = 20.0
-    patience_s: float = 30.0
-    lease: int = 1024
     socket: str | None = None
     attach: str | None = None
     host: str = "127.0.0.1"
@@ -266,6 +275,7 @@ class Config:
     hopb: HopBConfig = field(default_factory=HopBConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     record: str | None = None
     seed: int = 0
@@ -306,11 +316,11 @@ def check(config: Config) -> None:
         "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
-        "serve.stall_ms": (1, 60_000),
-        "serve.decode_share": (0.0, 0.99),
-        "serve.run_ms": (0.1, 10_000),
-        "serve.patience_s": (0, 86_400),
-        "serve.lease": (1, 1 << 24),
+        "schedule.stall_ms": (1, 60_000),
+        "schedule.decode_share": (0.0, 0.99),
+        "schedule.run_ms": (0.1, 10_000),
+        "schedule.patience_s": (0, 86_400),
+        "schedule.lease": (1, 1 << 24),
         "serve.port": (0, 65535),
         "serve.body_mib": (1, 1 << 16),
         "serve.waiting": (1, 1 << 20),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.prefill_time import PrefillTime
 from helix.control.scheduler import LEAST_CHUNK, Scheduler
@@ -136,6 +137,9 @@ class Serving:
         self.pool = PagePool(pages)
         self.tables = BlockTables(PrefixTree(self.pool, self.stripes, self.times.cost, 1), caching)
         plan = StepPlan(drafts, seconds=step_s)
+        given = {key: options.pop(key) for key in ("decode_share", "patience_s", "lease") if key in options}
+        given |= {f"{key}_ms": 1e3 * options.pop(f"{key}_s") for key in ("stall", "run") if f"{key}_s" in options}
+        schedule = ScheduleConfig(**given)
         self.scheduler = Scheduler(
             self.tables,
             self.times,
@@ -144,9 +148,10 @@ class Serving:
             drafts=drafts,
             pace=lambda rows, without: plan,
             remedy="raise kv.tokens",
+            schedule=schedule,
             **options,
         )
-        self.stall_s, share = options.get("stall_s", 0.050), options.get("decode_share", 0.25)
+        self.stall_s, share = schedule.stall_ms / 1e3, schedule.decode_share
         self.ratio = share / (1 - share)
         self.ahead, self.step_s, self.drafts, self.kept = ahead, step_s, drafts, kept
         self.prefill_chunk, self.max_batch = prefill_chunk, max_batch

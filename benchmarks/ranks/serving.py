@@ -19,7 +19,6 @@ import numpy as np
 
 from benchmarks.schema import lab
 from helix.build.engine import build_engine
-from helix.config import ServeConfig
 from helix.control.block_tables import BlockTables
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
@@ -291,12 +290,10 @@ def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Rank 0's host alone: a decision with 64 running and 1,000 waiting, short contexts and long ones."""
     for context in (K, M) if client.leads else ():
         stripes = Stripes(client.engine.runner.layout, 16, 64)
-        times, settings = PrefillTime(32_768.0), ServeConfig()
+        times = PrefillTime(32_768.0)
         pages = 65 * stripes.pages_for(context + 8192)
         tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
-        scheduler = Scheduler(
-            tables, times, max_batch=64, prefill_chunk=context, lease=settings.lease, remedy=KVCache.remedy
-        )
+        scheduler = Scheduler(tables, times, max_batch=64, prefill_chunk=context, remedy=KVCache.remedy)
         times.observe(1000.0, 0.001)
         prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
         for i in range(1064):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.inbox import Inbox
 from helix.control.prefill_time import PrefillTime, doubling_depth
@@ -36,7 +36,7 @@ from helix.speculation.adaptive import Acceptance, DraftPolicy, draft_sizes
 T = TypeVar("T")
 LARGE_CHUNK = 1024  # tokens: longer chunks use the same kernels
 DEEP = 32 << 10  # tokens before a chunk from which on it uses kernels for many keys
-RUN_STEPS = 32  # most per decision: pages are allocated for them, however short serve.run_ms makes runs
+RUN_STEPS = 32  # most per decision: pages are allocated for them, however short schedule.run_ms makes runs
 BEATS = 4  # messages of an idle rank 0 within the time after which other ranks give up
 
 
@@ -65,7 +65,7 @@ class Engine:
         self,
         runner: ModelRunner,
         *,
-        serving: ServeConfig | None = None,
+        schedule: ScheduleConfig | None = None,
         prefill_chunk: int = 1024,
         adaptive: bool = True,
         prefix_cache: bool = True,
@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.comm = runner.comm
-        self.serving = serving or ServeConfig()
+        self.schedule = schedule or ScheduleConfig()
         self.prefill_chunk = prefill_chunk
         self.run_steps = RUN_STEPS
         self.draft_sizes = draft_sizes(runner.drafts, adaptive)
@@ -243,7 +243,7 @@ class Engine:
         return f"two requests have id={request.id!r}" if request.id in streams else None
 
     def _updates(self, inbox: Inbox) -> Iterator[RequestUpdate]:
-        runner, settings = self.runner, self.serving
+        runner = self.runner
         self.timings = timings = Timings(acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
         scheduler = Scheduler(
@@ -252,11 +252,7 @@ class Engine:
             max_batch=runner.max_batch,
             prefill_chunk=self.prefill_chunk,
             run_steps=self.run_steps,
-            run_s=settings.run_ms / 1e3,
-            stall_s=settings.stall_ms / 1e3,
-            decode_share=settings.decode_share,
-            patience_s=settings.patience_s,
-            lease=settings.lease,
+            schedule=self.schedule,
             drafts=runner.drafts,
             keep_drawn=not runner.drafter.lags,
             pace=policy.pace,

@@ -21,6 +21,7 @@ from zlib import crc32
 
 import numpy as np
 
+from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTable, BlockTables
 from helix.control.prefill_time import PrefillTime
 from helix.events.decision import Admission, Decision, Segment, StepKind, StepPlan, TableWrite
@@ -112,11 +113,7 @@ class Scheduler:
         max_batch: number of slots.
         prefill_chunk: most prompt tokens in one prefill step.
         run_steps: most decode steps in one decision.
-        run_s: most seconds of the decode steps in one decision.
-        stall_s: most seconds of a prompt chunk while any sequence decodes.
-        decode_share: share of the time for decode steps, while prompts are prefilled and any sequence decodes.
-        patience_s: time for which others may overtake a request that does not fit; then pages are kept for it.
-        lease: tokens for which pages are allocated ahead, at a time.
+        schedule: how requests share the ranks.
         drafts: most drafts that a step appends, which may be refused.
         keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
         pace: chooses drafts and steps for a batch size, given the slots without drafts; called before each run.
@@ -137,11 +134,7 @@ class Scheduler:
         max_batch: int,
         prefill_chunk: int,
         run_steps: int = 8,
-        run_s: float = 0.020,
-        stall_s: float = 0.050,
-        decode_share: float = 0.25,
-        patience_s: float = 30.0,
-        lease: int = 1024,
+        schedule: ScheduleConfig | None = None,
         drafts: int = 0,
         keep_drawn: bool = True,
         pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
@@ -152,13 +145,14 @@ class Scheduler:
         self._remedy = remedy
         self._tables, self._times, self._pace = tables, times, pace
         self._max_batch, self._prefill_chunk, self._drafts = max_batch, prefill_chunk, drafts
-        self._run_steps, self._run_s, self._stall_s = run_steps, run_s, stall_s
-        self._owed_per_second = decode_share / (1 - decode_share)
-        self._patience_s = patience_s
+        schedule = schedule or ScheduleConfig()
+        self._run_steps, self._run_s, self._stall_s = run_steps, schedule.run_ms / 1e3, schedule.stall_ms / 1e3
+        self._owed_per_second = schedule.decode_share / (1 - schedule.decode_share)
+        self._patience_s = schedule.patience_s
         self._keep_drawn = keep_drawn
         self._lacking = lacking
         self._run_tokens = run_steps * (1 + drafts)
-        self._lease = max(lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
+        self._lease = max(schedule.lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
         self._sparse_from = math.inf if sparse_from is None else sparse_from
         self._free_slots = list(range(max_batch))  # a heap: low slots first, so that steps have few rows
         self._requests: dict[str | int, Scheduled] = {}

@@ -16,7 +16,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layout import HelixLayout
@@ -112,7 +112,7 @@ def build_engine(
     adaptive: bool = True,
     sparse: Sparse | None = None,
     pages: int | None = None,
-    serving: ServeConfig | None = None,
+    schedule: ScheduleConfig | None = None,
     prefix_cache: bool = True,
     timeout_s: float = 60.0,
     build: Callable[[Path, HelixLayout, Communicator, torch.dtype], Decoder] = build_model,
@@ -171,7 +171,7 @@ def build_engine(
         drafter=drafter, hopb=sparse.chunks if sparse else "none",
     )  # fmt: skip
     engine = Engine(
-        runner, serving=serving, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
+        runner, schedule=schedule, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
         timeout_s=timeout_s,
     )  # fmt: skip
     engine.run_steps = 8  # short runs: more decisions
