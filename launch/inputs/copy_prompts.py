@@ -12,7 +12,10 @@ LINES, GIVEN = 100, 30  # of a file; of its edited copy
 
 def copy_prompts(new_tokens: int, directory: Path = ROOT / "helix") -> list[dict[str, object]]:
     """Prompts that ask for each Python file in a directory of LINES lines or more, edited; lines of a prompt file."""
-    files = {file.name: file.read_text(encoding="utf-8").splitlines() for file in sorted(directory.glob("*.py"))}
+    files = {
+        str(file.relative_to(directory)): file.read_text(encoding="utf-8").splitlines()
+        for file in sorted(directory.rglob("*.py"))
+    }
     return [
         {"id": name, "prompt": "".join(edited_copy(lines)), "max_new_tokens": new_tokens}
         for name, lines in files.items()
