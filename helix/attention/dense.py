@@ -24,7 +24,7 @@ class DenseAttention(AttentionPolicy):
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         lo, hi = step.bounds(layer.window)
-        tables = step.tables[layer.window]
+        tables = step.pages(layer.window)
         latents = layer.latent is not None
         kept = (
             (cache.kept["latents"], cache.kept["latents"][..., : layer.latent])

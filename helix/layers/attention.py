@@ -199,7 +199,7 @@ class Attention(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes queries [N, Hq, D] of this TPA slice from x [N, H], the same on every rank; appends its KV."""
         mine = cache.layer(self.index, prefill=step.cu_q is not None)
-        to = *angles, mine.keys, mine.values, step.append_slots[self.window], self.norms
+        to = *angles, mine.keys, mine.values, step.new_slots(self.window), self.norms
         if len(self.shares) > 1 and step.overlapped:
             return kv_append(self._gathered(x).unflatten(1, (-1, self.spec.head_dim)), *to)
         return qkv_append(x, self.qkv.weight, self.qkv.bias, *to)
@@ -213,7 +213,7 @@ class Attention(ShardedAttention):
         bias = None if self.qkv.bias is None else self.qkv.bias[rows]
         heads = F.linear(x, self.qkv.weight[rows], bias).unflatten(1, (-1, self.spec.head_dim))
         no_heads = mine.keys[:, :, :0], mine.values[:, :, :0]
-        return kv_append(heads, *angles, *no_heads, step.append_slots[self.window], self.norms)
+        return kv_append(heads, *angles, *no_heads, step.new_slots(self.window), self.norms)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Computes QKV [N, rows], each rank of the kvp group for its run of tokens, and gathers the runs."""

@@ -207,7 +207,7 @@ class MLA(ShardedAttention):
     def project(self, x: Tensor, angles: tuple[Tensor, Tensor], cache: KVCache, step: Step) -> Tensor:
         """Computes absorbed queries [N, Hq_local, R + P] from x [N, H], the same on every rank; appends latents."""
         spec = self.spec
-        latents, slots = cache.layer(self.index).kept["latents"], step.append_slots[None]
+        latents, slots = cache.layer(self.index).kept["latents"], step.new_slots(None)
         q, kv = self.down(x).split([self.q_width, spec.entry], 1)
         if self.q_up is not None:
             q = self.q_up(rms_norm(q, self.q_gain, spec.norm_eps)[0])

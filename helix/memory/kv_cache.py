@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from helix.memory.keeps import Keeps, lacking, token_bytes
 from helix.memory.transfers import to_device
 from helix.placement import Placement
 from kernels.sparse.block_bounds import fold_blocks
+
+RING_MOST = 1024  # tokens of a window that a slot has a ring for
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,14 @@ class KVCache(Follower):
             for kept in group.keeps:
                 if kept.is_paged:
                     group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
+
+
+def short_windows(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
+    """Returns what layers keep, with windows of more than RING_MOST tokens in pages: rings would take more."""
+    return [
+        tuple(replace(k, reach=None) if k.reach is not None and k.reach > RING_MOST else k for k in kept)
+        for kept in keeps
+    ]
 
 
 def with_bounds(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:

@@ -9,6 +9,7 @@ from functools import reduce
 import numpy as np
 
 from helix.build.tiering import PIECE_TOKENS
+from helix.memory.kv_cache import RING_MOST
 from helix.memory.tiered_cache import LISTS
 from helix.models import DecoderSpec
 from helix.simulate import cost
@@ -149,10 +150,11 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     paged = -(-local // options.page_size) * options.page_size
     # A stage holds its layers' KV of all batches in flight: together ceil(layers / pp) * pp layers of one batch.
     numbers = token_numbers(spec, p) * _stretch(spec, p) * BYTES[options.kv]
-    each = paged * len(spec.full) * numbers
+    short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
+    each = paged * (len(spec.layers) - len(short)) * numbers
     if (sparse := options.sparse) is not None:
         each = each * (1 + 1 / sparse.block)  # of a block two vectors, of a token a key and a value
-    windows = sum(_ring_tokens(window, p, options) for window in spec.windows if window is not None) * numbers
+    windows = sum(_ring_tokens(window, p, options) for window in short) * numbers
     each = each + windows
     if layer.self_drafts is not None:
         columns = layer.draft_keys() + layer.self_drafts.tail  # of a table: a rank may hold the whole tail

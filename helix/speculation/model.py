@@ -14,7 +14,7 @@ from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import KVCache, slot_bytes
+from helix.memory.kv_cache import KVCache, short_windows, slot_bytes
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter
@@ -49,7 +49,7 @@ class DraftModel:
     @property
     def keeps(self) -> list[tuple[Keeps, ...]]:
         """Data that each of its layers keeps on this rank."""
-        return self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype)
+        return short_windows(self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype))
 
     def slot_bytes(self, target: Placement, max_batch: int, drafts: int, chunk: int) -> int:
         """Counts the bytes of all data outside pages on this rank."""

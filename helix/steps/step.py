@@ -78,6 +78,14 @@ class Step:
     staged: StagedChunk | None = None
     parts: tuple[ChunkPart, ...] = ()
 
+    def pages(self, window: int | None) -> Tensor:
+        """Returns the pages [n, P] int32 that layers with a window read: of their rings, if the cache has some."""
+        return self.tables.get(window, self.tables[None])
+
+    def new_slots(self, window: int | None) -> Tensor:
+        """Returns the flat cache slots [N] int64 of new tokens in layers with a window, as in `append_slots`."""
+        return self.append_slots.get(window, self.append_slots[None])
+
     @property
     def block_tables(self) -> Tensor:
         """Pages [n, P] int32 of layers without a window."""
