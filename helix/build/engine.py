@@ -15,7 +15,7 @@ from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, short_windows, slot_bytes, with_bounds
+from helix.memory.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds, without_long_rings
 from helix.models import Decoder, DecoderSpec
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
@@ -102,7 +102,7 @@ def make_cache(
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.stored if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype)
-    keeps = short_windows(keeps if score is None else with_bounds(keeps))
+    keeps = without_long_rings(keeps if score is None else with_bounds(keeps))
     of_page = sum(page_bytes(kept, page_size) for kept in keeps) + of_draft
     beside_pages = slot_bytes(keeps, placement, max_batch, drafts + 1, chunk)
     tables = 0
