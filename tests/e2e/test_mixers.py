@@ -111,7 +111,7 @@ class Prophet(Drafter):
 
 
 def served(layout: HelixLayout, wanted: list[Continuation], drafts: int, change: Callable[[Any], None]) -> Served:
-    """What an engine says that is short of pages: it preempts, finds prefixes, and one request is aborted."""
+    """Serves requests with too few pages: the engine preempts and finds prefixes, and one request is aborted."""
     first, second = turns(wanted)
 
     def body(world: LoopbackWorld, rank: int) -> Served:
