@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """Something is wrong on every rank alike: one line says what, and all of them end."""
+    """Error that every rank raises alike, with one line about the cause; all ranks end."""
 
 
 class RankError(RuntimeError):
-    """Something is wrong on one rank alone: one line says what, and all of them end."""
+    """Error of a single rank, with one line about the cause; all ranks end."""

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, read once they are known to be files, and refused by name where they cannot be."""
+"""Reading of users' files: only regular files are opened, and errors name the file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KINDS = {
 
 
 def check_file(path: Path) -> None:
-    """Raises OSError unless `path` is, or links to, a regular file that may be read; nothing else is opened."""
+    """Raises OSError unless `path` is, or links to, a readable regular file; opens nothing else."""
     kind = stat.S_IFMT(path.stat().st_mode)
-    if kind != stat.S_IFREG:  # to open a FIFO is to wait for who writes it
+    if kind != stat.S_IFREG:  # opening a FIFO would wait for its writer
         raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'something else')}, and has to be a regular file")
     path.open("rb").close()
 
 
 def read_text(path: Path) -> str:
-    """Raises ValueError where a file cannot be read or is not UTF-8."""
+    """Reads a text file; raises ValueError if it cannot be read or is not UTF-8."""
     try:
         check_file(path)
         return path.read_text(encoding="utf-8-sig")
@@ -38,24 +38,24 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, constant: Callable[[str], float] = float) -> Any:
-    """What a JSON text holds, `constant` taking NaN, Infinity and -Infinity, which Python writes.
+    """Parses a JSON text; `constant` converts NaN, Infinity and -Infinity, which Python writes.
 
     Raises:
-        ValueError: it is no JSON, or none that can be held.
+        ValueError: it is not JSON, has a number that is too long, or is nested too deep.
     """
     try:
         return json.loads(text, parse_constant=constant)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
         raise ValueError(f"not JSON: {error.msg} at {line}character {error.colno}") from error
-    except ValueError as error:  # an integer of thousands of digits, with advice to programmers behind a semicolon
+    except ValueError as error:  # an integer of thousands of digits; Python appends advice after a semicolon
         raise ValueError(f"a number cannot be read: {str(error).partition(';')[0]}") from error
     except RecursionError:
         raise ValueError("nested too deep to be read") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ValueError unless a file holds a JSON object without NaN."""
+    """Reads a JSON object from a file; raises ValueError unless it holds one without NaN."""
     text = read_text(path)
     try:
         content = parse_json(text, _no_nan)

@@ -1,6 +1,6 @@
-"""The layout of ranks: which of them owns which rows, heads and tokens, by arithmetic alone.
+"""Layout of ranks: the rows, heads and tokens that each rank owns, by arithmetic only.
 
-The N ranks are seen as two grids, one after the other, in every layer (Helix Parallelism, arXiv:2507.07120, section 2):
+In every layer the N ranks form two grids, one after the other (Helix Parallelism, arXiv:2507.07120, section 2):
 
     attention   KVP x TPA    rank = tpa_rank * kvp + kvp_rank: TPA splits heads, KVP splits the KV sequence
     FFN         TPF x EP     rank = ep_rank * tpf + tpf_rank: TPF splits columns, EP splits experts
@@ -20,27 +20,27 @@ from typing import Any, TypeVar
 
 MODES = ("helix", "tp", "medha")
 
-# Token arithmetic is written with // % and abs alone, so that one formula serves int, numpy and torch integers.
+# Token arithmetic uses only // % and abs, so that one formula serves int, numpy and torch integers.
 Int = TypeVar("Int", int, Any)
 
 
 def share(total: int, parts: int, index: int) -> range:
-    """The `index`-th of `parts` contiguous shares of `total` items; sizes differ by at most one."""
+    """Returns the `index`-th of `parts` contiguous shares of `total` items; sizes differ by at most one."""
     size, larger = divmod(total, parts)
     begin = index * size + min(index, larger)
     return range(begin, begin + size + (index < larger))
 
 
 def _clamp(x: Int, upper: int) -> Int:
-    """min(max(x, 0), upper) for any integer type."""
+    """Computes min(max(x, 0), upper) for any integer type."""
     return (abs(x) - abs(x - upper) + upper) // 2
 
 
 @dataclass(frozen=True)
 class HelixLayout:
-    """How N ranks share a model: `kvp x tpa` in attention, `tpf x ep` in the FFN.
+    """Layout of a model over N ranks: `kvp x tpa` in attention, `tpf x ep` in the FFN.
 
-    Modes: `helix` (the paper's), `tp` (kvp=1; KV heads replicated where N exceeds them) and `medha` (KV over all
+    Modes: `helix` (the paper's), `tp` (kvp=1; KV heads replicated if N exceeds them) and `medha` (KV over all
     ranks, output projection and FFN on the `tpf = tpa` ranks with kvp_rank 0, the others idle there).
 
     Raises:
@@ -75,7 +75,7 @@ class HelixLayout:
     def create(
         cls, mode: str = "helix", kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1
     ) -> HelixLayout:
-        """A layout in which an unset `tpf` takes all FFN ranks that `ep` leaves."""
+        """Creates a layout; an unset `tpf` takes all FFN ranks that `ep` leaves."""
         if tpf is None:
             ranks = tpa if mode == "medha" else kvp * tpa
             if ep < 1 or ranks % ep:
@@ -96,7 +96,7 @@ class HelixLayout:
 
     @property
     def ffn_ranks(self) -> int:
-        """Ranks that hold FFN and output-projection weights."""
+        """Number of ranks that hold FFN and output-projection weights."""
         return self.tpa if self.mode == "medha" else self.kvp * self.tpa
 
     def kvp_rank(self, rank: int) -> int:
@@ -106,7 +106,7 @@ class HelixLayout:
         return rank // self.kvp
 
     def kvp_group(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same heads and split the KV sequence, in kvp order."""
+        """Returns the ranks that hold the same heads and split the KV sequence, in kvp order."""
         first = self.tpa_rank(rank) * self.kvp
         return tuple(range(first, first + self.kvp))
 
@@ -114,7 +114,7 @@ class HelixLayout:
         return [self.kvp_group(first) for first in range(0, self.world_size, self.kvp)]
 
     def ffn_index(self, rank: int) -> int | None:
-        """This rank's place among the FFN ranks, or None where the mode leaves it idle there."""
+        """Returns this rank's index among the FFN ranks; None if it is idle in the FFN."""
         if self.mode == "medha":
             return self.tpa_rank(rank) if self.kvp_rank(rank) == 0 else None
         return rank
@@ -122,7 +122,7 @@ class HelixLayout:
     # ---- heads
 
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
-        """Raises ValueError, with the layouts that can, unless these heads can be spread over `tpa`."""
+        """Raises ValueError, with the layouts that fit, unless these heads can be split over `tpa`."""
         if q_heads % kv_heads:
             raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
         if self._heads_fit(q_heads, kv_heads):
@@ -145,7 +145,7 @@ class HelixLayout:
         return kv_heads % self.tpa == 0
 
     def kv_heads(self, rank: int, kv_heads: int) -> range:
-        """KV heads in this rank's cache; the same for all ranks of a kvp group."""
+        """Returns the KV heads in this rank's cache; the same for all ranks of a kvp group."""
         a = self.tpa_rank(rank)
         if self.tpa > kv_heads:  # mode tp: every KV head on tpa/Hkv ranks
             first = a // (self.tpa // kv_heads)
@@ -153,7 +153,7 @@ class HelixLayout:
         return share(kv_heads, self.tpa, a)
 
     def q_heads(self, rank: int, q_heads: int, kv_heads: int) -> range:
-        """Query heads that this rank projects and attends with; the same for all ranks of a kvp group."""
+        """Returns the query heads that this rank projects and attends with; the same for all ranks of a kvp group."""
         group = q_heads // kv_heads
         kv = self.kv_heads(rank, kv_heads)
         first, last = kv.start * group, kv.stop * group
@@ -164,61 +164,61 @@ class HelixLayout:
         return range(first, last)
 
     def head_shares(self, rank: int, q_heads: int, kv_heads: int) -> list[int]:
-        """How many of this kvp group's query heads each kvp rank owns after the exchange."""
+        """Returns the number of this kvp group's query heads that each kvp rank owns after the exchange."""
         heads = len(self.q_heads(rank, q_heads, kv_heads))
-        if self.mode == "medha":  # all on kvp rank 0, which alone goes on to the output projection
+        if self.mode == "medha":  # all on kvp rank 0, the only one with the output projection
             return [heads] + [0] * (self.kvp - 1)
         return [len(share(heads, self.kvp, k)) for k in range(self.kvp)]
 
     def o_heads(self, rank: int, q_heads: int, kv_heads: int) -> range:
-        """Query heads whose exact attention output this rank holds after the exchange."""
+        """Returns the query heads whose exact attention output this rank holds after the exchange."""
         shares = self.head_shares(rank, q_heads, kv_heads)
         k = self.kvp_rank(rank)
         begin = self.q_heads(rank, q_heads, kv_heads).start + sum(shares[:k])
         return range(begin, begin + shares[k])
 
     def hidden_columns(self, rank: int, q_heads: int, kv_heads: int, head_dim: int) -> range:
-        """Input columns of the output projection on this rank."""
+        """Returns the input columns of the output projection on this rank."""
         heads = self.o_heads(rank, q_heads, kv_heads)
         return range(heads.start * head_dim, heads.stop * head_dim)
 
     # ---- FFN, experts, vocabulary
 
     def ffn_columns(self, rank: int, width: int) -> range:
-        """Columns of a dense FFN (TP over all FFN ranks, whatever tpf and ep are)."""
+        """Returns this rank's columns of a dense FFN (TP over all FFN ranks, whatever tpf and ep are)."""
         index = self.ffn_index(rank)
         return range(0) if index is None else share(width, self.ffn_ranks, index)
 
     def experts(self, rank: int, experts: int) -> range:
-        """Routed experts on this rank."""
+        """Returns the routed experts on this rank."""
         index = self.ffn_index(rank)
         return range(0) if index is None else share(experts, self.ep, index // self.tpf)
 
     def expert_columns(self, rank: int, width: int) -> range:
-        """Columns of each routed expert on this rank."""
+        """Returns the columns of each routed expert on this rank."""
         index = self.ffn_index(rank)
         return range(0) if index is None else share(width, self.tpf, index % self.tpf)
 
     def vocab_rows(self, rank: int, vocab: int) -> range:
-        """Rows of the embedding and of the head."""
+        """Returns this rank's rows of the embedding and of the head."""
         return share(vocab, self.world_size, rank)
 
     # ---- tokens: round-robin blocks over the kvp ranks (section 2.3)
 
     def token_owner(self, token: Int, block: int, start: Int = 0) -> Int:
-        """Kvp rank that stores a token: blocks of `block` tokens go round, the first to rank `start`."""
+        """Computes the kvp rank that stores a token: blocks of `block` tokens go round, the first to rank `start`."""
         return (token // block + start) % self.kvp
 
     def token_slot(self, token: Int, block: int) -> Int:
-        """Place of a token in its owner's local order, which is global order with the others left out."""
+        """Computes the local position of a token on its owner, which keeps its tokens in global order."""
         return token // (block * self.kvp) * block + token % block
 
     def token_at(self, slot: Int, kvp_rank: int, block: int, start: Int = 0) -> Int:
-        """Inverse of `token_slot`: the global position of a rank's local slot."""
+        """Computes the global position of a rank's local position: the inverse of `token_slot`."""
         return (slot // block * self.kvp + (kvp_rank - start) % self.kvp) * block + slot % block
 
     def local_length(self, length: Int, kvp_rank: int, block: int, start: Int = 0) -> Int:
-        """How many of a sequence's first `length` tokens a kvp rank stores."""
+        """Counts the tokens that a kvp rank stores of a sequence's first `length`."""
         cycle = block * self.kvp
         first = (kvp_rank - start) % self.kvp * block
         return length // cycle * block + _clamp(length % cycle - first, block)
@@ -226,7 +226,7 @@ class HelixLayout:
     def local_bounds(
         self, position: Int, kvp_rank: int, block: int, start: Int = 0, window: int | None = None
     ) -> tuple[Int, Int]:
-        """Local keys `[lo, hi)` that a causal query at `position` reads; `window` counts the query's own key."""
+        """Computes the local keys `[lo, hi)` that a causal query at `position` reads; `window` includes its own key."""
         hi = self.local_length(position + 1, kvp_rank, block, start)
         if window is None:
             return hi * 0, hi
@@ -235,7 +235,7 @@ class HelixLayout:
 
 
 def feasible_layouts(world_size: int, q_heads: int, kv_heads: int) -> list[str]:
-    """Attention grids of `world_size` ranks that fit these heads, as `key=value` words for the command line."""
+    """Lists attention grids of `world_size` ranks that fit these heads, as `key=value` words for the command line."""
     names = []
     for mode in MODES:
         for tpa in range(1, world_size + 1):

@@ -1,4 +1,4 @@
-"""transformers as jobs need it: its tokenizers and configs, without its models."""
+"""Import of transformers for its tokenizers and configs, without its models."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def _without_torch(name: str, package: str | None = None) -> ModuleSpec | None:
 
 
 def import_transformers() -> None:
-    """Imports the library as it is where there is no torch, for as long as this process lives.
+    """Imports transformers as if torch were not installed, for the lifetime of this process.
 
-    Beside torch, whoever reads a config or a tokenizer imports what models and their training need: torch's compiler,
-    and pandas and scikit-learn where they are installed. That takes 1 to 6 s.
+    With torch, reading a config or a tokenizer also imports dependencies of models and training: torch's compiler, and
+    pandas and scikit-learn if installed. That takes 1 to 6 s.
     """
     quiet = mock.patch.dict(os.environ, TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
     with mock.patch("importlib.util.find_spec", _without_torch), quiet:
         import transformers
 
-        transformers.is_torch_available()  # it remembers the answer
+        transformers.is_torch_available()  # caches the answer
 
 
 __all__ = ["import_transformers"]

@@ -1,7 +1,7 @@
-"""Decoding from Python: `LLM("DIR", kvp=2).generate(["text"])`, inside ranks or from a process that has none.
+"""Decoding from Python: `LLM("DIR", kvp=2).generate(["text"])`, inside ranks or from an ordinary process.
 
-Where a launcher has started this process as a rank (`RANK` is set), every rank makes an LLM and calls `generate` alike.
-Elsewhere the LLM starts the ranks itself: processes of this host, which end with it.
+If a launcher has started this process as a rank (`RANK` is set), every rank creates an LLM and calls `generate` alike.
+Otherwise the LLM starts the ranks itself: processes of this host, which end with it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from helix.place import KINDS, Place, choose_backend, gpu_facts, take_device
 from helix.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
-START_S = 300.0  # for all ranks to have loaded the model
-LOOK_S = 0.2  # between two looks at whether the ranks live, while they work
+START_S = 300.0  # time limit for all ranks to load the model
+LOOK_S = 0.2  # interval between checks that the ranks are alive
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every rank is told; attributes as of `LLM`, and the spec of the checkpoint's config."""
+    """Settings that every rank gets; attributes as in `LLM`, and the spec of the checkpoint's config."""
 
     path: str
     spec: DecoderSpec
@@ -63,10 +63,10 @@ class LLM:
 
     Args:
         path: Hugging Face checkpoint directory.
-        kvp, tpa, ep: widths of the layout, as in `HelixLayout`; kvp x tpa ranks, GPUs where there are as many.
+        kvp, tpa, ep: widths of the layout, as in `HelixLayout`; kvp x tpa ranks, on GPUs if there are enough.
         dtype: float32, bfloat16, float16, or auto: the checkpoint's on GPUs, float32 on CPUs.
-        max_batch: sequences at a time; more prompts wait.
-        max_length: the most tokens of one sequence, prompt and new ones; in the model's context, if that is shorter.
+        max_batch: most sequences at a time; further prompts wait.
+        max_length: most tokens of one sequence, prompt and new ones; at most the model's context.
         timeout_s: deadline of each collective, seconds.
 
     Raises:
@@ -106,7 +106,7 @@ class LLM:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         for rank in range(layout.world_size):
-            # Programs of their own, not multiprocessing's, which would run the caller's script again in each of them.
+            # Separate programs: multiprocessing would run the caller's script again in each rank.
             ours, theirs = Pipe()
             command = [sys.executable, "-c", "from helix.llm import serve; serve()", str(theirs.fileno())]
             self._ranks.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
@@ -128,15 +128,15 @@ class LLM:
         seed: int = 0,
         stop: str | Sequence[str] = (),
     ) -> list[Output]:
-        """Continues prompts, texts or lists of token ids; greedy unless a temperature says otherwise.
+        """Continues prompts, texts or lists of token ids; greedily at temperature 0.
 
         Args:
-            prompts: several, or one: a text alone is one prompt, and so is a list of token ids.
-            stop: texts that end a continuation, or one.
+            prompts: one or several: a single text is one prompt, and so is a list of token ids.
+            stop: one or several texts that end a continuation.
 
         Returns:
-            An output for each prompt, in order, with `output_ids`, `text` and `finish_reason`; one that was refused
-            has `finish_reason="error"` and a `reason`. Inside ranks: on rank 0, and nothing on the others.
+            An output for each prompt, in order, with `output_ids`, `text` and `finish_reason`; a refused one has
+            `finish_reason="error"` and a `reason`. Inside ranks: on rank 0 only, an empty list on the others.
 
         Raises:
             ValueError: a prompt is neither a text nor token ids, or a sampling parameter is out of range.
@@ -175,7 +175,7 @@ class LLM:
         self.close()
 
     def _answer(self, timeout_s: float | None) -> Any:
-        """What rank 0 sends; a rank that ends first, or its error, is raised here."""
+        """Waits for rank 0's answer and returns it; raises RuntimeError if a rank fails or ends."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._connections[0].poll(LOOK_S):
@@ -194,10 +194,10 @@ class LLM:
 
 
 def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list.
+    """Converts one prompt or several to a list.
 
     Raises:
-        ValueError: one is neither a text nor token ids.
+        ValueError: a prompt is neither a text nor token ids.
     """
     several: list[Any] = [given] if isinstance(given, str) else list(given)
     if several and all(isinstance(one, Integral) for one in several):
@@ -215,7 +215,7 @@ def _as_ids(number: int, prompt: Any) -> list[int]:
 
 
 class Rank:
-    """One rank's part of an LLM; the process group is that of the environment, or already there."""
+    """Part of an LLM on one rank; it uses the existing process group, or creates that of the environment."""
 
     def __init__(self, settings: Settings) -> None:
         layout, place = settings.layout, Place.from_environment()
@@ -244,7 +244,7 @@ class Rank:
     def generate(
         self, prompts: list[Prompt], max_new_tokens: int, sampling: SamplingParams, stop: tuple[str, ...]
     ) -> list[Output]:
-        """What `LLM.generate` says; a collective call, of which rank 0's prompts count."""
+        """Continues prompts as `LLM.generate` does; a collective call, in which only rank 0's prompts count."""
         requests: list[Request] = []
         if self._comm.rank == 0:
             for i, prompt in enumerate(prompts):
@@ -257,7 +257,7 @@ class Rank:
         return [ended[i] for i in range(len(requests))]
 
     def close(self) -> None:
-        """Ends this rank's part once all ranks have come here."""
+        """Closes this rank's part, once all ranks have called this."""
         self._engine.close()
         self._comm.barrier()
         self._comm.close()
@@ -266,7 +266,7 @@ class Rank:
 
 
 def serve() -> None:
-    """The body of a rank that an LLM has started: what rank 0 is sent, all do, until the LLM is gone."""
+    """Runs a rank that an LLM has started: executes the calls sent to rank 0 until the LLM is closed."""
     connection = Connection(int(sys.argv[1]))
     import_transformers()
     settings, rank, port = connection.recv()
@@ -274,7 +274,7 @@ def serve() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": world}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": world, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(world)))
-    if rank:  # which hears nothing more: the end of the connection is that of the LLM
+    if rank:  # gets no more messages: the connection ends with the LLM
         Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         mine = Rank(settings)
@@ -287,7 +287,7 @@ def serve() -> None:
         os._exit(0)
     except BaseException:
         connection.send((True, traceback.format_exc()))
-        os._exit(1)  # at once: taking a process group down may wait for peers
+        os._exit(1)  # at once: closing a process group may wait for peers
 
 
 def _end_with(connection: Connection) -> None:

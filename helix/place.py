@@ -1,4 +1,4 @@
-"""Where this process runs: its rank, the GPUs of its host, and the backend and device that these allow."""
+"""Rank of this process, the GPUs of its host, and the backend and device that they allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}  # o
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks, as torchrun says."""
+    """Place of this process among the ranks, as set by torchrun."""
 
     rank: int
     world_size: int
@@ -27,10 +27,10 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place | None:
-        """None where no launcher started this process.
+        """Reads the environment of a launcher; returns None if no launcher started this process.
 
         Raises:
-            ValueError: part of what a launcher sets is missing, or cannot be.
+            ValueError: a variable of the launcher is missing or invalid.
         """
         if "RANK" not in os.environ:
             return None
@@ -61,10 +61,10 @@ class Place:
 
 
 def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:
-    """The backend that `comm.backend` means where ranks found `facts` about their GPUs.
+    """Resolves `comm.backend` to a backend, given the `facts` of all ranks about their GPUs.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: the backend is not possible here.
     """
     gpus = min(f["gpus"] for f in facts)
     covered = gpus >= place.local_world_size
@@ -88,20 +88,20 @@ def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> s
 
 
 def take_device(backend: str, place: Place) -> torch.device:
-    """This rank's device under a backend, made the current one."""
+    """Returns this rank's device under a backend, and makes it the current one."""
     if backend == "gloo":
         return torch.device("cpu")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
-    # NVLink multicast is not available everywhere; what is measured without it holds everywhere.
+    # NVLink multicast is not available everywhere; measurements without it hold everywhere.
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    # Beside attention that fills the GPU, a collective takes the first room that there is (`comm.turns`).
+    # Beside attention that fills the GPU, a collective takes the first free multiprocessors (`comm.turns`).
     os.environ["TORCH_NCCL_HIGH_PRIORITY"] = "1"
     return device
 
 
 def gpu_facts(place: Place) -> dict[str, Any]:
-    """How many GPUs this rank sees, and whether its own reaches those of all other ranks."""
+    """Returns the number of visible GPUs, and whether this rank's GPU can access those of all other ranks."""
     gpus = torch.cuda.device_count()
     ranks = range(place.world_size)
     peers = place.local_world_size == place.world_size <= gpus and all(
@@ -111,6 +111,6 @@ def gpu_facts(place: Place) -> dict[str, Any]:
 
 
 def gpu_name(place: Place) -> str | None:
-    """What this rank's GPU is called; None where this host has not one for each of its ranks."""
+    """Returns the name of this rank's GPU; None if this host has fewer GPUs than ranks."""
     enough = place.local_world_size <= torch.cuda.device_count()
     return torch.cuda.get_device_name(place.local_rank) if enough else None

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence live on a rank: the layout's arithmetic, with pages."""
+"""Placement of a sequence's tokens on a rank: the layout's arithmetic, with pages."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Stripes:
-    """How sequences fill pages whose numbers are those of all ranks.
+    """Pages that sequences fill; a page number means a page on every rank.
 
-    A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Two kvp ranks, append
-    blocks of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a part of the
-    second stripe, which takes a column as well.
+    A stripe is the least run of whole append blocks that fills whole pages on every kvp rank. Example with two kvp
+    ranks, append blocks of 2 tokens, pages of 4, `start` 0: tokens 0-7 fill a page on each rank, and tokens 8-12 are a
+    part of the second stripe, which takes a column as well.
 
         column       0             1
         kvp rank 0   0  1  4  5    8  9  12
         kvp rank 1   2  3  6  7    10 11
 
-    With `start` 1 the two ranks change places. A stripe's columns are the same for every `start`, and so is the number
-    of pages; what a page holds is not.
+    With `start` 1 the two ranks are swapped. A stripe's columns and the number of pages are the same for every `start`;
+    the tokens of a page are not.
 
     Attributes:
-        append_block: consecutive tokens that a kvp rank stores.
+        append_block: consecutive tokens on one kvp rank.
         page_size: tokens of a page on one rank.
     """
 
@@ -46,45 +46,45 @@ class Stripes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a stripe."""
+        """Number of tokens of a stripe."""
         return math.lcm(self.page_size, self.append_block) * self.layout.kvp
 
     @property
     def pages(self) -> int:
-        """Pages of a stripe on each rank."""
+        """Number of pages of a stripe on each rank."""
         return math.lcm(self.page_size, self.append_block) // self.page_size
 
     @property
     def page_tokens(self) -> int:
-        """Tokens that one page number holds on all kvp ranks together."""
+        """Number of tokens in the pages of one number, on all kvp ranks together."""
         return self.page_size * self.layout.kvp
 
     def columns(self, begin: int, end: int) -> slice:
-        """Columns of the stripes in which `[begin, end)` begins and ends, without the last one."""
+        """Returns the columns from the stripe with token `begin` up to, not including, the stripe with token `end`."""
         return slice(begin // self.tokens * self.pages, end // self.tokens * self.pages)
 
     def pages_for(self, length: int) -> int:
-        """Pages that the first `length` tokens of a sequence take, whatever its `start`: as many as the fullest rank.
+        """Counts the pages of the first `length` tokens of a sequence, for any `start`: those of the fullest rank.
 
-        The fullest rank has the first block. Each other one leaves at most ceil(append_block / page_size) pages empty.
+        The fullest rank has the first block. Each other rank leaves at most ceil(append_block / page_size) pages empty.
         """
         return -(-self.layout.local_length(length, 0, self.append_block) // self.page_size)
 
     def pages_for_all(self, tokens: int, sequences: int) -> int:
-        """Pages in which any so many sequences of `tokens` tokens in all fit."""
-        # Each sequence but one can round up to one more block, and to one more page.
+        """Computes an upper bound of the pages of `sequences` sequences totalling `tokens` tokens."""
+        # Each sequence but one may round up by a block, and by a page.
         return self.pages_for(tokens) + (sequences - 1) * (-(-self.append_block // self.page_size) + 1)
 
 
 @dataclass(frozen=True)
 class BlockBudget:
-    """How many blocks, of a page each, a query of a block-sparse step reads; sink and window are of all ranks together.
+    """Number of blocks, a page each, that a query of a block-sparse step reads; sink and local ones over all ranks.
 
     Attributes:
         sink_blocks: first blocks of the sequence, always read.
         local_blocks: last blocks, the query's own included, always read.
         topk: blocks chosen between them, on this rank.
-        from_tokens: a query that sees fewer tokens than this reads them all.
+        from_tokens: queries over fewer tokens read all of them.
     """
 
     sink_blocks: int
@@ -95,13 +95,13 @@ class BlockBudget:
 
 @dataclass(frozen=True)
 class KeyBudget:
-    """How many keys of a sequence drafts read; shares are in millionths.
+    """Number of keys of a sequence that drafts read; shares are in millionths.
 
     Attributes:
         sink_tokens: first tokens of the sequence, always read.
-        least: keys of a rank that are read at least.
-        share: of a rank's keys.
-        latest: of those, the share that the sink and the latest keys have whatever is chosen.
+        least: least keys read per rank.
+        share: share of a rank's keys that is read.
+        latest: share of these for the sink and the latest keys, which are always read.
     """
 
     sink_tokens: int
@@ -110,13 +110,13 @@ class KeyBudget:
     latest: int
 
     def of(self, known: Tensor) -> Tensor:
-        """How many of so many local keys are read."""
+        """Computes the number of keys read of `known` local keys."""
         return torch.minimum(((known * self.share + MILLION - 1) // MILLION).clamp(min=self.least), known)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tokens of a sequence live on one kvp rank: round-robin blocks, cut into pages in local order."""
+    """Placement of a sequence's tokens on one kvp rank: round-robin blocks, cut into pages in local order."""
 
     layout: HelixLayout
     kvp_rank: int
@@ -124,12 +124,12 @@ class Placement:
     page_size: int
 
     def bounds(self, positions: Tensor, starts: Tensor, live: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """Local keys `[lo, hi)` that causal queries at global `positions` read; none where not `live`.
+        """Computes the local keys `[lo, hi)` that causal queries at global `positions` read; none unless `live`.
 
         Args:
             positions, starts: int64 [N]; `starts` is the kvp rank of each sequence's first block.
             live: bool [N].
-            window: sliding window in tokens, the query's own included; None for all.
+            window: sliding window in tokens, the query's own included; None: all tokens.
 
         Returns:
             lo, hi: int32 [N].
@@ -142,7 +142,7 @@ class Placement:
     def cache_slots(
         self, positions: Tensor, starts: Tensor, live: Tensor, block_tables: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """Flat cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks or not `live`.
+        """Computes cache slots `page * page_size + offset` of new tokens, -1 for tokens of other ranks or not `live`.
 
         Args:
             positions, starts: int64 [N].
@@ -155,7 +155,7 @@ class Placement:
             return placement.cache_slots(positions, starts, live, block_tables, rows, **where)
         block_tables = block_tables if rows is None else block_tables[rows]
         slot = self.layout.token_slot(positions, self.append_block)
-        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # others' slots may lie past our pages
+        column = (slot // self.page_size).clamp(max=block_tables.shape[1] - 1)  # other ranks' slots may lie beyond
         page = block_tables.gather(1, column[:, None]).squeeze(1).long()
         mine = self.layout.token_owner(positions, self.append_block, starts) == self.kvp_rank
         return torch.where(mine & live, page * self.page_size + slot % self.page_size, -1)
@@ -163,17 +163,17 @@ class Placement:
     def block_ranges(
         self, positions: Tensor, starts: Tensor, live: Tensor, queries: int, budget: BlockBudget
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Which local pages queries read whatever they say, and among which they choose; nothing where not `live`.
+        """Computes the local pages that queries always read, and the candidate pages; none unless `live`.
 
-        Of `pages` local pages, those before `first` (the sink's) and from `last` on (the window's, and all that hold
-        tokens which are not committed) are read anyway.
+        Of `pages` local pages, those before `first` (the sink) and from `last` on (the local blocks, and all pages with
+        uncommitted tokens) are always read.
 
         Args:
             positions, starts: int64 [N], `queries` of each sequence, the first at the sequence's committed length.
             live: bool [N].
 
         Returns:
-            first, last, pages, hi: int32 [N]; `hi` is one past the last key in a table of the pages that are read.
+            first, last, pages, hi: int32 [N]; `hi` is the number of keys in a table of the pages that are read.
         """
         if dispatch.on_gpu(positions):
             where = {"page_size": self.page_size, **self.grid, **asdict(budget)}
@@ -198,15 +198,15 @@ class Placement:
     def draft_ranges(
         self, positions: Tensor, starts: Tensor, live: Tensor, budget: KeyBudget
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Among which local keys drafts choose, those of tokens up to `positions`, and how many they read.
+        """Computes the local keys among which drafts choose, of tokens up to `positions`, and the number they read.
 
         Args:
             positions, starts: int64 [n].
-            live: bool [n]; the others have no keys.
+            live: bool [n]; other sequences have no keys.
 
         Returns:
-            known, counts, sinks, recent: int32 [n]: the first `known` keys are chosen from, `counts` of them are read,
-            the first `sinks` and the last `recent` whatever they score.
+            known, counts, sinks, recent: int32 [n]: the first `known` keys are candidates; `counts` of them are read,
+            always including the first `sinks` and the last `recent`.
         """
         if dispatch.on_gpu(positions):
             return draft_ranges(positions, starts, live, **self.grid, **asdict(budget))
@@ -227,15 +227,15 @@ class Placement:
 
     @property
     def grid(self) -> dict[str, int]:
-        """What kernels need to know of it."""
+        """Keyword arguments of kernels."""
         return {"kvp": self.layout.kvp, "kvp_rank": self.kvp_rank, "append_block": self.append_block}
 
     def parts(self, chunks: Sequence[PromptChunk], starts: Sequence[int], whole: bool) -> tuple[ChunkPart, ...]:
-        """Gives the new tokens of a prefill step pages of the chunk.
+        """Assigns pages of the chunk to the new tokens of a prefill step.
 
         Args:
             starts: kvp rank of each sequence's first block.
-            whole: all tokens are new; else those that no page holds yet.
+            whole: all tokens are new; else only those that no page holds yet.
         """
         parts: list[ChunkPart] = []
         offset = page = 0
@@ -249,19 +249,18 @@ class Placement:
         return tuple(parts)
 
     def touched(self, tokens: int) -> int:
-        """Counts the local pages that a run of so many tokens can lie in."""
+        """Counts the most local pages that a run of `tokens` tokens can lie in."""
         cycle = self.append_block * self.layout.kvp
         return -(-(tokens // cycle + 1) * self.append_block // self.page_size) + 1
 
     def chunk_pages(self, tokens: int, sequences: int) -> int:
-        """Counts the local pages that a prefill step of so many tokens of so many sequences can touch."""
+        """Counts the most local pages of a prefill step of `tokens` tokens of `sequences` sequences."""
         block = self.append_block
         local = -(-tokens // (self.layout.kvp * block)) * block + sequences * block
         return -(-local // self.page_size) + 2 * sequences
 
     def most_blocks(self, budget: BlockBudget, max_length: int) -> int:
-        """Pages that a query of a sequence of up to `max_length` tokens reads, at most."""
-
+        """Computes the most pages that a query of a sequence of up to `max_length` tokens reads."""
         fixed = (budget.sink_blocks + budget.local_blocks) * self.page_size + MAX_QUERIES
         sparse = self.touched(budget.sink_blocks * self.page_size) + budget.topk + self.touched(fixed)
         return min(
@@ -270,20 +269,20 @@ class Placement:
 
     @property
     def stripes(self) -> Stripes:
-        """How sequences fill pages, on all ranks alike."""
+        """Stripes of the layout, the same on all ranks."""
         return Stripes(self.layout, self.append_block, self.page_size)
 
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A sequence's part of a prefill step, where its new tokens go to pages of the chunk first.
+    """A sequence's part of a prefill step whose new tokens go to pages of the chunk first.
 
     Attributes:
-        row: of its slot.
+        row: row of its slot.
         queries: its tokens among the step's.
-        begin, end: its local tokens before and behind what it writes.
-        columns: local pages that it writes to.
-        page: page of the chunk for the first of these, the next ones behind it.
+        begin, end: range of local tokens that it writes.
+        columns: local pages that it writes.
+        page: page of the chunk for the first of these; the next ones follow.
     """
 
     row: int
@@ -296,13 +295,13 @@ class ChunkPart:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens of a prompt that go through the model in one step.
+    """Tokens of a prompt that are computed in one step.
 
     Attributes:
-        slot: of its sequence.
+        slot: slot of its sequence.
         begin: global position of the first token.
         tokens: int64 [m], on the host.
-        known: tokens of the sequence that its pages hold already: of these, states and windows alone are computed.
+        known: tokens of the sequence in its pages already: for these only states and windows are computed.
     """
 
     slot: int
@@ -312,10 +311,10 @@ class PromptChunk:
 
     @property
     def end(self) -> int:
-        """Global position behind the last token."""
+        """Global position after the last token."""
         return self.begin + len(self.tokens)
 
     @property
     def written(self) -> tuple[int, int]:
-        """Tokens of the sequence that its pages hold before and after the step."""
+        """Numbers of the sequence's tokens in its pages before and after the step."""
         return max(self.begin, self.known), max(self.end, self.known)

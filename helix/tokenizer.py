@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint directory."""
+"""Loading of a checkpoint directory's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ def has_tokenizer(path: str | Path | None) -> bool:
 
 
 def check_tokenizer_files(path: str | Path | None) -> None:
-    """Raises ValueError where one is no JSON object; transformers passes over what is no regular file."""
+    """Raises ValueError if a file is not a JSON object; transformers would ignore files that are not regular."""
     for file in sorted(Path(str(path)).glob("*token*.json")) if has_tokenizer(path) else ():
         read_json(file)
 
 
 def load_tokenizer(path: str | Path | None) -> Any | None:
-    """The tokenizer of a checkpoint directory, None where it has none.
+    """Loads the tokenizer of a checkpoint directory; returns None if it has none.
 
     Raises:
         ValueError: it cannot be read.
     """
     if not has_tokenizer(path):
         return None
-    from transformers import AutoTokenizer  # seconds, and rank 0 alone needs it
+    from transformers import AutoTokenizer  # takes seconds, and only rank 0 needs it
 
     check_tokenizer_files(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except BaseException as error:  # the library's own, whatever it met in the files; it may even panic
+    except BaseException as error:  # of any type that the library raises for bad files, including panics
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         what = " ".join(str(error).split())

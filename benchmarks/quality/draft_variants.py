@@ -81,7 +81,7 @@ def oracle(drafter: SparseDrafter) -> SparseDrafter:
 
 
 def logits_of(q: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:
-    """What a step's queries make of each key [n, Hkv, T, group, S]; -inf where they do not read it."""
+    """Returns the scores of a step's queries for each key [n, Hkv, T, group, S]; -inf for keys beyond its own."""
     n = len(step.block_tables)
     _, hi = (bound.view(n, -1) for bound in step.bounds(None))  # [n, T]
     keys = cache.keys[step.block_tables.long()].flatten(1, 2).float()  # [n, S, Hkv, D]

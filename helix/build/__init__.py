@@ -1,1 +1,1 @@
-"""Sizes that a config and the memories allow."""
+"""Construction of an engine, in sizes that a config and the memories allow."""

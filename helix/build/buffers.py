@@ -1,4 +1,4 @@
-"""What a prefill step needs beside weights and KV cache, and how long a chunk it may have."""
+"""Memory of a prefill step besides weights and KV cache, and the chunk length that it allows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 
-MOST = 16384  # tokens of a chunk: products, attention and messages of longer ones are no faster
-SHARE = 16  # of the free memory, one part in so many at most
-SLACK = 1.25  # what the allocator loses between buffers of several sizes
+MOST = 16384  # tokens of a chunk: longer ones are not faster per token
+SHARE = 16  # buffers take at most 1 / SHARE of the free memory
+SLACK = 1.25  # factor for the allocator's fragmentation
 
 
 def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> int:
-    """Bytes that a token of a prefill step takes on a rank, its KV apart, where a layer needs most.
+    """Counts the bytes per token of a prefill step on a rank, without KV, in the layer that needs most.
 
-    Both halves of a layer have the residual stream beside what they need themselves.
+    Both halves of a layer hold the residual stream besides their own buffers.
     """
     attention = max(layer.mixer.buffers(layout, rank) for layer in spec.layers)
     ffn = max(layer.ffn.buffers(layout, rank, spec.hidden) for layer in spec.layers)
@@ -25,5 +25,5 @@ def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torc
 
 
 def longest_chunk(token_bytes: int, free: int) -> int:
-    """Tokens of a prefill step, a power of two, whose buffers leave most of `free` bytes to the KV cache."""
+    """Returns the most tokens of a prefill step, a power of two, that leave most of `free` bytes to the KV cache."""
     return min(MOST, 1 << max(free // SHARE // token_bytes, 1).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""An engine with its cache and its drafter, in sizes that a config and the memory of all ranks allow."""
+"""Construction of an engine, its cache and its drafter, in sizes that the memory of all ranks allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, short_windows, slot_bytes, with_bounds
+from helix.memory.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds, without_long_rings
 from helix.models import Decoder, DecoderSpec
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
@@ -32,7 +32,7 @@ from helix.speculation import (
 
 
 def draft_budget(config: SpeculationConfig) -> DraftBudget:
-    """Which keys the drafts of speculation.drafter=sparse read."""
+    """Returns the selection of the keys that drafts read with speculation.drafter=sparse."""
     return DraftBudget(config.policy, config.sparsity)
 
 
@@ -47,7 +47,7 @@ def make_drafter(
     max_length: int,
     chunk: int,
 ) -> Drafter:
-    """The drafter that a config names, for an engine of these sizes."""
+    """Creates the drafter that a config names, for an engine of these sizes."""
     speculation = config.speculation
     match speculation.drafter:
         case "ngram":
@@ -87,22 +87,22 @@ def make_cache(
     config: Config, spec: DecoderSpec, placement: Placement, comm: Communicator, dtype: torch.dtype, max_batch: int,
     wanted: int, drafts: int, of_draft: int, chunk: int, room: int,
 ) -> KVCache:  # fmt: skip
-    """A cache on the GPU with room for `wanted` tokens over all ranks, or for as many as its memory allows.
+    """Creates a cache on the GPU for `wanted` tokens over all ranks, or for as many as its memory allows.
 
     Args:
         of_draft: bytes of a draft model's page.
         chunk: most tokens of a prefill step.
-        room: bytes that there are for the cache.
+        room: bytes available to the cache.
 
     Raises:
-        ConfigError: kv.tokens does not fit, or not a single page does.
+        ConfigError: kv.tokens does not fit, or not even one page.
     """
     kv, page_size = config.kv, placement.page_size
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.stored if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype)
-    keeps = short_windows(keeps if score is None else with_bounds(keeps))
+    keeps = without_long_rings(keeps if score is None else with_bounds(keeps))
     of_page = sum(page_bytes(kept, page_size) for kept in keeps) + of_draft
     beside_pages = slot_bytes(keeps, placement, max_batch, drafts + 1, chunk)
     tables = 0
@@ -143,16 +143,16 @@ def build_engine(
     draft: DraftModel | None = None,
     max_length: int | None = None,
 ) -> Engine:
-    """An engine with room for `wanted_tokens` tokens of KV over all ranks, or for as many as memory or kv.tokens allow.
+    """Creates an engine with KV for `wanted_tokens` tokens over all ranks, or as many as memory or kv.tokens allow.
 
-    The buffers of its longest prefill chunk are set aside before pages are counted.
+    The buffers of its longest prefill chunk are reserved before pages are counted.
 
     Args:
-        draft: of speculation.drafter=model; its cache has as many pages.
-        max_length: the most tokens of one sequence; None: as many as the model and the cache allow.
+        draft: the model of speculation.drafter=model; its cache has as many pages.
+        max_length: most tokens of one sequence; None: as many as the model and the cache allow.
 
     Raises:
-        ConfigError: kv.tokens does not fit, or not a single page does; or a host does not give what kv.host_bytes says.
+        ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
     """
     spec, kv = model.spec, config.kv
     placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
@@ -183,7 +183,7 @@ def build_engine(
         max_length=most,
         policy=make_policy(config.attention, placement, most, comm, kv),
         drafter=drafter,
-        # One choice over all ranks is an exchange of its own in the middle of attention.
+        # One choice over all ranks is itself an exchange inside attention, which chunks would split.
         hopb="none" if together else config.hopb.chunks,
     )
     return Engine(

@@ -1,4 +1,4 @@
-"""A cache in host memory, in sizes that two memories allow."""
+"""Construction of a cache in host memory, in sizes that both memories allow."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
 from helix.models import DecoderSpec
 from helix.placement import Placement
 
-# Attention of a chunk computes so much while a byte comes: a chunk of 4,096 takes 2.4 times as long as its prefix, at
-# Qwen2.5-7B's shape on an H200 with PCIe 5.
+# FLOPs of a chunk's attention in the time of a byte over the link: a chunk of 4,096 takes 2.4 times as long as fetching
+# its prefix, at Qwen2.5-7B's shape on an H200 with PCIe 5.
 FLOPS_A_BYTE = 12_000
-PIECE_TOKENS = 32768  # before a prompt's chunk that come at once: merging what was found there takes 2% of attention
+PIECE_TOKENS = 32768  # tokens before a prompt chunk that are fetched at once: the merge then takes 2% of attention
 
 
 @dataclass(frozen=True)
 class TieredBytes:
-    """Bytes that a cache in host memory takes on one rank's GPU.
+    """Bytes of a cache in host memory on one rank's GPU.
 
     Attributes:
-        fixed: rings, and what prompts go through.
-        page: of a page: what stands for it, and where its blocks are.
-        place: of a hot place of every KV head, in all layers.
+        fixed: bytes of rings, of prompt chunks and of pieces before them.
+        page: bytes per page: its key bounds, and the places of its blocks.
+        place: bytes of one hot place for every KV head, in all layers.
     """
 
     fixed: int
@@ -44,7 +44,7 @@ class TieredBytes:
 def tiered_bytes(
     keeps: Sequence[tuple[Keeps, ...]], placement: Placement, max_batch: int, drafts: int, chunk: int
 ) -> TieredBytes:
-    """How the GPU's share is made up."""
+    """Counts the bytes on the GPU."""
     paged = [kept[0] for kept in keeps if kept[0].is_paged]
     (heads, dim), dtype, page, layers = paged[0].entry, paged[0].dtype, placement.page_size, len(paged)
     block = 2 * page * dim * dtype.itemsize
@@ -59,7 +59,7 @@ def tiered_bytes(
 
 
 def piece_pages(page_size: int) -> int:
-    """Pages of two pieces: one comes while the other is read."""
+    """Counts the pages of two pieces: one is fetched while the other is read."""
     return 2 * -(-PIECE_TOKENS // page_size)
 
 
@@ -76,18 +76,18 @@ def make_tiered(
     chunk: int,
     room: int,
 ) -> TieredCache:
-    """A cache with room for `wanted` tokens over all ranks, or for as many as both memories allow; a collective call.
+    """Creates a cache for `wanted` tokens over all ranks, or for as many as both memories allow; a collective call.
 
-    Every page is counted in host memory. On the GPU it takes what stands for it; what is left behind the least that
-    `max_batch` sequences choose at once holds hot blocks.
+    Every page takes host memory, and its key bounds take GPU memory. The rest of the GPU's share holds hot blocks, at
+    least those that `max_batch` sequences choose at once.
 
     Args:
         of_draft: bytes on the GPU of a draft model's page.
         chunk: most tokens of a prefill step.
-        room: bytes of the GPU that there are for the cache, where kv.gpu_bytes does not say.
+        room: bytes of the GPU available to the cache if kv.gpu_bytes is unset.
 
     Raises:
-        ConfigError: too little of either memory, or the host does not give it.
+        ConfigError: either memory is too small, or the host cannot pin it.
     """
     kv, device = config.kv, comm.device
     keeps = spec.keeps(placement.layout, comm.rank, dtype)
@@ -146,13 +146,13 @@ def make_tiered(
 
 
 def least_chunk(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Prompt tokens of a chunk whose attention takes as long as what lies before the chunk takes to come."""
+    """Computes the tokens of a prompt chunk whose attention takes as long as fetching the tokens before it."""
     group = spec.attention.q_heads / spec.attention.kv_heads
     return math.ceil(FLOPS_A_BYTE * dtype.itemsize / (2 * group))
 
 
 def of_short_chunks(config: Config, spec: DecoderSpec, dtype: torch.dtype, chunk: int) -> str | None:
-    """A warning where prompts wait for the link, since chunks are short; None where they do not."""
+    """Returns a warning if chunks are so short that prompts wait for the link; else None."""
     if config.kv.tier == "gpu" or chunk >= (least := least_chunk(spec, dtype)):
         return None
     return (

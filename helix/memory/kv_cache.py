@@ -164,21 +164,18 @@ class KVCache(Follower):
                 tensor = group.tensors[kept.name]
                 if kept.per == "slot":
                     tensor[:, slot].fill_(0)
-                elif kept.reach is not None and admission.resumes:
-                    # The window before the resumed token is lost: zeros keep the recomputed tokens' inputs finite.
+                elif kept.reach is not None:
+                    # A prompt may resume behind tokens that its ring lacks: zeros keep what it computes first finite.
                     pages = self.rings[kept.reach]
                     tensor[:, slot * pages : (slot + 1) * pages].fill_(0)
 
     def prefilled(self, chunk: Prefilled) -> None:
         for reach in self.rings.keys() - {None}:
             pages = self.rings[reach]
-            last = [
-                (part, range(part.begin // self.placement.page_size + 1, part.columns.stop)) for part in chunk.parts
-            ]
             moved = [
                 (self._slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
-                for part, columns in last
-                for column in columns[-pages:]
+                for part in chunk.parts
+                for column in part.columns[1:][-pages:]  # the first one is in the ring already
             ]
             if moved:
                 sources, to = (to_device(torch.tensor(x), self.device) for x in zip(*moved, strict=True))
@@ -206,8 +203,8 @@ class KVCache(Follower):
                     group.tensors[kept.name][:, to] = group.tensors[kept.name][:, sources]
 
 
-def short_windows(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
-    """Puts windows of more than RING_MOST tokens into pages: rings would take more than most sequences."""
+def without_long_rings(keeps: Sequence[tuple[Keeps, ...]]) -> list[tuple[Keeps, ...]]:
+    """Returns what layers keep, with windows of more than RING_MOST tokens in pages instead of rings."""
     return [
         tuple(replace(k, reach=None) if k.reach is not None and k.reach > RING_MOST else k for k in kept)
         for kept in keeps

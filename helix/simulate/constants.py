@@ -1,4 +1,4 @@
-"""Constants of a hardware from timed kernels and collectives: straight lines through seconds over bytes."""
+"""Constants of a hardware from timed kernels and collectives, by linear fits of seconds over bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from helix.simulate.hardware import EXTRAPOLATED, MEASURED, Collective, Constant
 
 Row = Mapping[str, Any]
 OPS = {"exchange": "all_to_all", "all_reduce_norm": "all_reduce", "all_gather": "all_gather"}
-SLOPE_BYTES = 65536  # sent by the largest message: below it, a line's slope says nothing about the rate
-LEAST_S = 1e-7  # of a fixed time: where a line through noise would start below nothing
+SLOPE_BYTES = 65536  # least size of the largest message for a slope to show the rate
+LEAST_S = 1e-7  # least fixed time: noise could make it negative
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fixed seconds and bytes/s of `seconds = fixed + bytes / rate`, with the least squared relative error.
+    """Fits `seconds = fixed + bytes / rate` with the least squared relative error; returns fixed seconds and bytes/s.
 
-    One point, or points that do not rise, are taken as rate alone.
+    A single point, or points that do not rise, give only a rate.
     """
     x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if len(set(sizes)) > 1:
@@ -32,7 +32,7 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """Read rate and kernel time, from rows with bytes and seconds; KV heads make no difference to them."""
+    """Sets the read rate and the kernel time from rows with bytes and seconds, for any number of KV heads."""
     fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
     of = f"flash_decode, {_range(row['bytes'] for row in rows)}"
     return replace(
@@ -43,7 +43,7 @@ def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def prices(columns: Sequence[Sequence[float]], over: Sequence[float], took: Sequence[float]) -> list[float]:
-    """What each column costs, none less than nothing, with the least squared error of `over` relative to `took`."""
+    """Fits a non-negative cost of each column, with the least squared error of `over` relative to `took`."""
     left = list(range(len(columns)))
     weight = 1 / np.asarray(took, dtype=float)
     weighted, found = [np.asarray(column, dtype=float) * weight for column in columns], np.zeros(len(columns))
@@ -57,8 +57,10 @@ def prices(columns: Sequence[Sequence[float]], over: Sequence[float], took: Sequ
 
 
 def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """The price of finding: what choosing blocks and attention over them take beyond their bytes at the read rate and
-    what attention alone takes; from rows with bytes, those of bounds, sequences, seconds and topk."""
+    """Sets the cost of finding blocks: the time of choice and attention beyond their bytes and a kernel's fixed time.
+
+    Rows have bytes, bytes of bounds, sequences, seconds and topk.
+    """
     rate, fixed = base.read_bytes_per_s.value, base.kernel_s.value
     over = [row["seconds"] - row["bytes"] / rate - fixed for row in rows]
     columns = [1.0 for _ in rows], [row["batch"] for row in rows], [row["bounds"] / rate for row in rows]
@@ -74,7 +76,7 @@ def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def link(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """The link's rate and the price of fetching, from rows with bytes, seconds and resolve_seconds."""
+    """Sets the link's rate and the fixed time of a fetch, from rows with bytes, seconds and resolve_seconds."""
     fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
     at_once = f"copy_blocks from host memory, {_range(row['bytes'] for row in rows)}, on {rows[0]['gpus']} GPUs at once"
     price = fixed + float(np.median([row["resolve_seconds"] for row in rows]))
@@ -86,7 +88,7 @@ def link(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads), from rows with flops too."""
+    """Sets MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads); rows have flops too."""
     fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
     first = max((row for row in rows if row["heads"] == fewest), key=lambda row: row["bytes"])
     busy = max(first["seconds"] - base.kernel_s.value, LEAST_S)
@@ -99,7 +101,7 @@ def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
-    """What a projection takes beyond its bytes at the read rate, by rows of its input; with rows, bytes, seconds."""
+    """Sets the time of a projection beyond its bytes at the read rate, by rows of input; rows have rows too."""
     product_s = {}
     for count in sorted({row["rows"] for row in rows}):
         same = [r for r in rows if r["rows"] == count]
@@ -110,7 +112,7 @@ def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
 
 
 def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
-    """Latency by width and rate of each, from rows of `helix bench comm`; `key`: its column, symm_us or nccl_us."""
+    """Fits latency by width and rate, from rows of `helix bench comm`; `key`: their column, symm_us or nccl_us."""
     by_op: dict[str, Collective] = {}
     for name, op in OPS.items():
         same = [row for row in rows if row["op"] == name]
@@ -141,7 +143,7 @@ def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
 
 
 def assumed(hardware: Hardware) -> Hardware:
-    """The same numbers as nothing but an assumption: extrapolated, from this hardware."""
+    """Marks all numbers of a hardware as extrapolated, as assumptions for another one."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Constant):

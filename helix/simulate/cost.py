@@ -1,4 +1,4 @@
-"""Costs of single operations, and the closed formulas of the paper: pure functions, of numbers or arrays alike.
+"""Costs of single operations, and the closed formulas of the paper: pure functions of numbers or arrays.
 
 Units: bytes, FLOPs, seconds. Sources: Helix Parallelism, appendix A and section 2.1.3.
 """
@@ -17,7 +17,7 @@ Number = Any  # int, float or array: one formula serves all
 def kv_read_s(
     batch: Number, kv_heads: Number, head_dim: int, length: Number, tpa: Number, kvp: Number, item: float, rate: float
 ) -> Number:
-    """Seconds to read one layer's K and V of `batch` sequences (appendix A, first formula)."""
+    """Computes the seconds to read one layer's K and V of `batch` sequences (appendix A, first formula)."""
     return batch * 2 * np.ceil(kv_heads / tpa) * head_dim * (length / kvp) * item / rate
 
 
@@ -33,10 +33,10 @@ def weight_read_s(
     rate: float,
     output: str = "tpa",
 ) -> Number:
-    """Seconds to read one layer's weights (appendix A, second formula).
+    """Computes the seconds to read one layer's weights (appendix A, second formula).
 
     Args:
-        output: how the output projection is divided: `tpa`, as in the appendix, or `tpf`, as in section 2.2.
+        output: division of the output projection: `tpa`, as in the appendix, or `tpf`, as in section 2.2.
     """
     query = hidden * (q_heads / tpa) * head_dim
     projected = hidden * q_heads * head_dim / {"tpa": tpa, "tpf": tpf}[output]
@@ -45,26 +45,26 @@ def weight_read_s(
 
 
 def pipelined(compute: Number, exchange: Number, chunks: Number) -> Number:
-    """Length of `chunks` pieces of compute, each exchanged while the next is computed (HOP-B, figure 3)."""
+    """Computes the time of `chunks` pieces, each exchanged while the next is computed (HOP-B, figure 3)."""
     return np.maximum(chunks * compute + exchange, compute + chunks * exchange)
 
 
 def experts_touched(experts: int, top_k: int, tokens: Number) -> Number:
-    """Expected number of experts that `tokens` choose, each `top_k` of them evenly."""
+    """Computes the expected number of distinct experts that `tokens` choose, each `top_k` uniformly."""
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 def tokens_per_step(gamma: int, acceptance: float) -> float:
-    """Expected tokens of a speculative step: `gamma` drafted ones, each accepted with `acceptance`, and one more."""
+    """Computes the expected tokens of a step with `gamma` drafts of probability `acceptance`, and one more token."""
     return sum(acceptance**i for i in range(gamma + 1))
 
 
 def sent_bytes(op: str, width: Number, message: Number) -> Number:
-    """What leaves one rank.
+    """Computes the bytes that one rank sends.
 
     Args:
-        message: all_to_all: what a rank has for all, its own part included; all_reduce: the tensor; all_gather: the
-            gathered tensor; send: the tensor.
+        message: bytes of all_to_all: a rank's parts for all ranks, its own included; all_reduce and send: the tensor;
+            all_gather: the gathered tensor.
     """
     if op == "send":
         return message
@@ -72,10 +72,10 @@ def sent_bytes(op: str, width: Number, message: Number) -> Number:
 
 
 def collective_s(hardware: Hardware, op: str, width: Array, message: Array) -> tuple[Array, Array, Array]:
-    """Latency and transfer, in seconds, and provenance; nothing among one rank."""
+    """Computes latency and transfer, in seconds, and provenance; 0 for a single rank."""
     known = hardware.collectives[op]
     latency, level = known.latency(np.maximum(width, 2))
-    # Within what was measured, latency is nearly all; beyond, the rate counts.
+    # Up to the measured sizes latency dominates; beyond them the rate counts.
     beyond = max(EXTRAPOLATED, known.bytes_per_s.level)
     level = np.where(message > known.measured_bytes, np.maximum(level, beyond), level)
     many = width > 1
@@ -93,17 +93,17 @@ def attention_and_exchange_s(
     chunk_s: float,
     chunks: int | None = None,
 ) -> Array:
-    """Seconds of a layer's attention and its exchange together, kernel launch of the attention left out.
+    """Computes the seconds of a layer's attention and exchange together, without the attention's kernel launch.
 
-    Batched: one message for all sequences of a chunk; its latency counts once, behind the last chunk, and under HOP-B
-    the number of chunks (powers of two up to the batch) is the best. Serial: each sequence has a collective of its own.
+    Batched: one message for all sequences of a chunk; its latency counts once, after the last chunk, and HOP-B uses the
+    best number of chunks, a power of two up to the batch. Serial: each sequence has its own collective.
 
     Args:
         data: seconds of attention over the whole batch.
         latency, wire: seconds of the exchange of the whole batch.
-        hopb: whether the exchange of one chunk runs beside the attention of the next.
-        chunk_s: what a further chunk costs.
-        chunks: how many there are, where the batch is that large; None: the best number.
+        hopb: whether the exchange of one chunk overlaps the attention of the next.
+        chunk_s: seconds of each further chunk.
+        chunks: number of chunks, if the batch is large enough; None: the best number.
     """
     if serial:
         one = latency + wire / batch

@@ -1,4 +1,4 @@
-"""Block-sparse attention beside dense: from which length on a step with it takes no longer."""
+"""Comparison of block-sparse with dense attention: the length from which on it is no slower."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from helix.simulate.plan import Choice, Question, Ranking
 from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import predict
 
-BATCHES = (1, 2, 4, 8)  # that are named beside the question's
+BATCHES = (1, 2, 4, 8)  # reported besides the question's
 
 
 def crossover(gain: Callable[[int], float], most: int) -> int | None:
-    """The fewest tokens at which `gain` is not negative; it rises. None: it is negative at `most` tokens."""
+    """Finds the least length at which the increasing `gain` is not negative; None: it is negative at `most`."""
     if gain(most) < 0:
         return None
     return 1 + bisect_left(range(1, most), True, key=lambda length: gain(length) >= 0)
 
 
 def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: Sparse | None) -> float:
-    """Seconds of a token with a choice's layout, chunks and drafts, at another batch, length and attention."""
+    """Predicts the seconds of a token with a choice's layout, chunks and drafts, at any batch, length and attention."""
     q, row = question, choice.layout
     points = Points.of(row.mode, batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
     options: Options = replace(
@@ -32,15 +32,15 @@ def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: S
 
 
 def dense_ttl_s(question: Question, choice: Choice) -> float:
-    """Seconds of a token with dense attention and all else as chosen."""
+    """Predicts the seconds of a token with dense attention and the rest as chosen."""
     return ttl_s(question, choice, choice.batch, question.length, None)
 
 
 def pays_from(question: Question, choice: Choice, batch: int | None = None) -> int | None:
-    """Tokens from which on sparse attention takes no longer than dense; None: nowhere in the model's context.
+    """Returns the least length at which sparse attention is no slower than dense; None: none in the model's context.
 
     Args:
-        batch: instead of the choice's.
+        batch: batch to use instead of the choice's.
     """
     sparse = question.options.sparse
     assert sparse is not None
@@ -54,7 +54,7 @@ def pays_from(question: Question, choice: Choice, batch: int | None = None) -> i
 
 
 def compared(ranking: Ranking) -> str:
-    """Dense attention beside sparse in words: which is faster here, and below which length dense is."""
+    """Describes in words whether sparse or dense attention is faster here, and the length below which dense is."""
     q, first = ranking.question, ranking.choices[0]
     sparse = q.options.sparse
     assert sparse is not None

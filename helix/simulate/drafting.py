@@ -1,4 +1,4 @@
-"""A model that drafts for itself beside plain decoding: whether that pays, and from which length on."""
+"""Comparison of self-speculation with plain decoding: the gain, and the length from which on it pays."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from helix.simulate.plan import Choice, Question, Ranking, plan
 
 
 def drafted_ttl_s(question: Question, choice: Choice, length: int) -> tuple[float, int]:
-    """Seconds of a token with a choice's layout and the best number of drafts, at least 1; and that number."""
+    """Predicts a token's seconds with a choice's layout and the best number of drafts, at least 1; and that number."""
     q = question
     return min((ttl_s(q, replace(choice, gamma=n), choice.batch, length, None), n) for n in q.gammas if n)
 
 
 def pays_from(question: Question, choice: Choice) -> int | None:
-    """Tokens from which on drafts take no longer than plain decoding; None: nowhere in the model's context."""
+    """Returns the least length at which drafts are no slower than plain decoding; None: none in the model's context."""
     plain = replace(choice, gamma=0)
 
     def gain(length: int) -> float:
@@ -25,7 +25,7 @@ def pays_from(question: Question, choice: Choice) -> int | None:
 
 
 def compared(ranking: Ranking) -> str:
-    """In words: which is faster here, and below which length plain decoding is."""
+    """Describes in words which is faster here, and the length below which plain decoding is."""
     q, first = ranking.question, ranking.choices[0]
     assert q.sparsity is not None
     over = f"over {q.sparsity:.3g} of the keys"

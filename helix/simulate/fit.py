@@ -1,4 +1,4 @@
-"""Constants of a hardware that make recorded decode steps come out right."""
+"""Fit of a hardware's constants to recorded decode steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
 from kernels.dense.linear_sm90 import MAX_ROWS, MIN_ROWS
 
-LARGEST, LEAST = 0.32, 0.0025  # relative changes of a constant that are tried, each half of the one before
+LARGEST, LEAST = 0.32, 0.0025  # first and last relative change of a constant that is tried; each is half the previous
 PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Points of one model and length, and the seconds [n] that their steps took."""
+    """Points of one model and length, with the measured seconds [n] of their steps."""
 
     spec: DecoderSpec
     points: Points
@@ -28,17 +28,17 @@ class Measured:
 
 
 def errors(hardware: Hardware, steps: Sequence[Measured], options: Options) -> Array:
-    """log(predicted / measured) of all points, one after the other."""
+    """Computes log(predicted / measured) of all points."""
     predicted = [predict(m.spec, hardware, m.points, m.length, options).ttl_s for m in steps]
     return np.log(np.concatenate(predicted) / np.concatenate([m.ttl_s for m in steps]))
 
 
 def fit(hardware: Hardware, steps: Sequence[Measured], options: Options, source: str) -> Hardware:
-    """`hardware` with those constants changed that no kernel shows alone, so that the mean of |log error| is least.
+    """Fits the constants that no single kernel's timing shows, to minimise the mean of |log error|.
 
-    Fitted are the read rate, what a kernel takes beyond its bytes, and what a projection does, of one row and of
-    several; the library's, of more, stays. One at a time is moved up and down, by ever smaller steps: the same points
-    give the same constants.
+    These are the read rate, the time of a kernel beyond its bytes, and that of a projection, of one row and of several;
+    the library's time, for more rows, stays. Each is moved up and down in turn, by ever smaller steps: the result is
+    deterministic.
     """
     known = hardware.product_s or {1: hardware.kernel_s}
     one, several = (known[min(known, key=lambda other: abs(other - rows))] for rows in (1, MAX_ROWS))
@@ -90,6 +90,6 @@ def _times(constant: Constant, factor: float) -> Constant:
 
 
 def quantiles(sizes: Iterable[float]) -> tuple[float, float]:
-    """Median and p90 of |predicted / measured - 1|, from errors as `errors` gives them."""
+    """Computes the median and p90 of |predicted / measured - 1| from the results of `errors`."""
     relative = np.abs(np.expm1(np.array(list(sizes))))
     return float(np.median(relative)), float(np.quantile(relative, 0.9))

@@ -1,4 +1,4 @@
-"""Hardware as data: every number has a provenance and a source, and goes with what is computed from it."""
+"""Hardware as data: every number has a provenance and a source, which results inherit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# From what was seen on this hardware to what its vendor promises; a result is worth its worst input.
+# From measured on this hardware to promised by its vendor; a result has the provenance of its worst input.
 PROVENANCE = ("measured", "interpolated", "extrapolated", "roofline")
 MEASURED, INTERPOLATED, EXTRAPOLATED, ROOFLINE = range(4)
-BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0}  # scales of block formats not counted
+BYTES = {"fp4": 0.5, "fp8": 1.0, "bf16": 2.0}  # without the scales of block formats
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "send")
 
 Array = NDArray[Any]
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Constant:
-    """A number, how it is known (an index into PROVENANCE) and where from."""
+    """A number with its provenance (an index into PROVENANCE) and source."""
 
     value: float
     level: int
@@ -28,7 +28,7 @@ class Constant:
 
 
 def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
-    """Value and provenance at each of `sizes`: between known ones interpolated (log2), beyond them the last one."""
+    """Interpolates value and provenance at `sizes` between known ones (log2); beyond them the last one counts."""
     at = np.array(sorted(known))
     values = np.interp(np.log2(sizes), np.log2(at), [known[size].value for size in at])
     inside = (sizes >= at[0]) & (sizes <= at[-1])
@@ -38,12 +38,12 @@ def between(known: Mapping[int, Constant], sizes: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Collective:
-    """seconds = latency(width) + bytes that a rank sends / rate.
+    """Cost model of a collective: seconds = latency(width) + bytes that a rank sends / rate.
 
     Attributes:
-        latency_s: by number of ranks; between them logarithmically interpolated, beyond them extrapolated.
-        bytes_per_s: of what leaves one rank.
-        measured_bytes: messages above it are extrapolated.
+        latency_s: latency by number of ranks; between these interpolated logarithmically, beyond them extrapolated.
+        bytes_per_s: rate of the bytes that one rank sends.
+        measured_bytes: size above which messages are extrapolated.
     """
 
     latency_s: Mapping[int, Constant]
@@ -51,7 +51,7 @@ class Collective:
     measured_bytes: float
 
     def latency(self, width: Array) -> tuple[Array, Array]:
-        """Seconds and provenance for each width."""
+        """Returns the seconds and provenance for each width."""
         seconds, level = between(self.latency_s, width)
         last = sorted(self.latency_s)[-2:]
         if len(last) > 1:
@@ -62,32 +62,32 @@ class Collective:
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs of one NVLink domain.
+    """GPUs of one NVLink domain, with their measured or assumed constants.
 
     Attributes:
-        gpus: how many there are.
-        memory_bytes: of one GPU.
-        read_bytes_per_s: that a read of much more than the caches reaches.
+        gpus: number of GPUs.
+        memory_bytes: memory of one GPU.
+        read_bytes_per_s: rate of reads much larger than the caches.
         flops: dense matrix rate by dtype.
-        kernel_s: what a kernel of a captured step takes beyond its bytes and FLOPs: launch, ramp, tail, and the small
+        kernel_s: time of a kernel in a captured step beyond its bytes and FLOPs: launch, ramp, tail, and the small
             kernels beside it (norms, RoPE, append, merging of splits).
-        product_s: the same of a projection, by rows of its input; empty: as any kernel.
-        latent_share: of the read rate that MLA's attention reaches; None: all of it.
-        latent_flops: FLOP/s of MLA's attention, where its heads and not its bytes take the time; None: as any product.
-        chunk_s: what each further HOP-B chunk of a layer costs.
-        collectives: of the runtime's own kernels, where it has them on this hardware.
-        nccl: those of the library; empty: not measured.
-        finding_s: the price of finding: what block-sparse attention of a layer takes beyond its bytes (of chosen blocks
-            and of what stands for all) and beyond kernel_s, which dense attention takes as well. None: not known.
-        finding_sequence_s: the same of each sequence; None: nothing.
-        bounds_share: of the read rate, at which that goes through the choice which stands for all blocks; None: all.
-        link_bytes_per_s: from host memory to a GPU, in chosen blocks, while all GPUs fetch. None: not known.
-        fetch_s: what finding out which of a layer's blocks have to come, and fetching them, take beyond these bytes.
-        gather_share: of the read rate that attention over single chosen keys reaches; as the next two, for a model that
-            drafts for itself, and None where it is not known.
-        collect_share: of the attention of a step that leaves scores of its keys: what this takes besides.
-        select_s: choosing the keys of the next drafts in all layers, beyond the bytes of scores.
-        select_bytes_per_s: at which scores go through this choice, whose instructions take longer than its reads.
+        product_s: the same for a projection, by rows of its input; empty: as any kernel.
+        latent_share: share of the read rate that MLA's attention reaches; None: all of it.
+        latent_flops: FLOP/s of MLA's attention with many heads; None: as any product.
+        chunk_s: time of each further HOP-B chunk of a layer.
+        collectives: the runtime's own collectives, if it has them on this hardware.
+        nccl: the library's collectives; empty: not measured.
+        finding_s: time per layer of block-sparse attention beyond its bytes (chosen blocks and all key bounds) and
+            beyond kernel_s, which dense attention takes as well; None: unknown.
+        finding_sequence_s: the same per sequence; None: 0.
+        bounds_share: share of the read rate at which the choice reads key bounds; None: all.
+        link_bytes_per_s: rate from host memory to a GPU, in chosen blocks, while all GPUs fetch; None: unknown.
+        fetch_s: fixed time per layer of finding the missing blocks and fetching them.
+        gather_share: share of the read rate that attention over single chosen keys reaches; for self-speculation, like
+            the next three; None: unknown.
+        collect_share: additional time of attention that writes scores, as a share of the attention.
+        select_s: time of choosing the keys of the next drafts in all layers, beyond the bytes of scores.
+        select_bytes_per_s: rate at which the choice reads scores; its instructions take longer than its reads.
     """
 
     name: str
@@ -114,10 +114,10 @@ class Hardware:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Hardware:
-        """The hardware of a `conf/hardware/*.yaml`.
+        """Creates the hardware of a `conf/hardware/*.yaml`.
 
         Raises:
-            ValueError: a number is missing, is none, or lacks its provenance or source.
+            ValueError: a number is missing or invalid, or lacks its provenance or source.
         """
         name = data.get("name")
         if not isinstance(name, str):
@@ -180,7 +180,7 @@ class Hardware:
         )
 
     def to_mapping(self) -> dict[str, Any]:
-        """What `from_mapping` reads."""
+        """Converts the hardware to a mapping for `from_mapping`."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, Constant):
@@ -195,7 +195,7 @@ class Hardware:
         return {key: value for key, value in values.items() if value not in (None, {})}
 
     def over_nccl(self) -> Hardware:
-        """The same hardware where the library does the collectives.
+        """Returns the same hardware with the library's collectives.
 
         Raises:
             ValueError: they were not measured.
@@ -205,17 +205,17 @@ class Hardware:
         return replace(self, collectives=self.nccl)
 
     def rate(self, dtype: str) -> Constant:
-        """FLOP/s in `dtype`.
+        """Returns the FLOP/s in `dtype`.
 
         Raises:
-            ValueError: this hardware has no such arithmetic, or nothing is known about it.
+            ValueError: the rate is unknown.
         """
         if dtype not in self.flops:
             raise ValueError(f"{self.name} has no rate for {dtype}; known: {', '.join(self.flops)}")
         return self.flops[dtype]
 
     def scaled(self, *, kernel: float = 1.0, collective: float = 1.0, read: float = 1.0, link: float = 1.0) -> Hardware:
-        """The same hardware with other kernel times, collective latencies, read and link rates; 0 leaves times out."""
+        """Scales kernel times, collective latencies, read and link rates; 0 removes times."""
 
         def by(constant: Constant, factor: float) -> Constant:
             return replace(constant, value=constant.value * factor)

@@ -1,7 +1,7 @@
-"""The phases of a decoder layer and what each takes: bytes read, FLOPs, launches and messages of the slowest rank.
+"""Phases of a decoder layer and their costs: bytes read, FLOPs, launches and messages of the slowest rank.
 
-Weights and KV are read from memory once a step; activations stay in the caches. Shares are whole heads, columns and
-experts, and the largest share counts; KV is divided evenly. Experts are chosen evenly and independently.
+Weights and KV are read from memory once per step; activations stay in GPU caches. Shares are whole heads, columns and
+experts, and the largest share counts; KV is divided evenly. Experts are chosen uniformly and independently.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from helix.simulate.points import DP, HELIX, MEDHA, Options, Points, Sparse
 from helix.speculation.sparse import LEAST_KEYS
 from kernels.attention.flash_decode import score_planes
 
-SEVERAL = 32  # rows, beyond which a projection is the library's; experts are not
+SEVERAL = 32  # most rows of our projection kernels, beyond which the library's run; experts always use ours
 SELECT_LAUNCHES = 5  # kernels/sparse/select_tokens.py
 SCORE_BYTES, SLOT_BYTES = 2, 4
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Arrays [n]: what one phase takes on the slowest rank, in all layers that were added up.
+    """Cost of one phase on the slowest rank, summed over layers, as arrays [n].
 
     Attributes:
-        sent: bytes that leave the rank.
-        launches: kernels and collectives.
+        sent: bytes sent by the rank.
+        launches: number of kernels and collectives.
         level: provenance, an index into hardware.PROVENANCE.
     """
 
@@ -47,7 +47,7 @@ class Phase:
     level: Array
 
     def arrays(self) -> tuple[Array, ...]:
-        """All that add up, and the provenance last."""
+        """Returns the additive arrays, then the provenance."""
         return self.seconds, self.bytes, self.flops, self.sent, self.launches, self.level
 
     def __getitem__(self, chosen: Array) -> Phase:
@@ -64,13 +64,13 @@ class Phase:
         return Phase(self.name, *[*added, np.maximum(level, other_level)])
 
     def where(self, condition: Array, other: Phase) -> Phase:
-        """This one where the condition holds, the other elsewhere."""
+        """Selects this phase where the condition holds, the other elsewhere."""
         pairs = zip(self.arrays(), other.arrays(), strict=True)
         return Phase(self.name, *(np.where(condition, a, b) for a, b in pairs))
 
 
 def _up(a: Any, b: Any) -> Any:
-    """a / b, rounded up."""
+    """Divides a by b, rounding up."""
     return -(-a // b)
 
 
@@ -78,7 +78,7 @@ class Layer:
     """Costs of a layer's two halves over all points.
 
     Args:
-        drafting: of a step in which the model drafts for itself, not of the one that verifies.
+        drafting: whether the step is a draft step of self-speculation, instead of one that verifies.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Layer:
         options: Options,
         drafting: bool = False,
     ) -> None:
-        self.mixer = spec.attention  # all layers have its heads
+        self.mixer = spec.attention  # all layers have the same heads
         self.spec, self.hardware, self.points, self.options = spec, hardware, points, options
         self.length = length
         sparse = options.sparse
@@ -99,8 +99,8 @@ class Layer:
         self.self_drafts = s if s is not None and s.sparsity is not None else None
         self.drafting = drafting
         self.sequences = _up(p.batch, p.dp)
-        self.rows = self.sequences * each  # of a group
-        self.all_rows = p.batch * each  # of a stage
+        self.rows = self.sequences * each  # rows per data-parallel group
+        self.all_rows = p.batch * each  # rows per pipeline stage
         self.q = _up(self.mixer.q_heads, p.tpa)
         self.kv = _up(self.mixer.kv_heads, p.tpa)
         owned = np.where(p.mode == MEDHA, self.q, _up(self.q, p.kvp))
@@ -112,15 +112,15 @@ class Layer:
     # ---- phases
 
     def attention(self, window: int | None) -> list[Phase]:
-        """From the layer's input to the sum behind its output projection; `window` in tokens, None for all."""
+        """Lists the phases from the layer's input to the all-reduce after its output projection."""
         return self._latent(window) if isinstance(self.mixer, MLASpec) else self._heads(window)
 
     def ffn(self, spec: MLPSpec | MoESpec) -> list[Phase]:
-        """From there to the sum behind the FFN."""
+        """Lists the phases of the FFN, including its all-reduce."""
         return self._experts(spec) if isinstance(spec, MoESpec) else self._dense(spec)
 
     def kernel(self, name: str, weights: Any, rows: Any, *, kernels: int | Array = 1, flops: Any = None) -> Phase:
-        """A product of `rows` with matrices of `weights` numbers on this rank; `flops`: what experts compute of it."""
+        """Computes the cost of a product of `rows` rows with `weights` weights on this rank; `flops`: other FLOPs."""
         hw = self.hardware
         read = weights * self.item["weights"] + self.zeros
         phase = self._timed(name, read, (2.0 * rows * weights if flops is None else flops) + self.zeros, kernels)
@@ -139,7 +139,7 @@ class Layer:
         share: Constant | None = None,
         rate: Constant | None = None,
     ) -> Phase:
-        """Kernels that read at `share` of the read rate (None: all) and compute at `rate` (None: the dtype's)."""
+        """Computes the cost of kernels that read at `share` of the read rate and compute at `rate` (None: default)."""
         hw, rate = self.hardware, rate or self.rate
         reached = hw.read_bytes_per_s.value * (share.value if share is not None else 1.0)
         work = np.maximum(read / reached, flops / rate.value)
@@ -160,8 +160,7 @@ class Layer:
         return [qkv, *self._finding(window), *self._fetching(window), attention, exchange, *self._output(d)]
 
     def _latent(self, window: int | None) -> list[Phase]:
-        """MLA: queries in latent space; of both orders of W_UV and the exchange, and of both ways to make queries, the
-        faster one at each point."""
+        """Lists the phases of MLA, with the faster order of W_UV and exchange, and the faster making of queries."""
         s, m, p = self.spec, self.mixer, self.points
         assert isinstance(m, MLASpec)
 
@@ -186,15 +185,15 @@ class Layer:
         return [*makes, *attends, *self._output(m.value)]
 
     def _chooses(self, window: int | None) -> Sparse | None:
-        """What queries of such a layer read where they choose it; None where they read all that they see."""
+        """Returns the block selection of a layer with this window; None if queries read all tokens."""
         return self.sparse if window is None else None
 
     def _seen(self, window: int | None) -> Array:
-        """Tokens that a query may read on a rank."""
+        """Computes the tokens that a query may read on a rank."""
         return min(window or self.length, self.length) / self.points.kvp
 
     def _read_tokens(self, window: int | None) -> Array:
-        """Tokens that a query reads on a rank."""
+        """Computes the tokens that a query reads on a rank."""
         seen = self._seen(window)
         if self.drafting and window is None:
             return self.draft_keys()
@@ -202,20 +201,20 @@ class Layer:
         return seen if sparse is None else np.minimum(sparse.blocks(self.points.kvp) * sparse.block, seen)
 
     def draft_keys(self) -> Array:
-        """Keys of a sequence that a draft reads on a rank, of the layers that read it all otherwise."""
+        """Computes the keys of a sequence that a draft reads on a rank, in layers without a window."""
         s = self.self_drafts
         assert s is not None and s.sparsity is not None
         kvp = self.points.kvp
         return np.minimum((np.maximum(s.sparsity * self.length, LEAST_KEYS) + s.tail) / kvp, self.length / kvp)
 
     def planes(self) -> Array:
-        """Planes of scores that verification leaves in such a layer, with one choice by all of its queries."""
+        """Computes the score planes that verification writes in such a layer."""
         groups, each = np.unique(self.q // self.kv, return_inverse=True)
         of = [score_planes(self.options.step_tokens, int(g), self.head_dim, torch.bfloat16) for g in groups]
         return np.array(of)[each]
 
     def choosing(self) -> Phase:
-        """Choosing the keys of the next drafts, in all layers at once."""
+        """Computes the cost of choosing the keys of the next drafts, in all layers at once."""
         scores = self.planes() * self.sequences * self.kv * (self.length / self.points.kvp) * SCORE_BYTES
         read = scores * len(self.spec.full)
         price, rate = self.price("select_s"), self.price("select_bytes_per_s")
@@ -224,10 +223,10 @@ class Layer:
         return Phase("select", seconds, read, self.zeros, self.zeros, self.zeros + SELECT_LAUNCHES, level)
 
     def price(self, name: str) -> Constant:
-        """A constant of the hardware for a model that drafts for itself.
+        """Returns a constant of the hardware for self-speculation.
 
         Raises:
-            ValueError: it is not known.
+            ValueError: the constant is unknown.
         """
         found: Constant | None = getattr(self.hardware, name)
         if found is None:
@@ -237,7 +236,7 @@ class Layer:
         return found
 
     def _finding(self, window: int | None) -> list[Phase]:
-        """Choosing blocks: two vectors of every block are read, and the choice has its price beside these bytes."""
+        """Lists the phases of block selection, which reads two vectors of every block and has a fixed cost."""
         sparse = self._chooses(window)
         if sparse is None:
             return []
@@ -249,19 +248,19 @@ class Layer:
                 "or take dense attention"
             )
         kvp = self.points.kvp
-        scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # nothing is chosen: nothing is judged
+        scored = self.length / sparse.block / kvp if sparse.topk else 0.0  # without a choice no scores
         bounds = self.sequences * 2 * self.kv * self.head_dim * scored
         free, level = self.zeros, self.zeros.astype(int) + price.level
         seconds = free + price.value + (self.sequences * each.value if each is not None else 0.0)
         paid = Phase("", seconds, free, free, free, free + 1, level)
         found = [self._timed("find blocks", bounds * self.item["kv"], self.zeros, 0, hw.bounds_share).plus(paid)]
-        if sparse.choice == "global":  # of each block that a rank offers to each other one, a score and a number
+        if sparse.choice == "global":  # a score and a number of each candidate block, sent to every other rank
             offered = self.rows * self.kv * sparse.topk * kvp * 8.0
             found.append(self.collective("offer blocks", "all_to_all", kvp, offered))
         return found
 
     def _fetching(self, window: int | None) -> list[Phase]:
-        """What a layer waits for from host memory: of the chosen blocks, those that are neither hot nor guessed."""
+        """Lists the fetch of a layer's chosen blocks that are neither hot nor guessed from host memory."""
         tier, layers = self.options.tier, len(self.spec.full)
         if self._chooses(window) is None or tier is None:
             return []
@@ -269,12 +268,12 @@ class Layer:
 
     @property
     def guessed(self) -> int:
-        """Layers for which blocks come ahead: all that choose, but for the model's first one."""
+        """Number of layers whose blocks are fetched ahead: all that choose, except for the model's first layer."""
         guesses = self.sparse is not None and self.options.tier is not None and self.options.tier.ahead is not None
         return self.spec.windows[1:].count(None) if guesses else 0
 
     def ahead(self) -> tuple[list[Phase], Array]:
-        """What guesses compute, in all layers, and how long the link is busy in a step, with what they let come."""
+        """Computes the cost of guesses in all layers, and the seconds per step in which the link is busy."""
         s, tier = self.spec, self.options.tier
         if not self.guessed or tier is None:
             return [], self.zeros
@@ -284,7 +283,7 @@ class Layer:
         return [guess.times(self.guessed)], busy
 
     def _fetch(self, share: float) -> Phase:
-        """Fetching this share of a layer's chosen blocks that are not hot."""
+        """Computes the cost of fetching this share of a layer's chosen blocks that are not hot."""
         sparse, tier = self.sparse, self.options.tier
         assert sparse is not None and tier is not None
         rate, fixed = self.hardware.link_bytes_per_s, self.hardware.fetch_s
@@ -301,16 +300,16 @@ class Layer:
         return Phase("fetch", seconds, self.zeros, self.zeros, self.zeros, self.zeros + 2, level)
 
     def _attend(self, window: int | None, stored: Any, per_pair: int, value: int) -> tuple[Phase, Phase]:
-        """Attention over this rank's shard, and the exchange of partial outputs, as much of it as is exposed.
+        """Computes the cost of attention over this rank's shard, and the exposed cost of the exchange.
 
         Args:
-            stored: numbers of a token that this rank reads.
-            per_pair: multiplications of one query head with one token.
-            value: numbers of a head that are exchanged, beside its fp32 LSE.
+            stored: values per token that this rank reads.
+            per_pair: multiplications per query head and token.
+            value: values per head that are exchanged, besides its fp32 LSE.
         """
         p, hw = self.points, self.hardware
         tokens = self._read_tokens(window)
-        readers = self.sequences if self._chooses(window) is None else self.rows  # a draft chooses for itself
+        readers = self.sequences if self._chooses(window) is None else self.rows  # each query chooses its own blocks
         read = readers * tokens * stored * self.item["kv"]
         flops = 2.0 * self.rows * tokens * self.q * per_pair
         share, rate = (hw.latent_share, hw.latent_flops) if isinstance(self.mixer, MLASpec) else (None, None)
@@ -323,7 +322,7 @@ class Layer:
             attention = replace(attention, seconds=(1 + more.value) * attention.seconds, level=level)
         message = self.rows * self.q * (value * self.item["messages"] + 4)
         latency, wire, level = cost.collective_s(hw, "all_to_all", p.kvp, message)
-        # Medha: all of a group's heads go to the one rank that goes on, and nothing overlaps.
+        # Medha: all heads of a group go to its one rank with the output projection, and nothing overlaps.
         wire = np.where(p.mode == MEDHA, wire * p.kvp, wire)
         data = attention.seconds - hw.kernel_s.value
         overlaps = (p.mode == HELIX) & self.options.hopb & (not self.drafting)
@@ -345,7 +344,7 @@ class Layer:
         ]
 
     def _gather_rows(self) -> Phase:
-        """Rows of other groups come to all ranks."""
+        """Computes the cost of gathering the rows of all groups on every rank."""
         p = self.points
         return self.collective(
             "gather rows", "all_gather", p.dp, self.all_rows * self.spec.hidden * self.item["messages"]
@@ -373,7 +372,7 @@ class Layer:
         matrices = 3 * s.hidden * _up(m.width, p.tpf)
         touched = cost.experts_touched(m.experts, m.top_k, self.all_rows) / m.experts
         flops = 2.0 * self.all_rows * m.top_k * 3 * s.hidden * m.width / (p.tpf * p.ep)
-        # In mode dp rows go to the ranks of their experts and back; elsewhere every rank sees all and adds its part.
+        # In mode dp rows are sent to the ranks of their experts and back; in others every rank has all rows.
         alone = p.mode == DP
         away = self.rows * np.minimum(m.top_k, p.ep) * s.hidden * item
         dispatch = self.collective("gather rows", "all_to_all", p.ranks, away)
@@ -398,7 +397,7 @@ class Layer:
     # ---- memory
 
     def attention_numbers(self) -> Array:
-        """Weights of a layer's attention on the fullest rank."""
+        """Counts the weights of a layer's attention on the fullest rank."""
         s, m = self.spec, self.mixer
         if isinstance(m, AttentionSpec):
             return s.hidden * m.head_dim * (self.q + 2 * self.kv + self.o)
@@ -406,7 +405,7 @@ class Layer:
         return s.hidden * ((m.q_rank or 0) + m.entry + self.o * m.value) + self.q * of_head
 
     def ffn_numbers(self, spec: MLPSpec | MoESpec) -> Array:
-        """Weights of a layer's FFN on the fullest rank."""
+        """Counts the weights of a layer's FFN on the fullest rank."""
         s, p = self.spec, self.points
         if isinstance(spec, MLPSpec):
             return 3 * s.hidden * _up(spec.width, p.ffn_ranks)
@@ -414,13 +413,13 @@ class Layer:
         return s.hidden * (spec.experts + 3 * self._shared_columns(spec) + 3 * routed)
 
     def _shared_columns(self, spec: MoESpec) -> Array:
-        """Columns of shared experts, which are divided like a dense FFN; in mode dp each group has them whole."""
+        """Computes the columns of shared experts per rank: divided like a dense FFN, in mode dp within each group."""
         p, width = self.points, spec.shared_width
         return np.where(p.mode == DP, _up(width, p.tpa), _up(width, p.ffn_ranks))
 
 
 def token_numbers(spec: DecoderSpec, points: Points) -> Array:
-    """Numbers of one layer's cache that a token takes on the rank that stores it."""
+    """Counts the cached values per token and layer on the rank that stores it."""
     m = spec.attention
     if isinstance(m, MLASpec):
         return np.full(len(points), m.entry)
@@ -428,6 +427,6 @@ def token_numbers(spec: DecoderSpec, points: Points) -> Array:
 
 
 def _cheaper(usual: list[Phase], other: list[Phase], allowed: Array) -> list[Phase]:
-    """At each point the list that takes less time; `other` only where it is allowed."""
+    """Selects the faster list at each point; `other` only where it is allowed."""
     better = allowed & (sum(phase.seconds for phase in other) < sum(phase.seconds for phase in usual))
     return [b.where(better, a) for a, b in zip(usual, other, strict=True)]

@@ -1,4 +1,4 @@
-"""The planner: which layout of the runtime a model should take on so many GPUs, and why."""
+"""Planner: the best layout of a model on a number of GPUs, with reasons."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from helix.simulate.points import Options, Points, Speculation
 from helix.simulate.search import layouts
 from helix.simulate.step import StepCost, memory_of, predict
 
-MODES = ("tp", "medha", "helix")  # those that the runtime has
-CHUNKS = (1, 2, 4, 8)  # of HOP-B, that the runtime takes
+MODES = ("tp", "medha", "helix")  # modes of the runtime
+CHUNKS = (1, 2, 4, 8)  # numbers of HOP-B chunks that the runtime uses
 GAMMAS = (1, 2, 4, 8, 16)
-SELF_GAMMAS = tuple(range(1, 17))  # of a model that drafts for itself: drafts have a price
+SELF_GAMMAS = tuple(range(1, 17))  # the same for self-speculation, whose drafts have a cost
 LARGEST_BLOCK = 16  # the runtime's append block
-LARGEST_OF_DRAFTS = 64  # where a model drafts for itself (conf/speculation/sparse.yaml)
-UNEVEN = 1.01  # the fullest rank's tokens, over the mean, from which on a smaller append block is taken
-BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried where the question has no batch
+LARGEST_OF_DRAFTS = 64  # the same for self-speculation (conf/speculation/sparse.yaml)
+UNEVEN = 1.01  # most tokens of the fullest rank over the mean, before a smaller append block is used
+BATCHES = np.unique(np.round(2 ** np.arange(0, 12.01, 0.25))).astype(np.int64)  # tried if the question has no batch
 ERROR = 0.02  # the median error of predicted steps on an H200 (docs/simulator.md)
-MENTIONED = 0.02  # of the step: phases that differ by less are not named, but for the largest
+MENTIONED = 0.02  # least share of the step by which phases must differ to be named, except for the largest
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """Question to the planner.
 
     Attributes:
         length: tokens of each sequence in the cache.
-        batch: sequences; None: as many as throughput is best with, within `ttl_s`.
-        ttl_s: the most that a token may take; None: no limit.
-        acceptance: probability that a drafted token is accepted; None: no speculation.
-        gamma: drafted tokens of a step; None: the best of GAMMAS, or of SELF_GAMMAS.
-        sparsity: share of its keys with which the model drafts for itself; None: somebody else drafts, for free.
-        options: dtypes, page size, share of the memory; what else they hold is the planner's to choose.
+        batch: number of sequences; None: the number with the best throughput within `ttl_s`.
+        ttl_s: most seconds per token; None: no limit.
+        acceptance: probability that a draft is accepted; None: no speculation.
+        gamma: drafts per step; None: the best of GAMMAS, or of SELF_GAMMAS.
+        sparsity: share of its keys that drafts of self-speculation read; None: another drafter, free of cost.
+        options: dtypes, page size, share of the memory; the planner chooses the rest.
     """
 
     spec: DecoderSpec
@@ -76,13 +76,13 @@ class Question:
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """Drafted tokens of a step that are tried; 0: none."""
+        """Numbers of drafts per step to try; 0: none."""
         if self.acceptance is None:
             return (0,)
         return (0, self.gamma) if self.gamma is not None else (0, *(GAMMAS if self.sparsity is None else SELF_GAMMAS))
 
     def speculation(self, gamma: int) -> Speculation | None:
-        """A step with so many drafts; None: without."""
+        """Returns the speculation of a step with `gamma` drafts; None for 0."""
         if not gamma or self.acceptance is None:
             return None
         return Speculation(gamma, self.acceptance, sparsity=self.sparsity)
@@ -90,20 +90,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout as it should be run, and what is expected of it.
+    """A layout with its best settings, and the prediction for it.
 
     Attributes:
-        chunks: of HOP-B; 1: off.
-        gamma: drafted tokens of a step; 0: no speculation.
-        ttl_s: from one token of a sequence to its next.
+        chunks: number of HOP-B chunks; 1: off.
+        gamma: drafts per step; 0: no speculation.
+        ttl_s: token-to-token latency of a sequence.
         user, gpu: tokens/s of one sequence, and of one GPU.
-        weight_bytes, kv_bytes: on the fullest rank's GPU.
-        host_bytes: of keys and values in its host memory.
-        free_bytes: what is left there, from which activations, graphs and buffers have to live.
-        largest_batch: sequences of this length for which there is memory.
-        longest: tokens of a sequence for which there is memory at this batch.
-        phases: seconds of a token, by phase.
-        provenance: of the worst input, out of hardware.PROVENANCE.
+        weight_bytes, kv_bytes: bytes on the fullest rank's GPU.
+        host_bytes: bytes of keys and values in its host memory.
+        free_bytes: rest of the GPU's memory, for activations, graphs and buffers.
+        largest_batch: most sequences of this length that fit.
+        longest: longest sequences that fit at this batch, in tokens.
+        phases: seconds per token, by phase.
+        provenance: provenance of the worst input, out of hardware.PROVENANCE.
     """
 
     layout: HelixLayout
@@ -125,7 +125,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The layout in words; what is 1 and derived is left out."""
+        """The layout in words, without widths of 1 and derived ones."""
         row = self.layout
         words = [row.mode, *(f"{key}={value}" for key in ("kvp", "tpa") if (value := getattr(row, key)) > 1)]
         return " ".join([*words, *([f"tpf={row.tpf}", f"ep={row.ep}"] if row.ep > 1 else [])])
@@ -133,11 +133,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Refused:
-    """A layout without room for the batch.
+    """A layout in which the batch does not fit.
 
     Attributes:
-        weight_bytes, missing_bytes: on the fullest rank; with two memories, of the one that lacks more.
-        largest_batch: for which there would be room; 0: not even for one sequence.
+        weight_bytes, missing_bytes: bytes on the fullest rank; with two memories, of the one that lacks more.
+        largest_batch: most sequences that would fit; 0: not even one.
     """
 
     layout: HelixLayout
@@ -148,11 +148,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All layouts of a question, the best first; those within `ttl_s` before those that are not.
+    """All layouts of a question, the best first, those within `ttl_s` before others.
 
     Attributes:
-        reason: why the first is first, and whether none keeps to `ttl_s`.
-        verdict: whether splitting KV over GPUs (kvp of at least 2) pays here, and why.
+        reason: reason of the first one's rank; also says if no layout is within `ttl_s`.
+        verdict: verdict on splitting KV over GPUs (kvp of at least 2), with the reason.
     """
 
     question: Question
@@ -166,10 +166,10 @@ class Ranking:
 
 
 def plan(question: Question) -> Ranking:
-    """Ranks every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, where free, batch.
+    """Compares every layout of exactly `gpus` GPUs, each with its best HOP-B chunks, gamma and, if not given, batch.
 
     Raises:
-        ValueError: the model or hardware cannot be predicted, or no layout has memory for it.
+        ValueError: the model or hardware cannot be predicted, or no layout fits.
     """
     q = question
     choices, refused = [], []
@@ -184,7 +184,7 @@ def plan(question: Question) -> Ranking:
     def key(choice: Choice) -> tuple[float, ...]:
         speed = choice.ttl_s if q.batch is not None else -choice.gpu
         row = choice.layout
-        # Equal to nine digits is equal: then the layout with the least of everything.
+        # Speeds equal to nine digits are ties, which the layout with the smallest widths wins.
         return (not ranking.in_time(choice), float(f"{speed:.9e}"), row.kvp, row.ep, row.mode != "tp", row.tpa)
 
     choices.sort(key=key)
@@ -192,15 +192,15 @@ def plan(question: Question) -> Ranking:
 
 
 def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
-    """All layouts of the question's GPUs, without data-parallel groups, and the options of each."""
+    """Lists all layouts of the question's GPUs, without data-parallel groups, and the options of each."""
     rows = [row for row in layouts(q.spec, [q.gpus], MODES, pp=False) if row[2] == 1]
-    sparse = q.options.sparse  # its blocks are pages, and go round
+    sparse = q.options.sparse  # its blocks are pages and append blocks
     blocks = {kvp: sparse.block if sparse else _append_block(q.length, kvp) for kvp in {row[3] for row in rows}}
     return [(row, replace(q.options, append_block=blocks[row[3]])) for row in sorted(rows, key=lambda row: row[3])]
 
 
 def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
-    """The runtime's default, halved until the fullest rank has little more than its share of a sequence."""
+    """Returns the runtime's append block, halved until the fullest rank has little more than its share of tokens."""
     block = largest
     while block > 1 and -(-length // (block * kvp)) * block > UNEVEN * length / kvp:
         block //= 2
@@ -208,7 +208,7 @@ def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
 
 
 def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice | None, Refused | None]:
-    """The best way to run one layout, or what it lacks."""
+    """Finds the best settings of one layout, or the memory that it lacks."""
     batches = np.array([q.batch]) if q.batch is not None else BATCHES
     points = Points.crossed([row], batches)
     memory = memory_of(q.spec, q.hardware, points, q.length, options)
@@ -222,7 +222,7 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
             missing = max(float(memory.kv_bytes[0] - room), float(memory.host_bytes[0] - tier.host_bytes))
         return None, Refused(points.layout(0), weights, missing, int(memory.largest_batch[0]))
     points = points[fits]
-    # One choice of blocks over all ranks is an exchange in the middle of attention, which chunks would cut.
+    # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
     best: tuple[float, Choice] | None = None
     for gamma in q.gammas:
@@ -236,16 +236,16 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
                 continue
             value = float(step.ttl_s[i]) if q.batch is not None else -float(step.gpu[i])
             late = q.ttl_s is not None and step.ttl_s[i] > q.ttl_s
-            value = value + 1e9 * late  # any within the limit comes before any that is not
+            value = value + 1e9 * late  # those beyond the limit come last
             if best is None or value < best[0]:
                 best = value, _choice(q, step, i, chunks, gamma, tried)
-    assert best is not None  # without speculation and chunks everything that fits was tried
+    assert best is not None  # without speculation and chunks all batches that fit were tried
     return best[1], None
 
 
 def _fastest(q: Question, step: StepCost) -> int | None:
-    """Which batch of a layout: the question's, or that of most tokens/s/GPU within the limit, else the smallest."""
-    fits = np.flatnonzero(step.fits)  # drafts take a few tokens more
+    """Returns the index of a layout's best batch: the question's, or the fastest in the limit, else the smallest."""
+    fits = np.flatnonzero(step.fits)  # drafts need memory for a few more tokens
     if not len(fits):
         return None
     if q.batch is not None:
@@ -280,7 +280,7 @@ def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, option
 
 
 def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Options) -> int:
-    """Tokens of a sequence that fill the room on the fullest rank: `memory_of`, the other way round."""
+    """Computes the longest sequences that fit the fullest rank: the inverse of `memory_of`."""
     if options.tier is not None:  # of two memories
         point = step.points[np.array([i])]
 
@@ -323,7 +323,7 @@ def _why_first(ranking: Ranking) -> str:
 
 
 def _speed(ranking: Ranking, choice: Choice) -> float:
-    """What layouts are ranked by; 0 beyond the limit."""
+    """Returns the speed by which layouts are ranked; 0 beyond the limit."""
     if not ranking.in_time(choice):
         return 0.0
     return choice.user if ranking.question.batch is not None else choice.gpu
@@ -349,7 +349,7 @@ def _verdict(ranking: Ranking) -> str:
 
 
 def _ahead(ranking: Ranking, a: Choice, b: Choice) -> str:
-    """What one choice gains over another, and in which phases; times are of one token."""
+    """Describes the gain of one choice over another, by phases; times are per token."""
     times = f"{_ms(a.ttl_s)} against {_ms(b.ttl_s)} a token"
     if a.batch != b.batch:
         return f"{a.gpu:.1f} against {b.gpu:.1f} tokens/s/GPU, batch {a.batch} against {b.batch} ({times})"
@@ -387,7 +387,7 @@ def _nothing_fits(q: Question, refused: list[Refused]) -> str:
 
 
 def _holds(q: Question) -> bool:
-    """Whether some layout has memory for the question's sequences."""
+    """Returns whether any layout has memory for the question's sequences."""
     batch = np.array([q.batch or 1])
     candidates = ((Points.crossed([row], batch), options) for row, options in _rows(q))
     return any(memory_of(q.spec, q.hardware, p, q.length, o).largest_batch[0] >= batch[0] for p, o in candidates)

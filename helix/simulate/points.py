@@ -1,4 +1,4 @@
-"""Points of a search, thousands at a time: how GPUs share a model, and how many sequences they serve."""
+"""Points of a search, as arrays: layouts of GPUs and numbers of sequences."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.hardware import BYTES, Array
 
-# The runtime's three (helix/layout.py), and `dp`: whole sequences on groups of ranks, as DeepSeek-R1 is served with
-# experts over all ranks.
+# The runtime's three (helix/layout.py), and `dp`: whole sequences on groups of ranks, with experts over all ranks, as
+# DeepSeek-R1 is served.
 MODES = ("tp", "dp", "medha", "helix")
 TP, DP, MEDHA, HELIX = range(4)
 
 
 @dataclass(frozen=True)
 class Points:
-    """Arrays [n]: `pp` stages of `dp` groups of `kvp x tpa` ranks each; `batch` sequences in a stage."""
+    """Points as arrays [n]: `pp` stages of `dp` groups of `kvp x tpa` ranks each; `batch` sequences per stage."""
 
     mode: Array
     pp: Array
@@ -43,7 +43,7 @@ class Points:
         tpf: int | None = None,
         ep: int = 1,
     ) -> Points:
-        """A single point; an unset `tpf` takes all FFN ranks that `ep` leaves.
+        """Creates a single point; an unset `tpf` takes all FFN ranks that `ep` leaves.
 
         Raises:
             ValueError: the mode is unknown.
@@ -56,13 +56,13 @@ class Points:
 
     @classmethod
     def crossed(cls, layouts: list[tuple[int, ...]], batches: Array) -> Points:
-        """All layouts (mode, pp, dp, kvp, tpa, tpf, ep) with all batches."""
+        """Combines all layouts (mode, pp, dp, kvp, tpa, tpf, ep) with all batches."""
         columns = np.repeat(np.array(layouts, dtype=np.int64).reshape(-1, 7), len(batches), axis=0).T
         return cls(*[*columns, np.tile(batches.astype(np.int64), len(layouts))])
 
     @classmethod
     def joined(cls, parts: Sequence[Points]) -> Points:
-        """All points of several, one after the other."""
+        """Concatenates several sets of points."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Points:
 
     @property
     def ranks(self) -> Array:
-        """The ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.dp * self.kvp * self.tpa
 
     @property
@@ -86,18 +86,18 @@ class Points:
 
     @property
     def users(self) -> Array:
-        """Sequences in flight: each stage works on a batch of its own."""
+        """Number of sequences in flight: each stage works on its own batch."""
         return self.pp * self.batch
 
     def describe(self, i: int) -> str:
-        """Point `i` in words; what is 1 and derived is left out."""
+        """Describes point `i` in words, without widths of 1 and derived ones."""
         words = [MODES[self.mode[i]]]
         words += [f"{key}={value}" for key in ("pp", "dp", "kvp", "tpa") if (value := getattr(self, key)[i]) > 1]
         words += [f"tpf={self.tpf[i]} ep={self.ep[i]}"] if self.ep[i] > 1 else []
         return " ".join(words)
 
     def layout(self, i: int) -> HelixLayout:
-        """Point `i` as the runtime's layout.
+        """Converts point `i` to the runtime's layout.
 
         Raises:
             ValueError: the runtime has no such layout.
@@ -109,14 +109,14 @@ class Points:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Block-sparse decode: each KV head reads the sequence's first and last blocks and those between that promise most.
+    """Block-sparse decode: each KV head reads the sequence's first and last blocks and the best-scored ones between.
 
     Attributes:
-        topk: chosen blocks, of all ranks together; each rank takes its share, rounded up.
+        topk: chosen blocks over all ranks; each rank chooses its share, rounded up.
         sink_blocks, local_blocks: first and last blocks, always read.
-        block: tokens of a block, for which two vectors as long as a key are read before one chooses.
-        choice: `local`, or `global`: ranks exchange what their best blocks promise.
-        from_tokens: shorter sequences read all.
+        block: tokens of a block; the choice reads two vectors of key size per block.
+        choice: `local`, or `global`: ranks exchange the scores of their best blocks.
+        from_tokens: shorter sequences read all blocks.
     """
 
     topk: int = 32
@@ -127,20 +127,20 @@ class Sparse:
     from_tokens: int = 0
 
     def blocks(self, kvp: Array) -> Array:
-        """Blocks that the rank with the most of them reads."""
+        """Computes the blocks that the fullest rank reads."""
         return -(-self.topk // kvp) - (-(self.sink_blocks + self.local_blocks) // kvp)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """A cache in host memory, of which a block-sparse step fetches what is not on the GPU.
+    """A cache in host memory, from which a block-sparse step fetches the chosen blocks that are not on the GPU.
 
     Attributes:
         hits: share of the chosen blocks that are on the GPU already.
-        host_bytes: of one rank's keys and values; infinite: as many as sequences need.
-        gpu_bytes: all that they take on its GPU; None: the share of the memory that weights leave.
-        ahead: of the blocks that are not hot, the share that a guess names, so that they come while the layer before
-            computes (`kv.ahead`); None: nothing is guessed.
+        host_bytes: host memory for one rank's keys and values; infinite: as much as needed.
+        gpu_bytes: GPU memory of the cache; None: the share of the memory that weights leave.
+        ahead: share of the other chosen blocks that a guess predicts, so that they are fetched while the layer before
+            computes (`kv.ahead`); None: no guesses.
     """
 
     hits: float
@@ -151,13 +151,13 @@ class Tier:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Drafted tokens verified together.
+    """Speculative decoding: drafts per step, their acceptance and their cost.
 
     Attributes:
-        gamma: drafted tokens of a step.
-        acceptance: probability that one is accepted, given that those before it were.
-        draft_s: seconds of drafting one, where somebody else drafts.
-        sparsity: share of a sequence's keys with which the model drafts for itself; None: somebody else drafts.
+        gamma: drafts per step.
+        acceptance: probability that a draft is accepted, given that those before it were.
+        draft_s: seconds per draft of another drafter.
+        sparsity: share of a sequence's keys that drafts of self-speculation read; None: another drafter.
     """
 
     gamma: int
@@ -167,27 +167,27 @@ class Speculation:
 
     @property
     def tail(self) -> int:
-        """Keys behind those that were chosen, at most: the step before left some, and drafts add theirs."""
+        """Most keys newer than the candidates: those of the last step, and drafts."""
         return 2 * self.gamma + 1
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is the same for all points.
+    """Options that all points share.
 
     Attributes:
         weights, kv, messages: dtypes; arithmetic runs in that of the weights.
-        hopb: the exchange of some sequences runs beside the attention of others (mode helix alone).
-        chunks: of HOP-B; None: the best number for each point.
+        hopb: whether the exchange of some sequences overlaps the attention of others (mode helix only).
+        chunks: number of HOP-B chunks; None: the best number for each point.
         exchange: `batched` (one message for all sequences) or `serial` (one collective for each).
-        output: the output projection is divided over `all` ranks that serve a sequence, or over `tpa` (appendix A).
-        queries: of MLA: every rank makes those of `all` its heads (the paper), or they are gathered where that is
+        output: division of the output projection over `all` ranks that serve a sequence, or over `tpa` (appendix A).
+        queries: in MLA, every rank computes those of `all` its heads (the paper), or ranks gather them if that is
             `faster` (the runtime).
-        shared: experts that all tokens pass through are a `dense` FFN (the paper), or among the `routed` ones where
-            these are as wide and on all ranks, ep = 1 (the runtime).
-        tier: where block-sparse steps have the cache in host memory; None: it is on the GPU.
-        memory_fraction: what KV may take of the memory that weights leave.
-        append_block, page_size: of the cache, which round its size up.
+        shared: shared experts are a `dense` FFN (the paper), or among the `routed` experts if these are as wide and on
+            all ranks, ep = 1 (the runtime).
+        tier: cache in host memory for block-sparse steps; None: it is on the GPU.
+        memory_fraction: share of the memory left by weights that KV may take.
+        append_block, page_size: those of the cache, to which its size is rounded up.
     """
 
     weights: str = "fp4"
@@ -230,12 +230,12 @@ class Options:
 
     @property
     def step_tokens(self) -> int:
-        """Query tokens of a sequence in a step."""
+        """Number of query tokens per sequence and step."""
         return 1 + (self.speculation.gamma if self.speculation is not None else 0)
 
 
 def check(spec: DecoderSpec, options: Options) -> None:
-    """Raises ValueError for what the model of costs does not know."""
+    """Raises ValueError for combinations that are not modelled."""
     drafts = options.speculation is not None and options.speculation.sparsity is not None
     if drafts and options.sparse is not None:
         raise ValueError("drafter=sparse is verified over all keys, and block-sparse attention reads a part of them")
@@ -252,7 +252,7 @@ def check(spec: DecoderSpec, options: Options) -> None:
 
 
 def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
-    """Rules of layouts, and which points break them; the runtime's rules where the runtime has the mode."""
+    """Lists the rules of layouts, each with the points that break it; in the runtime's modes these are its rules."""
     grid = (p.mode == HELIX) | (p.mode == MEDHA)
     heads, experts = spec.attention, 1 if spec.experts is None else spec.experts.experts
     whole = (heads.kv_heads % p.tpa == 0) | ((p.tpa % heads.kv_heads == 0) & (p.tpa <= heads.q_heads))
@@ -271,7 +271,7 @@ def problems(spec: DecoderSpec, p: Points) -> list[tuple[str, Array]]:
 
 
 def check_points(spec: DecoderSpec, p: Points) -> None:
-    """Raises ValueError naming the first point that breaks a rule, and the rule."""
+    """Raises ValueError, with the rule, for the first point that breaks one."""
     for rule, broken in problems(spec, p):
         if broken.any():
             raise ValueError(f"{p.describe(int(np.argmax(broken)))}: {rule}")

@@ -1,4 +1,4 @@
-"""All layouts of a number of GPUs, with all batches, and what is best among them."""
+"""Search over all layouts of a number of GPUs with all batches, for the best ones."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from helix.simulate.layer import Phase
 from helix.simulate.points import DP, HELIX, MEDHA, MODES, TP, Options, Points, problems
 from helix.simulate.step import Memory, StepCost, memory_of, predict
 
-PIECE = 4096  # points at a time: their arrays stay in the processor's cache
-MANTISSA = 2.0**40  # times are compared to 12 digits: the last bits depend on where in an array a point stands
+PIECE = 4096  # points at a time, whose arrays fit the processor's cache
+MANTISSA = 2.0**40  # times are compared to 12 digits: the last bits depend on a point's index in an array
 
 
 def layouts(
     spec: DecoderSpec, gpus: Sequence[int], modes: Sequence[str] = MODES, pp: bool = True
 ) -> list[tuple[int, ...]]:
-    """All layouts (mode, pp, dp, kvp, tpa, tpf, ep) of exactly one of `gpus` GPUs, each once.
+    """Lists all layouts (mode, pp, dp, kvp, tpa, tpf, ep) of exactly one of `gpus` GPUs, each once.
 
-    A grid without any KV or data parallelism is `tp` alone; stages of a pipeline are searched in the baselines.
+    A grid without KV or data parallelism appears only as `tp`; pipeline stages are searched only for baselines.
 
     Raises:
         ValueError: a mode is unknown.
@@ -48,7 +48,7 @@ def layouts(
                         ffn = tpa if mode == MEDHA else ranks
                         eps = [ep for ep in _divisors(ffn) if ep <= experts] if fits else []
                         candidates += [(mode, stages, dp, kvp, tpa, ffn // ep, ep) for ep in eps]
-    points = Points.crossed(candidates, np.array([1 << 40]))  # a batch that no group of ranks is too many for
+    points = Points.crossed(candidates, np.array([1 << 40]))  # a batch large enough for any number of groups
     broken = np.any([wrong for _, wrong in problems(spec, points)], axis=0) if candidates else np.array([], dtype=bool)
     return [layout for layout, wrong in zip(candidates, broken, strict=True) if not wrong]
 
@@ -63,7 +63,7 @@ def search(
     batches: Array,
     modes: Sequence[str] = MODES,
 ) -> StepCost:
-    """Every layout with every batch that has memory for it.
+    """Predicts every layout with every batch that fits.
 
     Raises:
         ValueError: nothing fits, or `predict` refuses.
@@ -87,7 +87,7 @@ def search(
 
 
 def joined(steps: Sequence[StepCost]) -> StepCost:
-    """Points of several predictions, one after the other. All have the same phases."""
+    """Concatenates the points of several predictions, which have the same phases."""
 
     def one(parts: Sequence[Any], kind: type) -> Any:
         return kind(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(kind)))
@@ -102,16 +102,16 @@ def joined(steps: Sequence[StepCost]) -> StepCost:
 
 
 def ordered(step: StepCost, *speeds: Array) -> Array:
-    """Indices from the best to the worst by the first of `speeds`, then by the next ones.
+    """Sorts points: returns indices from the best to the worst by the first of `speeds`, then by the next ones.
 
-    Equal points stand by layout and batch, fewest GPUs first, whatever their order.
+    Ties are broken by fewest GPUs, layout and batch, so that the result does not depend on the order of points.
     """
     ties = [getattr(step.points, field.name) for field in reversed(fields(Points))]
     return np.lexsort((*ties, step.points.gpus, *(-_rounded(speed) for speed in reversed(speeds))))
 
 
 def frontier(step: StepCost) -> Array:
-    """Indices of the points that no other beats in both speeds, from the slowest for a user to the fastest."""
+    """Finds the points that no other beats in both speeds; returns indices by increasing speed for a user."""
     order = ordered(step, step.user, step.gpu)
     gpu = _rounded(step.gpu)[order]
     better = np.concatenate([[True], gpu[1:] > np.maximum.accumulate(gpu)[:-1]])
@@ -119,7 +119,7 @@ def frontier(step: StepCost) -> Array:
 
 
 def best_at(step: StepCost, user: float) -> tuple[int | None, int | None]:
-    """The index of the highest throughput, and of the most users in flight, of points at least as fast for a user."""
+    """Finds the indices of the highest throughput and of the most users, among points at least as fast as `user`."""
     fast = np.flatnonzero(_rounded(step.user) >= _rounded(np.array([user])))
     if not len(fast):
         return None, None

@@ -1,4 +1,4 @@
-"""A decode step of a whole model: time, speed for a user and for a GPU, memory."""
+"""Cost of a decode step of a whole model: time, speed for a user and for a GPU, memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from helix.simulate.hardware import BYTES, INTERPOLATED, PROVENANCE, Array, Hard
 from helix.simulate.layer import SCORE_BYTES, SLOT_BYTES, Layer, Phase, token_numbers
 from helix.simulate.points import Options, Points, check, check_points
 
-NUMBER_BYTES = 4  # of what says which block has which place
-RUN_ENDS = 2  # pages that a run of tokens touches beside those it fills
-CHUNK_TOKENS = 8192  # of a prompt that is computed at once, beside two pieces of what lies before it
+NUMBER_BYTES = 4  # of an entry that maps blocks to places
+RUN_ENDS = 2  # pages that a run of tokens touches besides those it fills
+CHUNK_TOKENS = 8192  # tokens of a prompt chunk, besides two pieces of the tokens before it
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Arrays [n]: bytes on the fullest rank.
+    """Memory on the fullest rank, in bytes, as arrays [n] over points.
 
     Attributes:
-        kv_bytes: on the GPU.
-        largest_batch: sequences in a stage for which there is memory; 0 where the weights alone do not fit.
+        kv_bytes: KV on the GPU.
+        largest_batch: most sequences per stage that fit; 0 if even the weights do not fit.
         host_bytes: keys and values in host memory.
     """
 
@@ -43,12 +43,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Arrays [n] over points.
+    """Predicted cost of decode steps, as arrays [n] over points.
 
     Attributes:
-        phases: each one's over all layers.
-        step_s: from one step to the next; of a pipeline, for a sequence to pass all stages.
-        ttl_s: from a token to the next one of the same sequence; with speculation, expected.
+        phases: cost of each phase over all layers.
+        step_s: seconds of a step; of a pipeline, the seconds of a sequence through all stages.
+        ttl_s: token-to-token latency of a sequence; with speculation, the expected one.
         level: provenance, an index into hardware.PROVENANCE.
     """
 
@@ -83,10 +83,10 @@ class StepCost:
 
 
 def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> StepCost:
-    """Every point's decode step with `length` tokens of each sequence in the cache, whether or not there is memory.
+    """Predicts every point's decode step, with `length` tokens of each sequence in the cache, even if it does not fit.
 
     Raises:
-        ValueError: a layout breaks a rule, needs more GPUs than there are, or a combination is not modelled.
+        ValueError: a layout breaks a rule or needs too many GPUs, or a combination is not modelled.
     """
     memory = memory_of(spec, hardware, points, length, options)
     phases, step_s = _pass(Layer(spec, hardware, points, length, options))
@@ -104,7 +104,7 @@ def predict(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, 
 
 
 def _pass(layer: Layer) -> tuple[list[Phase], Array]:
-    """What a forward pass consists of, from embedding to token, and its seconds."""
+    """Computes the phases of a forward pass, from embedding to token, and its seconds."""
     total: dict[str, Phase] = {}
     for window, count in Counter(layer.spec.windows).items():
         _add(total, layer.attention(window), count)
@@ -115,7 +115,7 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
     if guesses:
         late = np.maximum(0.0, busy - sum(phase.seconds for phase in total.values()))
         _add(total, [replace(total["fetch"].times(0), name="wait for the link", seconds=late)], 1)
-    # The stage with the most layers sets the pace of all.
+    # The stage with the most layers determines the pace of all stages.
     seconds = sum(phase.seconds for phase in total.values()) * _stretch(layer.spec, layer.points)
     ends = _ends(layer)
     _add(total, ends, 1)
@@ -123,10 +123,10 @@ def _pass(layer: Layer) -> tuple[list[Phase], Array]:
 
 
 def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int, options: Options) -> Memory:
-    """What every point stores.
+    """Computes the memory of every point.
 
     Raises:
-        ValueError: as `predict`.
+        ValueError: as in `predict`.
     """
     check(spec, options)
     check_points(spec, points)
@@ -141,7 +141,7 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     numbers = len(spec.layers) * layer.attention_numbers()
     for ffn, count in Counter(of.ffn for of in spec.layers).items():
         numbers = numbers + count * layer.ffn_numbers(ffn)
-    # Embedding and head stand in different stages of a pipeline.
+    # Embedding and head are in different stages of a pipeline.
     vocabulary = -(-spec.vocab // p.ranks) * spec.hidden * np.where((p.pp > 1) | spec.tied, 1, 2)
     weight_bytes = (numbers * _stretch(spec, p) / p.pp + vocabulary) * BYTES[options.weights]
 
@@ -153,11 +153,11 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
     short = [window for window in spec.windows if window is not None and (window <= RING_MOST or options.tier)]
     each = paged * (len(spec.layers) - len(short)) * numbers
     if (sparse := options.sparse) is not None:
-        each = each * (1 + 1 / sparse.block)  # of a block two vectors, of a token a key and a value
+        each = each * (1 + 1 / sparse.block)  # two vectors per block, a key and a value per token
     windows = sum(_ring_tokens(window, p, options) for window in short) * numbers
     each = each + windows
     if layer.self_drafts is not None:
-        columns = layer.draft_keys() + layer.self_drafts.tail  # of a table: a rank may hold the whole tail
+        columns = layer.draft_keys() + layer.self_drafts.tail  # of a table; a rank may hold the whole tail
         own = paged * layer.planes() * SCORE_BYTES + columns * SLOT_BYTES
         each = each + own * layer.kv * len(spec.full)
     free = np.maximum(hardware.memory_bytes.value - weight_bytes, 0) * options.memory_fraction
@@ -175,16 +175,16 @@ def memory_of(spec: DecoderSpec, hardware: Hardware, points: Points, length: int
 
 
 def _ring_tokens(window: int, p: Points, options: Options) -> Array:
-    """Tokens of a rank that a slot has room for in a layer with a window, as `helix.memory.kv_cache.ring` has it."""
+    """Computes the tokens in a slot's ring on a rank, for a layer with a window; see `helix.memory.kv_cache.ring`."""
     cycle = options.append_block * p.kvp
     touched = -(-((window + options.step_tokens - 1) // cycle + 1) * options.append_block // options.page_size) + 1
     return touched * options.page_size
 
 
 def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
-    """Bytes that a cache in host memory takes on the GPU at least: for prompts, and for each sequence of so many pages.
+    """Computes the least GPU bytes of a cache in host memory: for prompts, and for each sequence of `pages` pages.
 
-    As `helix.build.tiering.tiered_bytes` has it.
+    The formula is that of `helix.build.tiering.tiered_bytes`.
     """
     layers, sparse, item = len(layer.spec.full), layer.options.sparse, BYTES[layer.options.kv]
     assert sparse is not None
@@ -198,12 +198,12 @@ def _on_gpu(layer: Layer, pages: Array) -> tuple[Array, Array]:
 
 
 def _stretch(spec: DecoderSpec, p: Points) -> Array:
-    """By how much the layers of the fullest stage, times the stages, exceed the model's layers."""
+    """Computes the layers of the fullest stage, times the stages, over the model's layers."""
     return -(-len(spec.layers) // p.pp) * p.pp / len(spec.layers)
 
 
 def _ends(layer: Layer) -> list[Phase]:
-    """The head with its sampling, and what stages of a pipeline hand on."""
+    """Lists the phases outside layers: the head with sampling, and messages between pipeline stages."""
     spec, p = layer.spec, layer.points
     rows = layer.all_rows
     send = layer.collective("send", "send", np.where(p.pp > 1, 2, 1), rows * spec.hidden * layer.item["messages"])

@@ -17,6 +17,7 @@ from torch import Tensor
 from helix.attention.base import AttentionPolicy
 from helix.events.decision import StepKind
 from helix.events.follower import Follower
+from helix.memory.kv_cache import KVCache
 from helix.steps.step import DecodeState
 from kernels.tokens.accept import Distribution
 
@@ -70,6 +71,15 @@ class Drafter(Follower):
         The result is the same on all ranks and of fixed shape. It is part of a captured step: no waits for the host.
         """
         raise NotImplementedError
+
+
+def check_states(cache: KVCache, drafter: str) -> None:
+    """Raises ValueError if layers keep states, and a drafter runs several steps of their model before one is taken."""
+    if cache.has_states:
+        raise ValueError(
+            f"speculation.drafter={drafter} runs several steps before tokens are taken, and layers that keep a state "
+            "replay one step alone: set speculation=ngram"
+        )
 
 
 class NoDrafts(Drafter):

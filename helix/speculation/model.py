@@ -14,10 +14,10 @@ from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import KVCache, short_windows, slot_bytes
+from helix.memory.kv_cache import KVCache, slot_bytes, without_long_rings
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk, Stripes
-from helix.speculation.base import Draft, Drafter
+from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
 from helix.steps.step import DecodeState
 
@@ -49,7 +49,7 @@ class DraftModel:
     @property
     def keeps(self) -> list[tuple[Keeps, ...]]:
         """Data that each of its layers keeps on this rank."""
-        return short_windows(self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype))
+        return without_long_rings(self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype))
 
     def slot_bytes(self, target: Placement, max_batch: int, drafts: int, chunk: int) -> int:
         """Counts the bytes of all data outside pages on this rank."""
@@ -104,6 +104,7 @@ class ModelDrafter(Drafter):
             rows=rows(limit),
             chunk=max(chunk, CATCH_UP),
         )
+        check_states(self.cache, "model")
         self.lacking = self.cache.lacking
         # Its lengths count only final tokens: later entries may be refused drafts.
         most = target.stripes.pages_for(max_length + limit)

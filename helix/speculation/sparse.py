@@ -28,7 +28,7 @@ from helix.memory.kv_cache import KVCache
 from helix.memory.score_pages import ScorePages, score_bytes
 from helix.models import Decoder, DecoderSpec
 from helix.placement import BlockBudget, KeyBudget, Placement
-from helix.speculation.base import Draft, Drafter
+from helix.speculation.base import Draft, Drafter, check_states
 from helix.speculation.drawing import DraftDrawing
 from helix.steps.step import DecodeState
 from kernels.attention.flash_decode import score_planes
@@ -157,6 +157,7 @@ class SparseDrafter(Drafter):
         forced: float | None = None,
     ) -> None:
         super().__init__(limit)
+        check_states(cache, "sparse")
         layout, device, spec = placement.layout, cache.device, model.spec
         self.model = model
         self.comm = comm

@@ -23,10 +23,10 @@ from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.models.loading import read_config
 from helix.placement import PromptChunk
-from helix.speculation import Draft, Drafter
+from helix.speculation import Draft, DraftBudget, Drafter
 from helix.steps.step import DecodeState
 from tests.e2e.checkpoints import checkpoint
-from tests.e2e.parity import Continuation, build_engine
+from tests.e2e.parity import Continuation, SelfDrafts, build_engine
 from tests.e2e.test_serve import CLOSE, Served, left_behind, serve, turns
 from tests.mixers import Decay, DecaySpec
 from tests.sequences import admission
@@ -111,7 +111,7 @@ class Prophet(Drafter):
 
 
 def served(layout: HelixLayout, wanted: list[Continuation], drafts: int, change: Callable[[Any], None]) -> Served:
-    """What an engine says that is short of pages: it preempts, finds prefixes, and one request is aborted."""
+    """Serves requests with too few pages: the engine preempts and finds prefixes, and one request is aborted."""
     first, second = turns(wanted)
 
     def body(world: LoopbackWorld, rank: int) -> Served:
@@ -182,6 +182,12 @@ def test_mistakes_are_caught(mistake: Callable[[Any], None], wanted: list[Contin
     told = [tuple(found.tokens[i]) for i in range(len(wanted))]
     told += [tuple(found.tokens[f"next {i}"]) for i in range(len(wanted))]
     assert told != [c.tokens for c in wanted] + [c.tokens[-3:] for c in wanted]
+
+
+def test_drafts_of_several_steps_are_refused() -> None:
+    world = LoopbackWorld(1)
+    with pytest.raises(ValueError, match="drafter=sparse runs several steps before tokens are taken"):
+        engine(HelixLayout.create(), world, 0, drafter=SelfDrafts(2, DraftBudget()))
 
 
 def test_a_state_is_the_sum_of_all_that_decays() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -110,6 +111,7 @@ def turns(wanted: list[Continuation]) -> tuple[list[Request], list[Request]]:
         ("qwen2", "model"),
         ("qwen2", SelfDrafts(2, DraftBudget(sparsity=0.2))),
         ("qwen2", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local")),
+        ("gpt-oss", Sparse(BlockBudget(1, 2, 4, 16), "bounds", "local", hot=64)),
     ],
 )
 def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> None:
@@ -148,6 +150,27 @@ def test_tokens_are_those_of_each_request_alone(family: str, drafts: Any) -> Non
     assert served.cached["next 2"] > 0 and (lacking > 0) == (
         family in ("mistral-windowed", "gpt-oss") or drafts == "model"
     )
+
+
+@pytest.mark.parametrize("family", ["mistral-windowed", "gpt-oss"])
+def test_a_prompt_that_skips_what_another_one_computes_lacks_its_windows(family: str) -> None:
+    """Two prompts begin alike: the second resumes where the first has come, behind tokens that its rings lack."""
+    generator = torch.Generator().manual_seed(3)
+    same, *rest = (tuple(torch.randint(1, 250, (n,), generator=generator).tolist()) for n in (260, 7, 9))
+    requests = [Request(i, same + tail, 8) for i, tail in enumerate(rest)]
+
+    def body(world: LoopbackWorld, rank: int) -> list[Served]:
+        comm = world.communicator(rank, KVP_2.kvp_group(rank))
+        sizes: dict[str, Any] = dict(page_size=4, max_batch=2, prefill_chunk=16)
+        return [
+            serve(build_engine(checkpoint(family), KVP_2, comm, 4, prefix_cache=cached, **sizes), requests)
+            for cached in (True, False)
+        ]
+
+    cached, plain = run_ranks(2, body, timeout_s=120.0)[0]
+    assert cached.tokens == plain.tokens
+    steps = [b - a for of in cached.prefilled.values() for a, b in pairwise(of)]
+    assert max(steps) > 16, "neither skipped anything"
 
 
 def engine(world: LoopbackWorld, rank: int, layout: HelixLayout, **options: Any) -> Engine:

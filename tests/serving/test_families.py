@@ -78,7 +78,8 @@ def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: 
         assert drawn == decoded
         for again in (False, True):
             tokens, cached = await complete(front, wanted[2].prompt + wanted[2].tokens[:-3], 3)
-            assert tokens == wanted[2].tokens[-3:] and (cached >= 96 or not again)
+            least = 48 if family in ("mistral-windowed", "mixtral", "gpt-oss") else 96
+            assert tokens == wanted[2].tokens[-3:] and (cached >= least or not again)
         metrics = metrics_of((await front.get("/metrics")).text)
         assert metrics["restarts_total"] == 1 and metrics["num_preemptions_total"] > 0, metrics
 

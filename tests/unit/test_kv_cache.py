@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, ring, short_windows, slot_bytes, with_bounds
+from helix.memory.kv_cache import KVCache, free_bytes, ring, slot_bytes, with_bounds, without_long_rings
 from helix.models import DecoderSpec
 from helix.placement import Placement, PromptChunk
 from helix.steps.step import PAST, DecodeState
@@ -210,7 +210,7 @@ def test_long_windows_stay_in_pages() -> None:
     """Two layers with a window of 4,096 and of 1,024: the first has entries for all tokens, the second a ring."""
     layout = HelixLayout.create()
     spec = with_windows(load_spec("gpt-oss-20b"), 4096, 1024)
-    keeps = short_windows(spec.keeps(layout, 0, torch.bfloat16))
+    keeps = without_long_rings(spec.keeps(layout, 0, torch.bfloat16))
     cache = KVCache(keeps, 3, Placement(layout, 0, 16, 16), torch.device("cpu"), slots=2, chunk=64)
     assert cache.rings.keys() == {1024} and cache.lacking == 1023
     assert cache.layer(0).keys.shape[:2] == (3, 16) and len(cache.layer(1).keys) > 2 * 64
