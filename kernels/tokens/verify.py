@@ -2,9 +2,10 @@
 
 `verify_and_pack` is the last kernel of Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026)
 without its limits, batch 32 and the bandwidth of one SM: many programs share the copy, and each finds where it begins
-while its first rows are on their way. Few tokens it compares itself, those of all sequences before its own. Of many it compares
-its own sequence's alone and looks up the lengths of the others, which their first programs publish as words with tags
-(`kernels.peers.mailbox`); if one is late it compares after all, so that no program depends on another's being there.
+while its first rows are on their way. Few tokens it compares itself, those of all sequences before its own. Of many it
+compares its own sequence's alone and looks up the lengths of the others, which their first programs publish as words
+with tags (`kernels.peers.mailbox`); if one is late it compares after all, so that no program depends on another's being
+there.
 The paper's other kernels are in `benchmarks/papers/verification_kernels.py`.
 
 Whoever calls owns what is written: nothing is allocated here, so that captured steps and eager ones pay one launch. A
