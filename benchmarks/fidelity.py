@@ -53,7 +53,7 @@ from benchmarks.quality.fidelity_tasks import TASKS, Task, policies
 from benchmarks.quality.forced import Policy
 from benchmarks.quality.haystacks import KINDS
 from benchmarks.quality.prefilled import Setting
-from benchmarks.records.columns import terminal_table
+from benchmarks.records.columns import cells, terminal
 from benchmarks.records.fidelity_tables import COLUMNS
 from benchmarks.records.rows import append
 from launch.inputs.arguments import helped, need_checkout, one_of, parse, several, unknown, whole_numbers
@@ -125,7 +125,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
 def tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """A table for each kind of row."""
     for kind, same in groupby(sorted(rows, key=lambda row: row["kind"]), key=lambda row: row["kind"]):
-        yield terminal_table(kind, COLUMNS[kind], list(same))
+        yield terminal(cells(COLUMNS[kind], list(same)), kind)
 
 
 def main() -> None:

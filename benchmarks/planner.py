@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.records import sparse_bill
+from benchmarks.records.columns import terminal
 from benchmarks.records.planner_check import check_table, drafted_errors, regrets, summary
 from benchmarks.records.recorded_steps import DRAFTED, read_cells
 from launch.inputs.arguments import helped, need_checkout, unknown
@@ -27,11 +27,7 @@ def check(files: Sequence[str]) -> None:
         need_checkout("helix planner check without files")
     cells = read_cells([Path(file) for file in files]) if files else read_cells()
     rows = regrets(cells)
-    head, *body = check_table(rows)
-    table = Table(*head)
-    for line in body:
-        table.add_row(*line)
-    Console(width=max(130, Console().width), highlight=False).print(table)
+    Console(width=max(130, Console().width), highlight=False).print(terminal(check_table(rows)))
     print(summary(rows))
     if (off := drafted_errors(cells if files else read_cells(DRAFTED))) is not None:
         print(off)
@@ -42,11 +38,8 @@ def bill(files: Sequence[str]) -> None:
     if not files:
         need_checkout("helix planner bill without files")
     found = sparse_bill.accounts(read_cells([Path(file) for file in files])) if files else sparse_bill.recorded()
-    for head, *body in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
-        table = Table(*head)
-        for line in body:
-            table.add_row(*line)
-        Console(width=max(150, Console().width), highlight=False).print(table)
+    for table in (sparse_bill.bill_table(found), sparse_bill.crossover_table(found)) if found else ():
+        Console(width=max(150, Console().width), highlight=False).print(terminal(table))
     print(sparse_bill.summary(found))
 
 

@@ -1,15 +1,17 @@
-"""Timing one kernel: CUDA-graph replays over inputs that together do not fit the L2."""
+"""Timing: one kernel by CUDA-graph replays over inputs that together do not fit the L2, and calls in a row."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 
-from helix.run.clock import seconds_of_each
+from comm.base import Communicator
+from helix.run.clock import Moment, seconds_of_each
 
 READ_CEILING = 4.69e12  # bytes/s; read-only sum over 4 GiB on an H200
 PAGE, DIM = 64, 128
@@ -40,6 +42,21 @@ def replays(
         found = seconds_of_each(graph.replay, times + 1, device)[1:]  # the first begins while the host launches it
     graph.reset()
     return sorted(s / launches for s in found)
+
+
+def in_a_row(call: Callable[[], Any], times: int, device: torch.device) -> list[float]:
+    """Seconds from the end of one call to that of the next, as the device sees them; the first begins here."""
+    moments = [Moment(device)]
+    for _ in range(times):
+        call()
+        moments.append(Moment(device))
+    moments[-1].wait()
+    return [end.since(begin) for begin, end in pairwise(moments)]
+
+
+def slowest(comm: Communicator, seconds: list[float]) -> list[float]:
+    """Each of some times on the rank that took longest; a collective call."""
+    return [max(of_ranks) for of_ranks in zip(*comm.all_gather_object(seconds), strict=True)]
 
 
 def seconds(run: Callable[[int], Any], copies: int, device: torch.device) -> float:

@@ -35,7 +35,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.program import PROGRAM
 from benchmarks.ranks.tuning import candidates
@@ -43,6 +42,7 @@ from benchmarks.ranks.tuning_file import read_measured
 from benchmarks.ranks.tuning_steps import Measured
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.records import tuned
+from benchmarks.records.columns import terminal
 from benchmarks.records.style import save
 from benchmarks.schema import LabConfig, composed
 from launch import run
@@ -92,10 +92,7 @@ def conclude(name: str, config: LabConfig) -> bool:
         found = search(candidates(config), {m.way: m for m in measured}.__getitem__)
     except KeyError:
         return False
-    cells, *body = tuned.table(measured, found.plain)
-    table = Table(*cells)
-    for line in body:
-        table.add_row(*line)
+    table = terminal(tuned.table(measured, found.plain))
     Console(width=max(100, Console().width), highlight=False).print(table)
     for sentence in tuned.said(found):
         print(sentence)

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import cache
+from statistics import median
+from typing import Any
 
 import torch
 
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import DIM, seconds
 from helix.memory.host_store import HostStore
+from helix.run.clock import Moment
 from kernels.hot_blocks import BlockList, HotBlocks
 from kernels.reference.resolve import resolve as reference
 from kernels.tier.copy_blocks import copy_blocks
@@ -87,35 +91,33 @@ def fetch_at_once(gpus: Sequence[torch.device], pieces: int, copies: int = 20) -
             lists.append(BlockList(*(x.to(device) for x in (source, target, counts))))
         works.append((device, host, places, lists))
     size = pieces * works[0][2][0, 0].numel() * works[0][2].itemsize
-    if gpus[0].type == "cpu":
-        begin = time.perf_counter()
-        for blocks in works[0][3]:
-            copy_blocks(works[0][1], works[0][2], blocks)
-        return size, (time.perf_counter() - begin) / copies
-    graphs = []
+    runs = []
     for device, host, places, lists in works:
-        with torch.cuda.device(device):
-            copy_blocks(host, places, lists[0])
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for blocks in lists:
-                    copy_blocks(host, places, blocks)
-            graphs.append(graph)
-    slowest = []
-    for _ in range(5):
-        events = []
-        for device, graph in zip(gpus, graphs, strict=True):
+
+        def run(host: Any = host, places: Any = places, lists: Any = lists) -> None:
+            for blocks in lists:
+                copy_blocks(host, places, blocks)
+
+        if device.type == "cuda":
             with torch.cuda.device(device):
-                begins, ends = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begins.record()
-                graph.replay()
-                ends.record()
-            events.append((begins, ends))
-        for device in gpus:
-            torch.cuda.synchronize(device)
-        slowest.append(max(a.elapsed_time(b) for a, b in events) / 1e3 / copies)
-    return size, sorted(slowest)[len(slowest) // 2]
+                copy_blocks(host, places, lists[0])
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    run()
+        runs.append((device, graph.replay if device.type == "cuda" else run))
+    slowest = []
+    for _ in range(5 if gpus[0].type == "cuda" else 1):
+        pairs = []
+        for device, launch in runs:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                begin = Moment(device)
+                launch()
+                pairs.append((begin, Moment(device)))
+        for _, end in pairs:
+            end.wait()
+        slowest.append(max(end.since(begin) for begin, end in pairs) / copies)
+    return size, median(slowest)
 
 
 def find(given: Given, batch: int, chosen: int, places: int, hot: bool) -> Iterator[Row]:

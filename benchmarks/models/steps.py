@@ -140,7 +140,7 @@ BASELINE = _benchmark("the same under plain TP, Medha's layout and Helix", BASEL
 _SPARSE_COLUMNS = "model batch length layout attention ttl_p50_us tokens_per_s_user"
 _ALL_POINTS = [(batch, length) for length in LENGTHS for batch in BATCHES]
 SPARSE = Benchmark(
-    "decode steps with block-sparse attention beside dense, over all GPUs: what `launch.plan bill` fits",
+    "decode steps with block-sparse attention beside dense, over all GPUs: what `helix planner bill` fits",
     __doc__,
     (Part(partial(sparse_cases, SPARSE_MODELS[:1], _ALL_POINTS, BUDGETS), measure_sparse, _SPARSE_COLUMNS),),
     models=SPARSE_MODELS,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.rows import CLAIMS, Row, Setting
+from benchmarks.records.columns import Cells, filled, terminal
+from benchmarks.records.columns import page as as_page
 from benchmarks.records.recorded_steps import compare, halves, read_cells
 from benchmarks.records.style import (
     BLACK,
@@ -266,15 +266,9 @@ def _handles(panel: Axes) -> list[dict[str, Any]]:
 # ---- writing
 
 
-def with_tables(text: str, tables: dict[str, list[Sequence[str]]]) -> str:
-    """The page with each `<!-- table NAME -->` ... `<!-- end -->` filled anew."""
-
-    def table(found: re.Match[str]) -> str:
-        head, *body = tables[found[1]]
-        lines = [head, ["---"] * len(head), *body]
-        return "\n".join([f"<!-- table {found[1]} -->", *(f"| {' | '.join(line)} |" for line in lines), "<!-- end -->"])
-
-    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+def with_tables(text: str, tables: Mapping[str, Cells]) -> str:
+    """The page with its tables filled anew."""
+    return filled(text, lambda name: as_page(tables[name]))
 
 
 def write_figures(results: Path, figures: Path, page: Path | None) -> None:
@@ -289,11 +283,8 @@ def write_figures(results: Path, figures: Path, page: Path | None) -> None:
     for name, (figure, footer) in paper.figures().items():
         save(figure, figures / f"simulate-{name}.png", footer)
     tables = paper.tables()
-    for name, (head, *body) in tables.items():
-        table = Table(*head, title=name)
-        for line in body:
-            table.add_row(*line)
-        Console(width=170).print(table)
+    for name, table in tables.items():
+        Console(width=170).print(terminal(table, name))
     if page is not None:
         page.write_text(with_tables(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 

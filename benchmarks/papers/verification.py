@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.papers import verification_kernels as baselines
 from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import ROTATED, replays
 from helix.run.clock import seconds_of_each
@@ -134,7 +135,7 @@ def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
     row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
     runs: dict[str, Run] = {"torch": lambda i: reference.verify(work.draft, work.target)}
-    for name, scan in (("naive", kernels.naive), ("scan", kernels.verify)):
+    for name, scan in (("naive", baselines.naive), ("scan", baselines.verify)):
         check(work, name, scan, None)
 
         def run(i: int, scan: Callable[..., None] = scan) -> None:
@@ -151,19 +152,19 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
     works = [workload(batch, gamma, alpha, width, dtype, device, seed=7 + i) for i in range(copies)]
 
     def two_step(draft: Any, target: Any, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
-        kernels.verify(draft, target, out)
-        kernels.pack(kv, out.accepted, packed)
+        baselines.verify(draft, target, out)
+        baselines.pack(kv, out.accepted, packed)
 
     def torch_step(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        kernels.verify(works[i].draft, works[i].target, works[i].out)
+        baselines.verify(works[i].draft, works[i].target, works[i].out)
         return reference.pack(works[i].kv, works[i].out.accepted)
 
     def torch_alone(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.pack(works[i].kv, reference.verify(works[i].draft, works[i].target)[0])
 
     variants = {"fused": kernels.verify_and_pack, "two_step": two_step}
-    if batch <= kernels.ONE_BLOCK_BATCH:
-        variants["one_block"] = kernels.verify_and_pack_one_block
+    if batch <= baselines.ONE_BLOCK_BATCH:
+        variants["one_block"] = baselines.verify_and_pack_one_block
     row: dict[str, Any] = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
     row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / copies * width * dtype.itemsize
     runs: dict[str, Run] = {}

@@ -6,15 +6,14 @@ an iteration counts with its slowest rank.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.timer import in_a_row, slowest
 from comm.emulated import EmulatedTransport
 from comm.symm_mem import ONE_SHOT_SENT
 from comm.torch_dist import TorchDistCommunicator
@@ -26,7 +25,7 @@ DIM, HIDDEN = 128, 4096
 EXCHANGES = [(1, 8), (4, 8), (16, 8), (64, 8), (128, 8)]  # tokens, heads of each rank
 NORMS = [(1, 1024), *((tokens, HIDDEN) for tokens in (1, 2, 4, 8, 16, 64))]  # tokens, hidden
 GATHERS = [1, 8, 64]  # tokens
-IN_A_ROW = 20
+IN_A_ROW, ROUNDS = 20, 30
 TARGETS = {("exchange", 32 << 10): 6.0, ("exchange", 128 << 10): 8.0, ("all_reduce_norm", 32 << 10): 7.0}
 
 
@@ -104,13 +103,8 @@ def _row(
 
 def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[float, float]:
     """p50 and p90 of one call, over rounds of `IN_A_ROW`, each with its slowest rank."""
-    rounds = 30
     if comm.device.type != "cuda":
-        seconds = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begin)
+        seconds = in_a_row(run, 5, comm.device)
     else:
         for _ in range(3):
             run()
@@ -120,16 +114,9 @@ def _microseconds(comm: TorchDistCommunicator, run: Callable[[], Any]) -> tuple[
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(IN_A_ROW):
                 run()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
         comm.barrier()
         graph.replay()  # what the ranks' hosts are apart is spent here
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        seconds = [a.elapsed_time(b) / 1e3 / IN_A_ROW for a, b in pairwise(events)]
+        seconds = [s / IN_A_ROW for s in in_a_row(graph.replay, ROUNDS, comm.device)]
         graph.reset()
-    slowest = torch.tensor([max(s) for s in zip(*comm.all_gather_object(seconds), strict=True)])
-    p50, p90 = (float(q) * 1e6 for q in slowest.quantile(torch.tensor([0.5, 0.9])))
+    p50, p90 = (float(q) * 1e6 for q in torch.tensor(slowest(comm, seconds)).quantile(torch.tensor([0.5, 0.9])))
     return p50, p90

@@ -24,13 +24,14 @@ from triton.language.extra.cuda import globaltimer
 from benchmarks.ranks.points import at_each, engine_at
 from benchmarks.ranks.steps import fill
 from benchmarks.schema import lab
+from benchmarks.timer import slowest
 from comm.base import Communicator
 from comm.hopb import Pipeline
 from helix.events.decision import StepKind
 from helix.layout import share
 from helix.models import Decoder
 from helix.run.autotune import CHUNKS, choose_chunks, step_seconds
-from helix.run.clock import seconds_of_each
+from helix.run.clock import Moment, seconds_of_each
 from helix.run.graphs import StepGraphs
 from helix.run.model_runner import ModelRunner
 from kernels.attention.split_kv import PartialAttention
@@ -132,8 +133,7 @@ def _mla(comm: Communicator, batch: int) -> list[dict[str, Any]]:
 
         comm.barrier()
         chain = partial(pipeline.run, _cut(batch, chunks), attend, exchange)
-        seconds = _captured(chain, comm.device, comm.barrier)
-        return median(max(of_ranks) for of_ranks in zip(*comm.all_gather_object(seconds), strict=True))
+        return median(slowest(comm, _captured(chain, comm.device, comm.barrier)))
 
     alone = measured(1, 0.0, exchange)
     attention = alone * ATTENTION_UNITS / EXCHANGE_UNITS
@@ -157,16 +157,16 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
     pipeline, busy = Pipeline(device if device.type == "cuda" else None), _busy(device)
     out, lse = torch.zeros(REQUESTS, 1, 1, device=device), torch.zeros(REQUESTS, 1, device=device)
 
-    def run(chunks: int, spans: list[tuple[str, int, Any, Any]] | None = None) -> Tensor:
+    def run(chunks: int, spans: list[tuple[str, int, Moment, Moment]] | None = None) -> Tensor:
         exchanged = count()
 
         def wait(stream: str, request: int, units: float) -> None:
             if spans is None:
                 busy(units * UNIT_S)
                 return
-            begin = _mark(device)
+            begin = Moment(device)
             busy(units * UNIT_S)
-            spans.append((stream, request, begin, _mark(device)))
+            spans.append((stream, request, begin, Moment(device)))
 
         def attend(rows: slice) -> PartialAttention:
             for request in range(rows.start, rows.stop):
@@ -184,14 +184,14 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
     units: dict[str, float] = {}
     for regime, chunks in (("off", 1), ("on", REQUESTS)):
         units[regime] = median(_captured(partial(run, chunks), device)) / UNIT_S
-        spans: list[tuple[str, int, Any, Any]] = []
-        origin = _mark(device)
+        spans: list[tuple[str, int, Moment, Moment]] = []
+        origin = Moment(device)
         run(chunks, spans)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found = [
-            {"stream": stream, "chunk": chunk, "start_us": _us(origin, begin), "end_us": _us(origin, end)}
-            for stream, chunk, begin, end in spans
+            {"stream": stream, "chunk": chunk, "start_us": 1e6 * a.since(origin), "end_us": 1e6 * b.since(origin)}
+            for stream, chunk, a, b in spans
         ]
         rows.append({"kind": "timeline", "regime": regime, "spans": found})
     result = {
@@ -204,19 +204,6 @@ def delays(device: torch.device) -> list[dict[str, Any]]:
 
 def _cut(rows: int, chunks: int) -> list[slice]:
     return [slice(part.start, part.stop) for part in (share(rows, chunks, i) for i in range(chunks))]
-
-
-def _mark(device: torch.device) -> Any:
-    """This moment on the current stream of a GPU, or on the host."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _us(begin: Any, end: Any) -> float:
-    return 1e6 * (end - begin) if isinstance(begin, float) else 1e3 * float(begin.elapsed_time(end))
 
 
 def _busy(device: torch.device) -> Callable[[float], None]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from benchmarks.ranks.points import at_each, engine_at, gammas
 from benchmarks.ranks.seats import Seats
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import lab
+from benchmarks.timer import in_a_row, slowest
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
@@ -149,7 +149,7 @@ def _time_drafts(
         runner.cache.counted.zero_()
         runner.cache.counted_ahead.zero_()
     comm.barrier()
-    seconds = _times(step, steps, comm.device)
+    seconds = in_a_row(step, steps, comm.device)
     read = blocks_read(runner, comm) if kind.sparse else {}
     if isinstance(runner.cache, TieredCache):
         read |= blocks_fetched(runner.cache, comm, steps)
@@ -157,10 +157,9 @@ def _time_drafts(
     if gamma:
         traced["phase_us"] = phase_us(runner, comm, StepKind(batch, gamma))
     comm.check()
-    slowest = [max(step) for step in zip(*comm.all_gather_object(seconds), strict=True)]
     timings = Timings(acceptance=Acceptance(gamma))
     kept = [((t != PAST).sum(1) - 1).tolist() for t in taken] or [[0] * batch] * steps
-    for step_s, of_rows in zip(slowest, kept, strict=True):
+    for step_s, of_rows in zip(slowest(comm, seconds), kept, strict=True):
         timings.step(step_s, gamma, [DraftOutcome(slot, gamma, count) for slot, count in enumerate(of_rows)])
     return timings, traced
 
@@ -214,24 +213,6 @@ def rewind(runner: ModelRunner, batch: int, length: int) -> None:
     runner.state.activate(slots, torch.zeros_like(slots), torch.full_like(slots, length))
     if runner.drafter.takes(StepKind(batch, runner.drafts)):
         runner.drafter.catch_up(runner.state)
-
-
-def _times(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps` steps in a row."""
-    if device.type != "cuda":
-        seconds = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - begin)
-        return seconds
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 def _trace(step: Callable[[], Any], layers: int, comm: Communicator) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
-from benchmarks.records.columns import Columns, lines, terminal_table
+from benchmarks.records.columns import Columns, cells, lines, terminal
 from benchmarks.records.rows import Row, results
 
 WAY = ("policy", "gamma", "sparsity", "recent", "reach", "block", "heads", "temperature", "noise")
@@ -96,11 +96,11 @@ def terminal_tables(rows: Sequence[Row]) -> Iterator[Table]:
     """Tables of what was measured at once."""
     chosen = [r for r in rows if r["kind"] == "choices"]
     tokens = joined([r for r in rows if r["kind"] != "choices"])
-    yield terminal_table("tokens an iteration", TEXT | OPTIONS | DRAWN | TOKENS, tokens)
+    yield terminal(cells(TEXT | OPTIONS | DRAWN | TOKENS, tokens), "tokens an iteration")
     if chosen:
-        yield terminal_table("choices", CHOICES, chosen)
+        yield terminal(cells(CHOICES, chosen), "choices")
     if ranks := by_ranks(chosen):
-        yield terminal_table("choices of ranks", RANKS, ranks)
+        yield terminal(cells(RANKS, ranks), "choices of ranks")
 
 
 def _recorded(kind: str = "acceptance") -> list[Row]:

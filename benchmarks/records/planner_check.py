@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.records.columns import Cells
 from benchmarks.records.recorded_steps import Cell, compare
 from helix.simulate.hardware import Hardware
 from launch.inputs.hardware import hardware_of
@@ -68,7 +69,7 @@ def drafted_errors(cells: Sequence[Cell], describe: Callable[[str], Hardware] = 
     return f"{len(off)} steps with drafts of the model itself: off by {median:.1%} (median), {most:.1%} (p90)"
 
 
-def errors_table(steps: Mapping[str, Sequence[Cell]], hardware: Hardware) -> list[Sequence[str]]:
+def errors_table(steps: Mapping[str, Sequence[Cell]], hardware: Hardware) -> Cells:
     """Cells of a table of how far predictions are off, its head first.
 
     Args:
@@ -81,7 +82,7 @@ def errors_table(steps: Mapping[str, Sequence[Cell]], hardware: Hardware) -> lis
     return table
 
 
-def check_table(rows: Sequence[dict[str, Any]]) -> list[Sequence[str]]:
+def check_table(rows: Sequence[dict[str, Any]]) -> Cells:
     """Cells of the table of `regrets`, its head first."""
     table: list[Sequence[str]] = [("model", "KV", "GPUs", "layouts", "chosen", "best", "measured", "regret")]
     for r in rows:

@@ -37,10 +37,18 @@ def results(name: str, *key: str) -> list[Row]:
     return newest(ROOT / "benchmarks" / "results" / f"{name}.jsonl", *key)
 
 
-def workload(r: Row) -> str:
-    """A model and its workload, two cells of a table."""
-    length = f"{r['length'] >> 20}M" if r["length"] >= 1 << 20 else f"{r['length'] >> 10}K"
-    name = r["model"]
-    if "layers" in r and r["layers"] < (layers := len(load_spec(name).layers)):
-        name += f", {r['layers']} of {layers} layers"
-    return f"{name} | {r['batch']} x {length}"
+def tokens(count: int) -> str:
+    """A power of two in K or M."""
+    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
+
+
+def kv(r: Row) -> str:
+    """Sequences of a row, and tokens of each."""
+    return f"{r['batch']} x {tokens(r['length'])}"
+
+
+def shape(r: Row) -> str:
+    """The model of a row; with its layers where it was cut."""
+    if "layers" in r and r["layers"] < (layers := len(load_spec(r["model"]).layers)):
+        return f"{r['model']}, {r['layers']} of {layers} layers"
+    return str(r["model"])

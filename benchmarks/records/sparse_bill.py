@@ -16,6 +16,7 @@ from statistics import median
 
 import numpy as np
 
+from benchmarks.records.columns import Cells
 from benchmarks.records.recorded_steps import RECORDED, RESULTS, Cell, read_cells
 from helix.simulate import constants
 from helix.simulate.crossover import crossover
@@ -26,8 +27,6 @@ from launch.inputs.hardware import load_hardware
 
 TARGETS = (0.03, 0.06)  # median and worst error of steps that were not fitted
 RECORDS = "python -m benchmarks.bench sparse-steps"
-
-Table = list[Sequence[str]]  # its head first
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,9 @@ def _point(batch: int, length: int) -> str:
     return f"{batch} x {length >> 10}K"
 
 
-def bill_table(found: Sequence[Account]) -> Table:
+def bill_table(found: Sequence[Account]) -> Cells:
     """Every bill, how well it explains what was measured, and how well it predicts what it was not fitted on."""
-    table: Table = [
+    table: list[Sequence[str]] = [
         ("model, layout", "blocks", "steps", "bandwidth", "overhead", "finding", "each sequence", "bounds", "R²",
          "R² without finding", "held out: median, worst"),
     ]  # fmt: skip
@@ -221,10 +220,10 @@ def bill_table(found: Sequence[Account]) -> Table:
     return table
 
 
-def crossover_table(found: Sequence[Account]) -> Table:
+def crossover_table(found: Sequence[Account]) -> Cells:
     """The length from which on block-sparse steps take no longer, by the bill."""
     batches = sorted({batch for a in found for batch in a.batches})
-    table: Table = [("model, layout", "blocks", *(f"batch {batch}" for batch in batches))]
+    table: list[Sequence[str]] = [("model, layout", "blocks", *(f"batch {batch}" for batch in batches))]
     for a in found:
         from_tokens = [a.pays_from(batch) for batch in batches]
         table.append((a.machine, a.budget, *("never" if n is None else f"{n:,} tokens" for n in from_tokens)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from benchmarks.records.rows import WORKLOAD, Row, results, workload
+from benchmarks.records.columns import POINT, Columns, Show, lines, ms, of, page, where_it_fits
+from benchmarks.records.rows import WORKLOAD, Row, kv, results, shape
 from benchmarks.timer import READ_CEILING
 from helix.simulate.points import Options, Points
 from helix.simulate.step import predict
@@ -23,7 +24,7 @@ BUDGETS_MS = (5, 10, 20, 50)  # of TTL
 
 def _ttl(r: Row) -> str:
     """With a mark where the kernels of that time have been replaced since."""
-    return f"{r['ttl_p50_us'] / 1e3:.2f} ms{' †' if 'superseded' in r else ''}"
+    return "does not fit" if "failed" in r else ms("ttl_p50_us")(r) + " †" * ("superseded" in r)
 
 
 def _layout(r: Row) -> str:
@@ -32,24 +33,30 @@ def _layout(r: Row) -> str:
     return f"{attention} {ffn}" if load_spec(r["model"]).experts is not None else attention
 
 
+def _over_floor(r: Row) -> str:
+    return f"{r['ttl_p50_us'] / r['floor_us']:.2f}"
+
+
+def _point(r: Row) -> tuple[str, str]:
+    return shape(r), kv(r)
+
+
+LAYOUT: Columns = {**POINT, "layout": _layout}
+IDEAL: Columns = {"time per token": _ttl, "ideal": ms("floor_us"), "x": _over_floor}
+VLLM: Columns = {"vLLM 0.25.1": lambda r: f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"}
+
+
 def steps(name: str = "step") -> list[str]:
     """Whole decode steps: every layout of every workload."""
-    rows = [
-        "| shape | KV | layout | time per token | ideal | x | target (8 GPUs) | vLLM 0.25.1 | launches a layer |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results(name, *WORKLOAD):
-        start = f"| {workload(r)} | {_layout(r)} "
-        if "failed" in r:
-            rows.append(f"{start}| does not fit | | | | | |")
-            continue
-        vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
-        launches = f"{r['launches_per_layer']:.1f}" if "launches_per_layer" in r else "-"
-        rows.append(
-            f"{start}| {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms "
-            f"| {r['ttl_p50_us'] / r['floor_us']:.2f} | {r['bar'] or '-'} | {vllm} | {launches} |"
-        )
-    return rows
+    more: Columns = {
+        "ideal": ms("floor_us"),
+        "x": _over_floor,
+        "target (8 GPUs)": lambda r: str(r["bar"] or "-"),
+        **VLLM,
+        "launches a layer": of("launches_per_layer"),
+    }
+    timed = {title: where_it_fits(cell) for title, cell in more.items()}
+    return lines({**LAYOUT, "time per token": _ttl, **timed}, results(name, *WORKLOAD))
 
 
 def _best(name: str = "step") -> list[Row]:
@@ -57,18 +64,14 @@ def _best(name: str = "step") -> list[Row]:
     found: dict[tuple[Any, ...], Row] = {}
     for r in results(name, *WORKLOAD):
         if "failed" not in r:
-            key = r["model"], r["batch"], r["length"]
-            found[key] = min(found.get(key, r), r, key=lambda r: r["ttl_p50_us"])
+            found[_key(r)] = min(found.get(_key(r), r), r, key=lambda r: r["ttl_p50_us"])
     return list(found.values())
 
 
 def gap() -> list[str]:
     """What stands between the best steps of dense models and their floors, by the simulator's constants."""
-    rows = [
-        "| shape | KV | time per token | ideal | read more than once | read below the ceiling | kernels' fixed parts "
-        "| collectives | not explained |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    parts_of = "read more than once", "read below the ceiling", "kernels' fixed parts", "collectives", "not explained"
+    table = [(*POINT, "time per token", "ideal", *parts_of)]
     hardware = load_hardware("h200")
     options = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
     for r in _best():
@@ -84,40 +87,37 @@ def gap() -> list[str]:
         collectives = sum(float(phase.seconds[0]) for phase in step.phases if not phase.bytes[0]) * 1e6
         parts = [read - r["floor_us"], slower, fixed, collectives]
         parts.append(r["ttl_p50_us"] - r["floor_us"] - sum(parts))
-        cells = " | ".join(f"{us / 1e3:.2f} ms" for us in (r["ttl_p50_us"], r["floor_us"], *parts))
-        rows.append(f"| {workload(r)} | {cells} |")
-    return rows
+        table.append((*_point(r), *(f"{us / 1e3:.2f} ms" for us in (r["ttl_p50_us"], r["floor_us"], *parts))))
+    return page(table)
 
 
-def _plain_tp() -> dict[tuple[Any, ...], str]:
-    """Plain TP's time per token over eight GPUs at each workload."""
-    return {
-        tuple(r[k] for k in WORKLOAD[:3]): "does not fit" if "failed" in r else _ttl(r)
-        for r in results("baselines", *WORKLOAD)
-        if r["layout"].startswith("tp ")
-    }
+def _plain_tp() -> Show:
+    """Plain TP's time per token over eight GPUs at a row's workload."""
+    found = {_key(r): _ttl(r) for r in results("baselines", *WORKLOAD) if r["layout"].startswith("tp ")}
+    return lambda r: found.get(_key(r), "-")
+
+
+def _key(r: Row) -> tuple[Any, ...]:
+    return r["model"], r["batch"], r["length"]
 
 
 def headline() -> list[str]:
     """Four of the best Helix layouts over eight GPUs, beside plain TP, and vLLM on as many as divide the heads."""
-    plain = _plain_tp()
-    rows = ["| model | context | Helix | plain TP=8 | vLLM 0.25.1 |", "|---|---|---|---|---|"]
-    for r in _best():
-        if (key := tuple(r[k] for k in WORKLOAD[:3])) in HEADLINE:
-            heads = load_spec(r["model"]).attention.q_heads
-            vllm = f"{r['vllm_ms']:.2f} ms, {8 if heads % 8 == 0 else 4} GPUs" if r["vllm_ms"] else "-"
-            rows.append(f"| {workload(r)} | {_ttl(r)} | {plain.get(key, '-')} | {vllm} |")
-    return rows
+
+    def vllm(r: Row) -> str:
+        gpus = 8 if load_spec(r["model"]).attention.q_heads % 8 == 0 else 4
+        return f"{r['vllm_ms']:.2f} ms, {gpus} GPUs" if r["vllm_ms"] else "-"
+
+    columns: Columns = {
+        "model": shape, "context": kv, "Helix": _ttl, "plain TP=8": _plain_tp(), "vLLM 0.25.1": vllm,
+    }  # fmt: skip
+    return lines(columns, [r for r in _best() if _key(r) in HEADLINE])
 
 
 def four_gpus() -> list[str]:
     """The best Helix layout over four GPUs at one sequence of 1M tokens."""
-    rows = ["| shape | KV | best Helix layout | time per token | ideal | x |", "|---|---|---|---|---|---|"]
-    for r in _best("step.4gpu"):
-        if (r["batch"], r["length"]) == (1, 1 << 20):
-            times = f"{_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {r['ttl_p50_us'] / r['floor_us']:.2f}"
-            rows.append(f"| {workload(r)} | {_layout(r).removeprefix('helix ')} | {times} |")
-    return rows
+    columns = {**POINT, "best Helix layout": lambda r: _layout(r).removeprefix("helix "), **IDEAL}
+    return lines(columns, [r for r in _best("step.4gpu") if (r["batch"], r["length"]) == (1, 1 << 20)])
 
 
 def best_steps(*only: int) -> list[str]:
@@ -126,21 +126,20 @@ def best_steps(*only: int) -> list[str]:
     Args:
         only: the batch and length of the workloads to show; all where there are none.
     """
-    plain = _plain_tp()
-    rows = [
-        "| shape | KV | best Helix layout | time per token | ideal | x | target | plain TP=8 | vLLM 0.25.1 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in (r for r in _best() if not only or (r["batch"], r["length"]) == only):
-        layout = r["layout"].split(" ->")[0].removeprefix("helix ")
-        vllm = f"{r['vllm_ms']:.2f} ms" if r["vllm_ms"] else "-"
-        times = r["ttl_p50_us"] / r["floor_us"]
-        target = f"{r['bar']}{'' if times <= r['bar'] else ', not met'}" if r["bar"] else "-"
-        rows.append(
-            f"| {workload(r)} | {layout} | {_ttl(r)} | {r['floor_us'] / 1e3:.2f} ms | {times:.2f} | {target} "
-            f"| {plain.get(tuple(r[k] for k in WORKLOAD[:3]), '-')} | {vllm} |"
-        )
-    return rows
+
+    def target(r: Row) -> str:
+        met = r["bar"] and r["ttl_p50_us"] / r["floor_us"] <= r["bar"]
+        return f"{r['bar']}{'' if met else ', not met'}" if r["bar"] else "-"
+
+    columns: Columns = {
+        **POINT,
+        "best Helix layout": lambda r: r["layout"].split(" ->")[0].removeprefix("helix "),
+        **IDEAL,
+        "target": target,
+        "plain TP=8": _plain_tp(),
+        **VLLM,
+    }
+    return lines(columns, [r for r in _best() if not only or (r["batch"], r["length"]) == only])
 
 
 def _on_eight() -> list[tuple[Row, Row, float]]:
@@ -158,10 +157,8 @@ def _on_eight() -> list[tuple[Row, Row, float]]:
 
 def emulated_eight() -> list[str]:
     """Steps over eight GPUs, and emulated on two."""
-    rows = ["| shape | KV | layout | eight GPUs | emulated on two | difference |", "|---|---|---|---|---|---|"]
-    for r, other, apart in _on_eight():
-        rows.append(f"| {workload(r)} | {_layout(r)} | {_ttl(r)} | {_ttl(other)} | {apart:+.1%} |")
-    return rows
+    body = [(*_point(r), _layout(r), _ttl(r), _ttl(other), f"{apart:+.1%}") for r, other, apart in _on_eight()]
+    return page([(*LAYOUT, "eight GPUs", "emulated on two", "difference"), *body])
 
 
 def agreement() -> list[str]:
@@ -169,8 +166,8 @@ def agreement() -> list[str]:
     apart: dict[str, list[float]] = {}
     for r, _, share in _on_eight():
         apart.setdefault(r["model"], []).append(share)
-    rows = ["| shape | steps compared | emulated, at the fastest | at the slowest |", "|---|---|---|---|"]
-    return rows + [f"| {m} | {len(a)} | {min(a):+.1%} | {max(a):+.1%} |" for m, a in apart.items()]
+    body = [(m, str(len(a)), f"{min(a):+.1%}", f"{max(a):+.1%}") for m, a in apart.items()]
+    return page([("shape", "steps compared", "emulated, at the fastest", "at the slowest"), *body])
 
 
 def emulated_steps() -> list[str]:
@@ -181,17 +178,14 @@ def emulated_steps() -> list[str]:
     emulated = {
         (r["emulated_by"], *(r[k] for k in WORKLOAD)): r for r in results("step.emulated-4", "emulated_by", *WORKLOAD)
     }
-    rows = [
-        "| shape | KV | layout | four GPUs | emulated on two | difference | emulated on one | difference |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = [(*LAYOUT, "four GPUs", "emulated on two", "difference", "emulated on one", "difference")]
     for (count, *point), r in emulated.items():
         if count == 2:
             of_four = real[tuple(point)]
             times = [emulated[n, *point]["ttl_p50_us"] for n in (2, 1)]
-            cells = " | ".join(f"{us / 1e3:.2f} ms | {us / of_four - 1:+.1%}" for us in times)
-            rows.append(f"| {workload(r)} | {_layout(r)} | {of_four / 1e3:.2f} ms | {cells} |")
-    return rows
+            cells = (text for us in times for text in (f"{us / 1e3:.2f} ms", f"{us / of_four - 1:+.1%}"))
+            table.append((*_point(r), _layout(r), f"{of_four / 1e3:.2f} ms", *cells))
+    return page(table)
 
 
 def emulated_comm() -> list[str]:
@@ -205,10 +199,7 @@ def emulated_comm() -> list[str]:
         }
         for ranks in (4, 8)
     )
-    rows = [
-        "| collective | message | 4 GPUs | emulated on 2 | emulated on 1 | 8 GPUs | emulated on 2 | emulated on 1 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = [("collective", "message", *(f"{n} GPUs" if n > 2 else f"emulated on {n}" for n in (4, 2, 1, 8, 2, 1)))]
     for count, op, size in of_8:
         if count == 2:
             found = [
@@ -216,8 +207,8 @@ def emulated_comm() -> list[str]:
                 for ranks, of in ((4, of_4), (8, of_8))
                 for us in (real.get((op, ranks, size)), *(of.get((n, op, size), {}).get("symm_us") for n in (2, 1)))
             ]
-            rows.append(f"| {op} | {size:,} B | {' | '.join(f'{us:.1f} us' if us else '-' for us in found)} |")
-    return rows
+            table.append((op, f"{size:,} B", *(f"{us:.1f} us" if us else "-" for us in found)))
+    return page(table)
 
 
 def largest_batch(rows: list[Row], budget_us: float) -> int | None:
@@ -227,26 +218,22 @@ def largest_batch(rows: list[Row], budget_us: float) -> int | None:
 
 def budgets(name: str) -> list[str]:
     """The largest measured batch of each layout within a TTL."""
-    limits = " | ".join(f"<= {ms} ms" for ms in BUDGETS_MS)
-    rows = [f"| shape | length | layout | {limits} |", "|---" * (3 + len(BUDGETS_MS)) + "|"]
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for r in results(name, *WORKLOAD):
         groups.setdefault((r["model"], r["length"], r["layout"].split(" ->")[0]), []).append(r)
+    table = [("shape", "length", "layout", *(f"<= {ms} ms" for ms in BUDGETS_MS))]
     for (model, length, layout), found in groups.items():
         fitting = [largest_batch(found, 1e3 * ms) or "-" for ms in BUDGETS_MS]
         older = " †" if any("superseded" in r for r in found) else ""
-        rows.append(f"| {model} | {length >> 10}K | {layout}{older} | {' | '.join(map(str, fitting))} |")
-    return rows
+        table.append((model, f"{length >> 10}K", f"{layout}{older}", *map(str, fitting)))
+    return page(table)
 
 
 def baselines(name: str) -> list[str]:
     """Helix beside plain TP and Medha's layout."""
-    rows = ["| shape | KV | layout | time per token | tokens/s/user | tokens/s/GPU |", "|---|---|---|---|---|---|"]
-    for r in results(name, *WORKLOAD):
-        start = f"| {workload(r)} | {_layout(r)} "
-        if "failed" in r:
-            rows.append(f"{start}| does not fit | | |")
-            continue
-        rates = f"{r['tokens_per_s_user']:.0f} | {r['tokens_per_s_gpu']:.1f}"
-        rows.append(f"{start}| {_ttl(r)} | {rates} |")
-    return rows
+    rates: Columns = {
+        "tokens/s/user": lambda r: f"{r['tokens_per_s_user']:.0f}",
+        "tokens/s/GPU": lambda r: f"{r['tokens_per_s_gpu']:.1f}",
+    }
+    timed = {title: where_it_fits(cell) for title, cell in rates.items()}
+    return lines({**LAYOUT, "time per token": _ttl, **timed}, results(name, *WORKLOAD))

@@ -6,7 +6,6 @@ line counts.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,126 +20,119 @@ from benchmarks.records import (
     sparse_tables,
     step_tables,
 )
+from benchmarks.records.columns import (
+    POINT,
+    Cells,
+    Columns,
+    Show,
+    at,
+    filled,
+    lines,
+    ms,
+    of,
+    page,
+    share,
+    us,
+    where_it_fits,
+)
 from benchmarks.records.planner_check import check_table, errors_table, regrets, summary
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
-from benchmarks.records.rows import results, workload
-from benchmarks.records.sparse_bill import Account, Table
+from benchmarks.records.rows import kv, results, shape
+from benchmarks.records.sparse_bill import Account
 from launch.inputs.arguments import helped, need_checkout
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.serving.fields import table
 
-RESULTS = [
-    f"docs/results/{name}.md"
-    for name in (
-        "8-gpus",
-        "4-gpus",
-        "emulated",
-        "kernels",
-        "block-sparse",
-        "speculation",
-        "hop-b",
-        "fidelity",
-        "acceptance",
-    )
-]
-PAGES = [
-    "README.md",
-    "docs/planner.md",
-    "docs/sparse.md",
-    "docs/tiering.md",
-    "docs/serving.md",
-    "docs/serving-engine.md",
-    "docs/speculation.md",
-    *RESULTS,
-]
+RESULTS = ["8-gpus", "4-gpus", "emulated", "kernels", "block-sparse", "speculation", "hop-b", "fidelity", "acceptance"]
+GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation"]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/{name}.md" for name in RESULTS)]
 
 
 def hopb(name: str = "hopb") -> list[str]:
     """HOP-B on and off."""
-    rows = [
-        "| backend | KV | chunks | off | on | without the exchange | share hidden | auto |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results(name, "kind", "backend", "model", "batch", "length", "chunks", "regime"):
-        if r["kind"] != "ttl":
-            continue
-        hidden = f"{r['hidden']:.0%}" if r["hidden"] is not None else "-"
-        times = " | ".join(f"{r[k]:.0f} us" for k in ("off_us", "on_us", "without_us"))
-        point = f"{r['backend']} | {workload(r).split(' | ')[1]} | {r['chunks']}"
-        rows.append(f"| {point} | {times} | {hidden} | {r['auto_us']:.0f} us |")
-    return rows
+    columns: Columns = {
+        "backend": at("backend"),
+        "KV": kv,
+        "chunks": at("chunks"),
+        "off": us("off_us", 0),
+        "on": us("on_us", 0),
+        "without the exchange": us("without_us", 0),
+        "share hidden": share("hidden"),
+        "auto": us("auto_us", 0),
+    }
+    found = results(name, "kind", "backend", "model", "batch", "length", "chunks", "regime")
+    return lines(columns, [r for r in found if r["kind"] == "ttl"])
 
 
 def chunks() -> list[str]:
     """The best of HOP-B's chunk counts beside none, over both backends."""
     ttl = [r for r in results("hopb", "kind", "backend", "batch", "length", "chunks") if r["kind"] == "ttl"]
-    points = dict.fromkeys((r["batch"], r["length"]) for r in ttl)
-    head = " | ".join(f"{name}: no chunks | best chunks | difference" for name in ("own kernels", "NCCL"))
-    rows = [f"| KV | {head} |", "|---|---|---|---|---|---|---|"]
-    for point in points:
-        cells = []
+    table = [["KV"]]
+    for name in ("own kernels", "NCCL"):
+        table[0] += [f"{name}: no chunks", "best chunks", "difference"]
+    for point in dict.fromkeys(kv(r) for r in ttl):
+        line = [point]
         for backend in ("symm_mem", "nccl"):
-            same = [r for r in ttl if r["backend"] == backend and (r["batch"], r["length"]) == point]
+            same = [r for r in ttl if r["backend"] == backend and kv(r) == point]
             off, on = same[0]["off_us"], min(r["on_us"] for r in same)
-            cells.append(f"{off:.0f} us | {on:.0f} us | {on / off - 1:+.1%}")
-        rows.append(f"| {workload(same[0]).split(' | ')[1]} | {' | '.join(cells)} |")
-    return rows
+            line += [f"{off:.0f} us", f"{on:.0f} us", f"{on / off - 1:+.1%}"]
+        table.append(line)
+    return page(table)
 
 
 def gains() -> list[str]:
     """Tokens/s/user with drafts, over those without, at the acceptance rate."""
     found = [r for r in results("speculate", "kind", "batch", "length", "gamma") if r["kind"] == "synthetic"]
     counts = sorted({r["gamma"] for r in found} - {0})
-    rows = [
-        f"| KV | {' | '.join(f'{n} drafts' if n > 1 else '1 draft' for n in counts)} |",
-        "|---" * (len(counts) + 1) + "|",
-    ]
-    for point in dict.fromkeys(workload(r) for r in found if "failed" not in r):
-        gain = {r["gamma"]: f"{r['gain_at_rate']:.2f} x" for r in found if workload(r) == point}
-        rows.append(f"| {point.split(' | ')[1]} | {' | '.join(gain[n] for n in counts)} |")
-    return rows
+    table = [("KV", *(f"{n} drafts" if n > 1 else "1 draft" for n in counts))]
+    for point in dict.fromkeys((shape(r), kv(r)) for r in found if "failed" not in r):
+        gain = {r["gamma"]: f"{r['gain_at_rate']:.2f} x" for r in found if (shape(r), kv(r)) == point}
+        table.append((point[1], *(gain[n] for n in counts)))
+    return page(table)
 
 
 def speculate() -> list[str]:
     """Steps with synthetic drafts, and the share of each part of a step in its time."""
+
+    def part(name: str) -> Show:
+        return lambda r: f"{r['split_us'][name] / sum(r['split_us'].values()):.1%}"
+
+    timed: Columns = {
+        "tokens a step": of("tokens_per_step", "", 2),
+        "tokens/s/user": lambda r: f"{r['tokens_per_s_user']:.1f}",
+        "gain": of("gain", "", 2),
+        "gain at the rate": of("gain_at_rate", "", 2),
+        **{name: part(name) for name in (*PARTS, REST)},
+    }
+    columns: Columns = {
+        **POINT,
+        "drafts": at("gamma"),
+        "step p50 (p90)": lambda r: (
+            "does not fit" if "failed" in r else f"{ms('ttl_p50_us')(r)} ({r['ttl_p90_us'] / 1e3:.2f})"
+        ),
+        **{name: where_it_fits(cell) for name, cell in timed.items()},
+    }
     found = results("speculate", "kind", "model", "layout", "batch", "length", "gamma")
     found = [r for r in found if r["kind"] == "synthetic"]
-    points = [workload(r) for r in found]
-    found.sort(key=lambda r: (points.index(workload(r)), r["gamma"]))
-    rows = [
-        "| shape | KV | drafts | step p50 (p90) | tokens a step | tokens/s/user | gain | gain at the rate "
-        f"| {' | '.join([*PARTS, REST])} |",
-        "|---" * (8 + len(PARTS) + 1) + "|",
-    ]
-    for r in found:
-        start = f"| {workload(r)} | {r['gamma']} "
-        if "failed" in r:
-            rows.append(f"{start}| does not fit {'| ' * (5 + len(PARTS))}|")
-            continue
-        total = sum(r["split_us"].values())
-        shares = " | ".join(f"{us / total:.1%}" for us in r["split_us"].values())
-        rows.append(
-            f"{start}| {r['ttl_p50_us'] / 1e3:.2f} ms ({r['ttl_p90_us'] / 1e3:.2f}) | {r['tokens_per_step']:.2f} "
-            f"| {r['tokens_per_s_user']:.1f} | {r['gain']:.2f} | {r['gain_at_rate']:.2f} | {shares} |"
-        )
-    return rows if found else []
+    points = [(shape(r), kv(r)) for r in found]
+    return lines(columns, sorted(found, key=lambda r: (points.index((shape(r), kv(r))), r["gamma"])))
 
 
 def edits() -> list[str]:
     """The demo model's copies of files."""
-    found = [r for r in results("speculate", "kind", "layout", "drafting") if r["kind"] == "edits"]
-    rows = [
-        "| drafts | layout | tokens a step | step p50 | tokens/s/user | gain | drafts a step | answers as without |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in found:
-        drafts = f"{r['speculation']['mean_drafts']:.1f}" if r["speculation"] else "-"
-        rows.append(
-            f"| {r['drafting']} | {r['layout']} | {r['tokens_per_step']:.2f} | {r['ttl_p50_us'] / 1e3:.2f} ms "
-            f"| {r['tokens_per_s_user']:.0f} | {r['gain']:.2f} | {drafts} | {r['as_plain']} of {r['prompts']} |"
-        )
-    return rows if found else []
+    columns: Columns = {
+        "drafts": at("drafting"),
+        "layout": at("layout"),
+        "tokens a step": of("tokens_per_step", "", 2),
+        "step p50": ms("ttl_p50_us"),
+        "tokens/s/user": lambda r: f"{r['tokens_per_s_user']:.0f}",
+        "gain": of("gain", "", 2),
+        "drafts a step": lambda r: f"{r['speculation']['mean_drafts']:.1f}" if r["speculation"] else "-",
+        "answers as without": lambda r: f"{r['as_plain']} of {r['prompts']}",
+    }
+    found = results("speculate", "kind", "layout", "drafting")
+    return lines(columns, [r for r in found if r["kind"] == "edits"])
 
 
 def planner(*names: str) -> list[str]:
@@ -148,9 +140,7 @@ def planner(*names: str) -> list[str]:
     hardware = load_hardware("h200")
     cells = read_cells([ROOT / "benchmarks" / "results" / f"{name}.jsonl" for name in names])
     rows = regrets([cell for cell in cells if cell.device == hardware.name], lambda device: hardware)
-    head, *body = check_table(rows)
-    lines = [head, ["---"] * len(head), *body]
-    return [*(f"| {' | '.join(line)} |" for line in lines), "", *(f"- {line}" for line in summary(rows).splitlines())]
+    return [*page(check_table(rows)), "", *(f"- {line}" for line in summary(rows).splitlines())]
 
 
 def planner_errors() -> list[str]:
@@ -163,17 +153,13 @@ def planner_errors() -> list[str]:
         name = f"{where}: dense" + ("" if suffix else ", the half that was not fitted on")
         steps[name] = dense if suffix else halves(dense)[1]
         steps[f"{where}: with experts or latents"] = [cell for cell in cells if not cell.is_dense]
-    head, *body = errors_table(steps, load_hardware("h200"))
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+    return page(errors_table(steps, load_hardware("h200")))
 
 
-def bill(table: Callable[[Sequence[Account]], Table]) -> list[str]:
+def bill(table: Callable[[Sequence[Account]], Cells]) -> list[str]:
     """A table of what block-sparse steps pay; nothing where none are recorded."""
     found = sparse_bill.recorded()
-    if not found:
-        return []
-    head, *body = table(found)
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+    return page(table(found)) if found else []
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -222,18 +208,14 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def with_tables(page: str) -> str:
+def with_tables(name: str) -> str:
     """A page's text with its tables as the results have them."""
-
-    def table(match: re.Match[str]) -> str:
-        return f"<!-- table {match[1]} -->\n" + "\n".join(TABLES[match[1]]()) + "\n<!-- end -->"
-
-    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", table, (ROOT / page).read_text(), flags=re.S)
+    return filled((ROOT / name).read_text(), lambda table: TABLES[table]())
 
 
 def main() -> None:
     """Writes all pages' tables."""
     if not helped(sys.argv[1:], __doc__):
         need_checkout("helix tables")
-        for page in PAGES:
-            (ROOT / page).write_text(with_tables(page))
+        for name in PAGES:
+            (ROOT / name).write_text(with_tables(name))

@@ -1,16 +1,16 @@
 """Greedy verification of drafted tokens: how many of each sequence are accepted, which token follows, and packed KV.
 
-Four kernels after Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026), each the baseline of the
-next: one lane a sequence (`naive`), one program a sequence (`verify`), accepted rows copied together (`pack`), and both
-in one launch of one program (`verify_and_pack_one_block`). `verify_and_pack` lifts the limits of the last one, batch 32
-and the bandwidth of one SM: many programs share the copy, and each finds where it begins while its first rows are on
-their way. Few tokens it compares itself, those of all sequences before its own. Of many it compares its own sequence's
-alone and looks up the lengths of the others, which their first programs publish as words with tags
-(`kernels.peers.mailbox`); if one is late it compares after all, so that no program depends on another's being there.
+`verify_and_pack` is the last kernel of Kolawole's "Batched Speculative Decoding Verification Kernels" (CMU, 2026)
+without its limits, batch 32 and the bandwidth of one SM: many programs share the copy, and each finds where it begins
+while its first rows are on their way. Few tokens it compares itself, those of all sequences before its own. Of many it
+compares its own sequence's alone and looks up the lengths of the others, which their first programs publish as words
+with tags (`kernels.peers.mailbox`); if one is late it compares after all, so that no program depends on another's being
+there.
+The paper's other kernels are in `benchmarks/papers/verification_kernels.py`.
 
 Whoever calls owns what is written: nothing is allocated here, so that captured steps and eager ones pay one launch. A
-step that keeps its KV where it is needs `verify` alone; a kernel with another destination calls `accepted_lengths`.
-Checks and launch geometry depend on shapes, and are worked out once for each (`_Launch`).
+kernel with another destination calls `accepted_lengths`, as the commit of a decode step does. Checks and launch
+geometry depend on shapes, and are worked out once for each (`Launch`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from kernels.reference import verify as reference
 
 MAX_GAMMA = 1024  # drafted tokens of a sequence, which a program holds at once
 
-LANES = 32  # sequences of a program of the naive kernel
 PROGRAMS_PER_SM = 2  # of a copy: all resident at once, so that all of the first tiles are on their way
 TILE_BYTES = 64 << 10  # of a program at once, at most; half of it where the next is on its way while one is stored
 LEAST_TILE_BYTES = 4 << 10
@@ -39,16 +38,15 @@ AHEAD_BYTES = 3 << 20  # of all drafted rows: up to here, where nobody looks up,
 TOKENS = 1024  # of all sequences, padded: up to here each program compares those before its own
 LATE_TOKENS = 256  # at once, of sequences whose lengths are late: few, whose registers leave room for two programs
 LOOKS = 1000  # at lengths that are late, about 1 us each
-ONE_BLOCK_BATCH = 32
 RUN = tl.constexpr(256)  # elements, of which a program copies as many as another or one run less
 UNKNOWN = tl.constexpr(1 << 40)  # more than any sum of lengths
 
 
 # Shape, strides, dtype, and whether the address is a multiple of 16 bytes: what launches depend on.
-_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
-def _like(t: torch.Tensor) -> _Like:
+def like(t: torch.Tensor) -> Like:
     return t.shape, t.stride(), t.dtype, t.data_ptr() % 16 == 0
 
 
@@ -77,9 +75,9 @@ class Verified:
         return self.accepted, self.has_mismatch, self.next_tokens
 
     @cached_property
-    def layout(self) -> tuple[_Like, ...]:
+    def layout(self) -> tuple[Like, ...]:
         """Shared memory of all three, requested in every launch."""
-        return tuple(map(_like, self.tensors))
+        return tuple(map(like, self.tensors))
 
     def copy(self, accepted: torch.Tensor, has_mismatch: torch.Tensor, next_tokens: torch.Tensor) -> None:
         self.accepted.copy_(accepted)
@@ -112,9 +110,9 @@ class Packed:
         )
 
     @cached_property
-    def layout(self) -> tuple[_Like, _Like]:
+    def layout(self) -> tuple[Like, Like]:
         """Shared memory of kv and offsets, requested in every launch."""
-        return _like(self.kv), _like(self.offsets)
+        return like(self.kv), like(self.offsets)
 
     def copy(self, kv: torch.Tensor, offsets: torch.Tensor) -> None:
         self.kv[: len(kv)] = kv
@@ -122,7 +120,7 @@ class Packed:
 
 
 # Of rows alone alignment matters: tokens come one by one, and a row of them begins anywhere.
-_jit = triton.jit(
+jit = triton.jit(
     do_not_specialize_on_alignment=[
         "draft", "target", "accepted", "has_mismatch", "next_tokens", "offsets", "shared"
     ]
@@ -141,117 +139,39 @@ def accepted_lengths(draft, target, b, end, draft_b, target_b, G, BLOCK_G: tl.co
 
 
 @triton.jit
-def _write(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G):
+def write_lengths(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G):
     tl.store(accepted + b, k.to(tl.int64), mask=inside)
     tl.store(has_mismatch + b, k < G, mask=inside)
     tl.store(next_tokens + b, tl.load(target + b.to(tl.int64) * target_b + k, mask=inside), mask=inside)
 
 
-@_jit
-def _naive_kernel(
-    draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, B, G, LANES: tl.constexpr, PDL: tl.constexpr
-):
-    b = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    inside = b < B
-    wait_for_predecessor(PDL)
-    start_successor(PDL)
-    row = b.to(tl.int64)
-    k = tl.zeros([LANES], tl.int32)
-    going = inside
-    j = 0
-    while (j < G) & (tl.max(going.to(tl.int32), 0) > 0):
-        d = tl.load(draft + row * draft_b + j, mask=going, other=-1)
-        t = tl.load(target + row * target_b + j, mask=going, other=-1)
-        going = going & (d == t) & (d >= 0)
-        k += going.to(tl.int32)
-        j += 1
-    _write(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G)
-
-
-@_jit
-def _verify_kernel(
-    draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, B, G,
-    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0) + tl.arange(0, 1)
-    wait_for_predecessor(PDL)
-    start_successor(PDL)
-    k = accepted_lengths(draft, target, b, B, draft_b, target_b, G, BLOCK_G)
-    _write(target, accepted, has_mismatch, next_tokens, b, k, b < B, target_b, G)
-
-
 @triton.jit
-def _share(size):
+def share_of(size):
     """Where a program's share of `size` elements begins, and how many they are: whole runs, so that loads are wide."""
     share = tl.cdiv(tl.cdiv(size, tl.num_programs(0)), RUN) * RUN
     return tl.program_id(0) * share, share
 
 
 @triton.jit
-def _load(source, share, left, BLOCK: tl.constexpr):
+def load_tile(source, share, left, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     return tl.load(source + i, mask=(i < share) & (i < left), eviction_policy="evict_first")
 
 
 @triton.jit
-def _copy(source, out, x, share, left, BLOCK: tl.constexpr, MORE: tl.constexpr):
+def copy_tiles(source, out, x, share, left, BLOCK: tl.constexpr, MORE: tl.constexpr):
     """Stores the first tile x and copies the share's further ones, each loaded before the last is stored."""
     i = tl.arange(0, BLOCK)
     if MORE:
         for _ in range(BLOCK, tl.minimum(share, left), BLOCK):
             source += BLOCK
-            following = _load(source, share - BLOCK, left - BLOCK, BLOCK)
+            following = load_tile(source, share - BLOCK, left - BLOCK, BLOCK)
             tl.store(out + i, x, mask=i < left)  # before the last tile all of it is ours
             x = following
             out += BLOCK
             share -= BLOCK
             left -= BLOCK
     tl.store(out + i, x, mask=(i < share) & (i < left))
-
-
-@_jit
-def _pack_kernel(
-    kv, accepted, packed, offsets, kv_b, B, D,
-    BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(1)
-    wait_for_predecessor(PDL)
-    start_successor(PDL)
-    k = tl.load(accepted + b).to(tl.int32)
-    size = k * D  # the accepted rows of a sequence are one run
-    begin, share = _share(size)
-    if (tl.program_id(0) == 0) | (begin < size):
-        source = kv + b.to(tl.int64) * kv_b + begin
-        x = _load(source, share, size - begin, BLOCK)
-        before = tl.arange(0, BLOCK_B)
-        offset = tl.sum(tl.load(accepted + before, mask=before < b, other=0), 0)
-        if tl.program_id(0) == 0:
-            tl.store(offsets + b, offset)
-            tl.store(offsets + B, offset + k, mask=b == B - 1)
-        _copy(source, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
-
-
-@_jit
-def _one_block_kernel(
-    draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, draft_b, target_b, kv_b, B, G, D,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    b = tl.arange(0, BLOCK_B)
-    wait_for_predecessor(PDL)
-    start_successor(PDL)
-    k = accepted_lengths(draft, target, b, B, draft_b, target_b, G, BLOCK_G)
-    _write(target, accepted, has_mismatch, next_tokens, b, k, b < B, target_b, G)
-    ends = tl.cumsum(k, 0)
-    tl.store(offsets + b, (ends - k).to(tl.int64), mask=b < B)
-    tl.store(offsets + B, tl.sum(k, 0).to(tl.int64))
-    source = kv
-    for s in range(B):
-        size = tl.sum(tl.where(b == s, k, 0), 0) * D
-        out = packed + tl.sum(tl.where(b == s, ends - k, 0), 0).to(tl.int64) * D
-        for at in range(0, size, BLOCK):
-            i = at + tl.arange(0, BLOCK)
-            tl.store(out + i, tl.load(source + i, mask=i < size), mask=i < size)
-        source += kv_b
 
 
 @triton.jit
@@ -272,7 +192,7 @@ def looked_up(lengths, tag, b, LOOKS: tl.constexpr, BLOCK_B: tl.constexpr):
     return total
 
 
-@_jit
+@jit
 def _verify_and_pack_kernel(
     draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, shared, draft_b, target_b, kv_b, G, D,
     BLOCK_G: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, LOOKS: tl.constexpr, AHEAD: tl.constexpr,
@@ -282,8 +202,8 @@ def _verify_and_pack_kernel(
     source = kv + b.to(tl.int64) * kv_b
     wait_for_predecessor(PDL)
     if AHEAD:
-        begin, share = _share(G * D)
-        x = _load(source + begin, share, G * D - begin, BLOCK)
+        begin, share = share_of(G * D)
+        x = load_tile(source + begin, share, G * D - begin, BLOCK)
     one = b + tl.arange(0, 1)
     k = accepted_lengths(draft, target, one, B, draft_b, target_b, G, BLOCK_G)
     count = tl.sum(k, 0)
@@ -292,14 +212,14 @@ def _verify_and_pack_kernel(
     if tl.program_id(0) == 0:
         if shared is not None:
             send(shared + 1 + b, count, tag, True)
-        _write(target, accepted, has_mismatch, next_tokens, one, k, one < B, target_b, G)
+        write_lengths(target, accepted, has_mismatch, next_tokens, one, k, one < B, target_b, G)
     size = count * D  # the accepted rows of a sequence are one run
     if not AHEAD:
-        begin, share = _share(size)
+        begin, share = share_of(size)
     if (tl.program_id(0) == 0) | (begin < size):
         # Own rows are loaded before the other sequences' lengths: where they go is known by the time they are here.
         if not AHEAD:
-            x = _load(source + begin, share, size - begin, BLOCK)
+            x = load_tile(source + begin, share, size - begin, BLOCK)
         offset = UNKNOWN
         if shared is not None:
             offset = looked_up(shared + 1, tag, b, LOOKS, BLOCK_B)
@@ -313,15 +233,15 @@ def _verify_and_pack_kernel(
         if tl.program_id(0) == 0:
             tl.store(offsets + b, offset)
             tl.store(offsets + B, offset + count, mask=b == B - 1)
-        _copy(source + begin, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
+        copy_tiles(source + begin, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
     if shared is not None:
         end_turn(shared, b * tl.num_programs(0) + tl.program_id(0), B * tl.num_programs(0))
 
 
-class _Launch:
+class Launch:
     """A kernel with its grid and all arguments but tensors: compiled by the first call, found again by none.
 
-    Triton derives from every call's arguments which code they need. Whoever keeps a `_Launch` answers for that: shapes,
+    Triton derives from every call's arguments which code they need. Whoever keeps a `Launch` answers for that: shapes,
     strides, dtypes and device of the tensors are the same in each call, and rows alike aligned to 16 bytes or not.
     """
 
@@ -341,102 +261,43 @@ class _Launch:
         return None
 
 
-def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
-    """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
-    if not dispatch.on_gpu(draft):
-        return out.copy(*reference.verify(draft, target))
-    launch = scan_launch(True, _like(draft), _like(target), out.layout, draft.device)
-    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
+def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
+    """Accepts drafted tokens up to the first that differs from the target's, and copies as many rows of each sequence.
 
-
-def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
-    """Accepts drafted tokens up to the first that differs from the target's, whose own token follows them.
-
-    Takes the same time whatever is accepted.
+    The target's own token follows the accepted ones. A sequence's rows stand behind those of the sequences before it.
 
     Args:
         draft: [B, gamma] int64, gamma at most MAX_GAMMA, last dim contiguous; -1 (no token) is never accepted.
         target: the target's tokens at these positions and one more [B, gamma + 1] int64, last dim contiguous; -1, of a
             row whose logits are broken, is handed on.
+        kv: [B, gamma, D], contiguous within a sequence, any dtype.
         out: of B sequences, contiguous.
+        packed: in kv's dtype.
 
     Source:
         Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
     """
     if not dispatch.on_gpu(draft):
-        return out.copy(*reference.verify(draft, target))
-    launch = scan_launch(False, _like(draft), _like(target), out.layout, draft.device)
-    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
-
-
-def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
-    """Copies each sequence's first `accepted` rows behind those of the sequences before it.
-
-    Args:
-        kv: [B, gamma, D], contiguous within a sequence, any dtype.
-        accepted: [B] int64 in [0, gamma], contiguous.
-        packed: in kv's dtype.
-    """
-    if not dispatch.on_gpu(kv):
-        return packed.copy(*reference.pack(kv, accepted))
-    launch = packing_launch(_like(kv), _like(accepted), packed.layout, kv.device)
-    return launch(kv, accepted, packed.kv, packed.offsets)
-
-
-def verify_and_pack(draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed) -> None:
-    """`verify` and `pack` in one launch, for any batch; arguments as there."""
-    if not dispatch.on_gpu(draft):
         out.copy(*reference.verify(draft, target))
         return packed.copy(*reference.pack(kv, out.accepted))
-    launch, looks = fused_launch(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
+    launch, looks = fused_launch(like(draft), like(target), like(kv), out.layout, packed.layout, kv.device)
     return launch(
         draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets,
         packed.shared if looks else None,
     )  # fmt: skip
 
 
-def verify_and_pack_one_block(
-    draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed
-) -> None:
-    """`verify_and_pack` by a single program, for at most ONE_BLOCK_BATCH sequences: a baseline, bound by one SM."""
-    if not dispatch.on_gpu(draft):
-        return verify_and_pack(draft, target, kv, out, packed)
-    launch = one_block_launch(_like(draft), _like(target), _like(kv), out.layout, packed.layout, kv.device)
-    return launch(
-        draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets
-    )  # fmt: skip
-
-
-@cache
-def scan_launch(naive: bool, draft: _Like, target: _Like, out: tuple[_Like, ...], device: torch.device) -> _Launch:
-    B, G = _tokens(draft, target, out)
-    sizes = draft[1][0], target[1][0], B, G
-    if naive:
-        return _Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, sizes, LANES=LANES)
-    return _Launch(_verify_kernel, (B, 1, 1), 1, sizes, BLOCK_G=_block(G))
-
-
-@cache
-def packing_launch(kv: _Like, accepted: _Like, packed: tuple[_Like, _Like], device: torch.device) -> _Launch:
-    B, _, D = _rows(kv, *packed)
-    assert accepted[:3] == ((B,), (1,), torch.int64), f"{B} sequences, but lengths {tuple(accepted[0])} {accepted[2]}"
-    splits, warps, tile = _tiles(kv, device)
-    return _Launch(
-        _pack_kernel, (splits, B, 1), warps, (kv[1][0], B, D), BLOCK_B=_block(B), **tile
-    )  # fmt: skip
-
-
 @cache
 def fused_launch(
-    draft: _Like, target: _Like, kv: _Like, out: tuple[_Like, ...], packed: tuple[_Like, _Like], device: torch.device
-) -> tuple[_Launch, bool]:
+    draft: Like, target: Like, kv: Like, out: tuple[Like, ...], packed: tuple[Like, Like], device: torch.device
+) -> tuple[Launch, bool]:
     """The launch, and whether its programs look up lengths."""
-    B, G = _tokens(draft, target, out)
-    D = _rows(kv, *packed)[2]
-    splits, warps, tile = _tiles(kv, device)
-    block_b, block_g = _block(B), _block(G)
+    B, G = tokens_of(draft, target, out)
+    D = rows_of(kv, *packed)[2]
+    splits, warps, tile = tiles_of(kv, device)
+    block_b, block_g = block_of(B), block_of(G)
     looks = block_b * block_g > TOKENS
-    launch = _Launch(
+    launch = Launch(
         _verify_and_pack_kernel, (splits, B, 1), warps, (draft[1][0], target[1][0], kv[1][0], G, D),
         BLOCK_G=block_g, ROWS=min(block_b, max(1, (LATE_TOKENS if looks else TOKENS) // block_g)),
         BLOCK_B=min(max(block_b, 32 * warps), 1024),  # a word a thread at least: all see the same
@@ -445,25 +306,11 @@ def fused_launch(
     return launch, looks
 
 
-@cache
-def one_block_launch(
-    draft: _Like, target: _Like, kv: _Like, out: tuple[_Like, ...], packed: tuple[_Like, _Like], device: torch.device
-) -> _Launch:
-    B, G = _tokens(draft, target, out)
-    D = _rows(kv, *packed)[2]
-    assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
-    return _Launch(
-        _one_block_kernel, (1, 1, 1), 32, (draft[1][0], target[1][0], kv[1][0], B, G, D),
-        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=_block(G),
-        BLOCK=min(TILE_BYTES // kv[2].itemsize, max(256, triton.next_power_of_2(G * D))),
-    )  # fmt: skip
-
-
-def _block(n: int) -> int:
+def block_of(n: int) -> int:
     return triton.next_power_of_2(max(n, 1))
 
 
-def _tokens(draft: _Like, target: _Like, out: tuple[_Like, ...]) -> tuple[int, int]:
+def tokens_of(draft: Like, target: Like, out: tuple[Like, ...]) -> tuple[int, int]:
     (B, G), strides, *_ = draft
     kinds = torch.int64, torch.bool, torch.int64
     for (shape, (stride,), dtype, _), wanted in zip(out, kinds, strict=True):
@@ -474,21 +321,21 @@ def _tokens(draft: _Like, target: _Like, out: tuple[_Like, ...]) -> tuple[int, i
     return B, G
 
 
-def _rows(kv: _Like, packed: _Like, offsets: _Like) -> tuple[int, ...]:
+def rows_of(kv: Like, packed: Like, offsets: Like) -> tuple[int, ...]:
     B, G, D = kv[0]
     assert kv[2] == packed[2] and packed[1] == (D, 1) and kv[1][1:] == (D, 1), "rows that are not contiguous"
     assert packed[0][0] >= B * G and packed[0][1] == D and offsets[0] == (B + 1,) and G * D < 2**30
     return B, G, D
 
 
-def _tiles(kv: _Like, device: torch.device) -> tuple[int, int, dict[str, Any]]:
+def tiles_of(kv: Like, device: torch.device) -> tuple[int, int, dict[str, Any]]:
     """How many programs share the copy of a sequence's rows, how wide they are, and what each takes at once."""
     (B, G, D), _, dtype, _ = kv
     size = G * D
     most = max(1, PROGRAMS_PER_SM * sm_count(device) // B)
     share = triton.cdiv(size, most)
     more = share * dtype.itemsize > TILE_BYTES
-    block = TILE_BYTES // 2 if more else max(_block(share) * dtype.itemsize, LEAST_TILE_BYTES)
+    block = TILE_BYTES // 2 if more else max(block_of(share) * dtype.itemsize, LEAST_TILE_BYTES)
     splits = max(1, min(most, triton.cdiv(size * dtype.itemsize, block)))
     warps = min(max(block // (32 * THREAD_BYTES), 4), 8)
     return splits, warps, {"BLOCK": block // dtype.itemsize, "MORE": more}

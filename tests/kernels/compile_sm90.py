@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from benchmarks.papers.verification_kernels import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
@@ -74,13 +75,7 @@ from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
 from kernels.tokens.synthetic_drafts import _replay_kernel
 from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
-from kernels.tokens.verify import (
-    _naive_kernel,
-    _one_block_kernel,
-    _pack_kernel,
-    _verify_and_pack_kernel,
-    _verify_kernel,
-)
+from kernels.tokens.verify import _verify_and_pack_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}

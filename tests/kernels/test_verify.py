@@ -12,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.papers import verification as bench_verify
+from benchmarks.papers import verification_kernels as baselines
 from kernels.peers.mailbox import TURN, send
 from kernels.reference import verify as reference
 from kernels.tokens import verify as kernels
 from kernels.tokens.verify import Packed, Verified
 
-SCANS = {"naive": kernels.naive, "scan": kernels.verify}
-FUSED = {"fused": kernels.verify_and_pack, "one block": kernels.verify_and_pack_one_block}
+SCANS = {"naive": baselines.naive, "scan": baselines.verify}
+FUSED = {"fused": kernels.verify_and_pack, "one block": baselines.verify_and_pack_one_block}
 
 
 @dataclass
@@ -107,7 +108,7 @@ def check_packed(packed: Packed, case: Case) -> None:
 @pytest.fixture
 def fresh_launches() -> Iterator[None]:
     """Launches made under patched constants neither serve later tests nor come from earlier ones."""
-    prepared = kernels.scan_launch, kernels.packing_launch, kernels.fused_launch, kernels.one_block_launch
+    prepared = baselines.scan_launch, baselines.packing_launch, kernels.fused_launch, baselines.one_block_launch
     for cached in prepared:
         cached.cache_clear()
     yield
@@ -149,7 +150,7 @@ def test_packing(B: int, G: int, D: int, alpha: float, device: torch.device) -> 
             check_verified(out, case)
             check_packed(packed, case)
     _, packed = poisoned(case)
-    kernels.pack(case.kv, torch.tensor(case.accepted, device=device), packed)
+    baselines.pack(case.kv, torch.tensor(case.accepted, device=device), packed)
     check_packed(packed, case)
 
 
@@ -287,14 +288,14 @@ def test_bad_shapes_are_refused(device: torch.device) -> None:
     tokens = torch.zeros(2, kernels.MAX_GAMMA + 1, dtype=torch.int64, device=device)
     out = Verified.create(2, device)
     with pytest.raises(AssertionError, match="4 drafted tokens need 5 of the target"):
-        kernels.verify(tokens[:, :4], tokens[:, :4], out)
+        baselines.verify(tokens[:, :4], tokens[:, :4], out)
     with pytest.raises(AssertionError, match="at most 1024"):
-        kernels.verify(tokens, torch.zeros(2, kernels.MAX_GAMMA + 2, dtype=torch.int64, device=device), out)
+        baselines.verify(tokens, torch.zeros(2, kernels.MAX_GAMMA + 2, dtype=torch.int64, device=device), out)
     with pytest.raises(AssertionError, match="2 sequences, but outputs"):
-        kernels.verify(tokens[:, :4], tokens[:, :5], Verified.create(3, device))
+        baselines.verify(tokens[:, :4], tokens[:, :5], Verified.create(3, device))
     kv = torch.zeros(2, 4, 8, device=device)
     with pytest.raises(AssertionError, match="2 sequences, but lengths"):
-        kernels.pack(kv, tokens[:, :2].flatten(), Packed.create(kv))
+        baselines.pack(kv, tokens[:, :2].flatten(), Packed.create(kv))
 
 
 def test_the_benchmark_knows_what_it_times() -> None:
@@ -302,7 +303,7 @@ def test_the_benchmark_knows_what_it_times() -> None:
     work = bench_verify.workload(64, 50, 0.7, 3, torch.float32, cpu, seed=1)
     # Binomial(50, 0.7) has a deviation of 3.24; the mean of 64 is within five of its own.
     assert abs(float(work.accepted.double().mean()) - 35) < 5 * 3.24 / 8
-    bench_verify.check(work, "fused", kernels.verify, kernels.verify_and_pack)
+    bench_verify.check(work, "fused", baselines.verify, kernels.verify_and_pack)
 
     def forgets_the_last_row(draft: Tensor, target: Tensor, kv: Tensor, out: Verified, packed: Packed) -> None:
         kernels.verify_and_pack(draft, target, kv, out, packed)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks import schema
 from benchmarks.program import MODULES, PROGRAM
 from benchmarks.schema import SETTINGS, BenchConfig, LabConfig, bench_points
 from helix.config import check
+from launch import cli
 from launch.inputs import compose
 from launch.inputs.compose import RUN, told
 from launch.inputs.work import DECODE
@@ -45,6 +49,23 @@ def test_a_run_names_the_command_that_times(text: str) -> None:
     with pytest.raises(ValueError, match=r"command of their own: python -m benchmarks.entry \+*bench") as caught:
         compose.composed([text])
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_laboratory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has left the package out."""
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    for name in cli.LABORATORY:
+        monkeypatch.setattr(sys, "argv", ["helix", name])
+        said = rf"error: helix {name} is in the package benchmarks, .* take Helix's checkout"
+        with pytest.raises(SystemExit, match=said):
+            cli.main()
+
+
+def test_every_command_is_a_module() -> None:
+    for name in cli.LABORATORY:
+        assert (cli.ROOT / "benchmarks" / f"{name}.py").is_file(), name
+    for name in {*cli.COMMANDS} - {"run"}:
+        assert (cli.ROOT / "launch" / f"{name}.py").is_file(), name
 
 
 def test_unknown_keys_of_a_benchmark_are_named() -> None:

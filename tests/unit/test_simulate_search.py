@@ -271,7 +271,7 @@ def test_the_page_has_the_tables_of_the_kept_results() -> None:
     for row in csv.DictReader((ROOT / "benchmarks/results/simulate/sensitivity.csv").open()):
         assert f"| {row['change']} |" in text
     assert with_tables("a <!-- table t -->\nold\n<!-- end --> b", {"t": [("x", "y"), ("1", "2")]}) == (
-        "a <!-- table t -->\n| x | y |\n| --- | --- |\n| 1 | 2 |\n<!-- end --> b"
+        "a <!-- table t -->\n| x | y |\n|---|---|\n| 1 | 2 |\n<!-- end --> b"
     )
 
 

@@ -1,0 +1,204 @@
+"""The kernels of verification that Kolawole's paper compares (CMU, 2026), each the baseline of the next.
+
+One lane a sequence (`naive`), one program a sequence (`verify`), accepted rows copied together (`pack`), and both in
+one launch of one program (`verify_and_pack_one_block`). `kernels.tokens.verify` has the one that lifts its limits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import dispatch
+from kernels.overlap import start_successor, wait_for_predecessor
+from kernels.reference import verify as reference
+from kernels.tokens.verify import (
+    TILE_BYTES,
+    Launch,
+    Like,
+    Packed,
+    Verified,
+    accepted_lengths,
+    block_of,
+    copy_tiles,
+    jit,
+    like,
+    load_tile,
+    rows_of,
+    share_of,
+    tiles_of,
+    tokens_of,
+    verify_and_pack,
+    write_lengths,
+)
+
+LANES = 32  # sequences of a program of the naive kernel
+ONE_BLOCK_BATCH = 32
+
+
+@jit
+def _naive_kernel(
+    draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, B, G, LANES: tl.constexpr, PDL: tl.constexpr
+):
+    b = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = b < B
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    row = b.to(tl.int64)
+    k = tl.zeros([LANES], tl.int32)
+    going = inside
+    j = 0
+    while (j < G) & (tl.max(going.to(tl.int32), 0) > 0):
+        d = tl.load(draft + row * draft_b + j, mask=going, other=-1)
+        t = tl.load(target + row * target_b + j, mask=going, other=-1)
+        going = going & (d == t) & (d >= 0)
+        k += going.to(tl.int32)
+        j += 1
+    write_lengths(target, accepted, has_mismatch, next_tokens, b, k, inside, target_b, G)
+
+
+@jit
+def _verify_kernel(
+    draft, target, accepted, has_mismatch, next_tokens, draft_b, target_b, B, G,
+    BLOCK_G: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0) + tl.arange(0, 1)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    k = accepted_lengths(draft, target, b, B, draft_b, target_b, G, BLOCK_G)
+    write_lengths(target, accepted, has_mismatch, next_tokens, b, k, b < B, target_b, G)
+
+
+@jit
+def _pack_kernel(
+    kv, accepted, packed, offsets, kv_b, B, D,
+    BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, MORE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    k = tl.load(accepted + b).to(tl.int32)
+    size = k * D  # the accepted rows of a sequence are one run
+    begin, share = share_of(size)
+    if (tl.program_id(0) == 0) | (begin < size):
+        source = kv + b.to(tl.int64) * kv_b + begin
+        x = load_tile(source, share, size - begin, BLOCK)
+        before = tl.arange(0, BLOCK_B)
+        offset = tl.sum(tl.load(accepted + before, mask=before < b, other=0), 0)
+        if tl.program_id(0) == 0:
+            tl.store(offsets + b, offset)
+            tl.store(offsets + B, offset + k, mask=b == B - 1)
+        copy_tiles(source, packed + offset * D + begin, x, share, size - begin, BLOCK, MORE)
+
+
+@jit
+def _one_block_kernel(
+    draft, target, accepted, has_mismatch, next_tokens, kv, packed, offsets, draft_b, target_b, kv_b, B, G, D,
+    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, BLOCK_B)
+    wait_for_predecessor(PDL)
+    start_successor(PDL)
+    k = accepted_lengths(draft, target, b, B, draft_b, target_b, G, BLOCK_G)
+    write_lengths(target, accepted, has_mismatch, next_tokens, b, k, b < B, target_b, G)
+    ends = tl.cumsum(k, 0)
+    tl.store(offsets + b, (ends - k).to(tl.int64), mask=b < B)
+    tl.store(offsets + B, tl.sum(k, 0).to(tl.int64))
+    source = kv
+    for s in range(B):
+        size = tl.sum(tl.where(b == s, k, 0), 0) * D
+        out = packed + tl.sum(tl.where(b == s, ends - k, 0), 0).to(tl.int64) * D
+        for at in range(0, size, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            tl.store(out + i, tl.load(source + i, mask=i < size), mask=i < size)
+        source += kv_b
+
+
+def naive(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
+    """`verify` with one lane a sequence: a warp takes as long as its longest sequence. A baseline; shapes as there."""
+    if not dispatch.on_gpu(draft):
+        return out.copy(*reference.verify(draft, target))
+    launch = scan_launch(True, like(draft), like(target), out.layout, draft.device)
+    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
+
+
+def verify(draft: torch.Tensor, target: torch.Tensor, out: Verified) -> None:
+    """Accepts drafted tokens up to the first that differs from the target's, whose own token follows them.
+
+    Takes the same time whatever is accepted.
+
+    Args:
+        draft: [B, gamma] int64, gamma at most MAX_GAMMA, last dim contiguous; -1 (no token) is never accepted.
+        target: the target's tokens at these positions and one more [B, gamma + 1] int64, last dim contiguous; -1, of a
+            row whose logits are broken, is handed on.
+        out: of B sequences, contiguous.
+
+    Source:
+        Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023.
+    """
+    if not dispatch.on_gpu(draft):
+        return out.copy(*reference.verify(draft, target))
+    launch = scan_launch(False, like(draft), like(target), out.layout, draft.device)
+    return launch(draft, target, out.accepted, out.has_mismatch, out.next_tokens)
+
+
+def pack(kv: torch.Tensor, accepted: torch.Tensor, packed: Packed) -> None:
+    """Copies each sequence's first `accepted` rows behind those of the sequences before it.
+
+    Args:
+        kv: [B, gamma, D], contiguous within a sequence, any dtype.
+        accepted: [B] int64 in [0, gamma], contiguous.
+        packed: in kv's dtype.
+    """
+    if not dispatch.on_gpu(kv):
+        return packed.copy(*reference.pack(kv, accepted))
+    launch = packing_launch(like(kv), like(accepted), packed.layout, kv.device)
+    return launch(kv, accepted, packed.kv, packed.offsets)
+
+
+def verify_and_pack_one_block(
+    draft: torch.Tensor, target: torch.Tensor, kv: torch.Tensor, out: Verified, packed: Packed
+) -> None:
+    """`verify_and_pack` by a single program, for at most ONE_BLOCK_BATCH sequences: a baseline, bound by one SM."""
+    if not dispatch.on_gpu(draft):
+        return verify_and_pack(draft, target, kv, out, packed)
+    launch = one_block_launch(like(draft), like(target), like(kv), out.layout, packed.layout, kv.device)
+    return launch(
+        draft, target, out.accepted, out.has_mismatch, out.next_tokens, kv, packed.kv, packed.offsets
+    )  # fmt: skip
+
+
+@cache
+def scan_launch(naive: bool, draft: Like, target: Like, out: tuple[Like, ...], device: torch.device) -> Launch:
+    B, G = tokens_of(draft, target, out)
+    sizes = draft[1][0], target[1][0], B, G
+    if naive:
+        return Launch(_naive_kernel, (triton.cdiv(B, LANES), 1, 1), 1, sizes, LANES=LANES)
+    return Launch(_verify_kernel, (B, 1, 1), 1, sizes, BLOCK_G=block_of(G))
+
+
+@cache
+def packing_launch(kv: Like, accepted: Like, packed: tuple[Like, Like], device: torch.device) -> Launch:
+    B, _, D = rows_of(kv, *packed)
+    assert accepted[:3] == ((B,), (1,), torch.int64), f"{B} sequences, but lengths {tuple(accepted[0])} {accepted[2]}"
+    splits, warps, tile = tiles_of(kv, device)
+    return Launch(
+        _pack_kernel, (splits, B, 1), warps, (kv[1][0], B, D), BLOCK_B=block_of(B), **tile
+    )  # fmt: skip
+
+
+@cache
+def one_block_launch(
+    draft: Like, target: Like, kv: Like, out: tuple[Like, ...], packed: tuple[Like, Like], device: torch.device
+) -> Launch:
+    B, G = tokens_of(draft, target, out)
+    D = rows_of(kv, *packed)[2]
+    assert B <= ONE_BLOCK_BATCH, f"one block takes at most {ONE_BLOCK_BATCH} sequences, got {B}"
+    return Launch(
+        _one_block_kernel, (1, 1, 1), 32, (draft[1][0], target[1][0], kv[1][0], B, G, D),
+        BLOCK_B=ONE_BLOCK_BATCH, BLOCK_G=block_of(G),
+        BLOCK=min(TILE_BYTES // kv[2].itemsize, max(256, triton.next_power_of_2(G * D))),
+    )  # fmt: skip
