@@ -178,7 +178,7 @@ def build_engine(
     )
     return Engine(
         runner,
-        serving=config.serve,
+        schedule=config.schedule,
         prefix_cache=kv.prefix_cache,
         timeout_s=config.comm.timeout_s,
         prefill_chunk=chunk,

@@ -206,15 +206,29 @@ class DecodeConfig:
 
 
 @dataclass
-class ServeConfig:
-    """Settings of how requests share the ranks, and of how they come over HTTP.
+class ScheduleConfig:
+    """How requests share the ranks, in offline runs and under a server alike.
 
     Attributes:
         stall_ms: most milliseconds of a chunk of prompts while somebody decodes.
         decode_share: share of the time that decode steps have while somebody decodes.
         run_ms: most milliseconds of decode steps between two decisions of rank 0.
-        patience_s: so many seconds others may pass a request that does not fit; then pages are kept for it.
+        patience_s: seconds for which others may pass a request that does not fit; then pages are kept for it.
         lease: new tokens for which a sequence takes pages at a time.
+    """
+
+    stall_ms: float = 50.0
+    decode_share: float = 0.25
+    run_ms: float = 20.0
+    patience_s: float = 30.0
+    lease: int = 1024
+
+
+@dataclass
+class ServeConfig:
+    """Settings of how requests come over HTTP.
+
+    Attributes:
         socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
             `python -m launch.serve` sets it for the ranks that it starts.
         attach: such a socket of ranks that somebody else started; unset: `python -m launch.serve` starts ranks.
@@ -231,11 +245,6 @@ class ServeConfig:
         drain_s: for running requests to end once the server is told to, seconds.
     """
 
-    stall_ms: float = 50.0
-    decode_share: float = 0.25
-    run_ms: float = 20.0
-    patience_s: float = 30.0
-    lease: int = 1024
     socket: str | None = None
     attach: str | None = None
     host: str = "127.0.0.1"
@@ -296,6 +305,7 @@ class Config:
     hopb: HopBConfig = field(default_factory=HopBConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     record: str | None = None
@@ -358,11 +368,11 @@ def check(config: Config) -> None:
         "attention.from_tokens": (0, 1 << 40),
         "speculation.gamma": (1, MAX_QUERIES - 1),
         "speculation.longest": (1, 8),
-        "serve.stall_ms": (1, 60_000),
-        "serve.decode_share": (0.0, 0.99),
-        "serve.run_ms": (0.1, 10_000),
-        "serve.patience_s": (0, 86_400),
-        "serve.lease": (1, 1 << 24),
+        "schedule.stall_ms": (1, 60_000),
+        "schedule.decode_share": (0.0, 0.99),
+        "schedule.run_ms": (0.1, 10_000),
+        "schedule.patience_s": (0, 86_400),
+        "schedule.lease": (1, 1 << 24),
         "serve.port": (0, 65535),
         "serve.body_mib": (1, 1 << 16),
         "serve.waiting": (1, 1 << 20),

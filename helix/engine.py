@@ -19,7 +19,7 @@ import torch
 from helix.autotune import choose_chunks, fill, step_seconds, tried_chunks
 from helix.block_tables import BlockTables
 from helix.buffers import doubling_depth
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.decision import Decision, StepKind
 from helix.inbox import Inbox
 from helix.model_runner import ModelRunner, StepTokens
@@ -37,7 +37,7 @@ from helix.timings import Timings
 T = TypeVar("T")
 LARGE_CHUNK = 1024  # tokens: a longer one takes the same kernels
 DEEP = 32 << 10  # tokens before a chunk that then takes kernels for many keys
-RUN_STEPS = 32  # of a decision, at most: pages are taken for so many, however short serve.run_ms makes runs
+RUN_STEPS = 32  # of a decision, at most: pages are taken for so many, however short schedule.run_ms makes runs
 BEATS = 4  # times that the others hear from an idle rank 0 before they give up
 
 
@@ -46,7 +46,7 @@ class Engine:
 
     Args:
         runner: this rank's part of all that a decision needs.
-        serving: how requests share the ranks.
+        schedule: how requests share the ranks.
         prefill_chunk: the most prompt tokens in one step.
         adaptive: whether rank 0 chooses how many drafts a step has, up to the drafter's limit, or all have that many.
         prefix_cache: whether what was computed is kept for prompts that begin alike.
@@ -66,7 +66,7 @@ class Engine:
         self,
         runner: ModelRunner,
         *,
-        serving: ServeConfig | None = None,
+        schedule: ScheduleConfig | None = None,
         prefill_chunk: int = 1024,
         adaptive: bool = True,
         prefix_cache: bool = True,
@@ -76,7 +76,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.comm = runner.comm
-        self.serving = serving or ServeConfig()
+        self.schedule = schedule or ScheduleConfig()
         self.prefill_chunk = prefill_chunk
         self.run_steps = RUN_STEPS
         self.draft_sizes = draft_sizes(runner.drafts, adaptive)
@@ -244,7 +244,7 @@ class Engine:
         return f"two requests have id={request.id!r}" if request.id in streams else None
 
     def _deltas(self, inbox: Inbox) -> Iterator[Delta]:
-        runner, settings = self.runner, self.serving
+        runner, settings = self.runner, self.schedule
         self.timings = timings = Timings(acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
         scheduler = Scheduler(

@@ -20,7 +20,7 @@ import numpy as np
 from helix.autotune import fill, step_seconds
 from helix.block_tables import BlockTables
 from helix.build import build_engine
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.decision import StepKind
 from helix.engine import Engine
 from helix.errors import ConfigError
@@ -289,7 +289,7 @@ def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
     """Rank 0's host alone: a decision with 64 running and 1,000 waiting, short contexts and long ones."""
     for context in (K, M) if client.leads else ():
         stripes = Stripes(client.engine.runner.layout, 16, 64)
-        times, settings = PrefillTime(32_768.0), ServeConfig()
+        times, settings = PrefillTime(32_768.0), ScheduleConfig()
         pages = 65 * stripes.pages_for(context + 8192)
         tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
         scheduler = Scheduler(

@@ -148,7 +148,7 @@ def case_of(family: str, seed: int, dtype: str = "float32", worlds: tuple[int, .
     # What lossy steps have drawn is computed otherwise where it is a prompt: nobody is preempted there.
     crowd = rng.random() < 0.2 and not lossy
     if crowd:
-        settings |= {"decode.max_batch": rng.choice((3, 5)), "serve.lease": 1}
+        settings |= {"decode.max_batch": rng.choice((3, 5)), "schedule.lease": 1}
     rounds = rounds_of(vocab, settings, eos, crowd, rng)
     settings["kv.tokens"] = room_of(settings, rounds, crowd or (not lossy and rng.random() < 0.3))
     spoilt = None
@@ -212,8 +212,8 @@ def settings_of(
         "hopb.chunks": rng.choice(("none", "none", "2", "4", "auto")),
         "decode.max_batch": rng.choice((1, 2, 3, 5)),
         "decode.prefill_chunk": str(rng.choice((7, 24, 64, 256))),
-        "serve.lease": rng.choice((1, 2, 16)),
-        "serve.stall_ms": rng.choice((2.0, 50.0)),
+        "schedule.lease": rng.choice((1, 2, 16)),
+        "schedule.stall_ms": rng.choice((2.0, 50.0)),
         "speculation.drafter": "none",
     }
     has_heads = spec is not None and _whole(spec)

@@ -16,7 +16,7 @@ from comm.torch_dist import TorchDistCommunicator
 from helix.attention.base import AttentionPolicy
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.tiered import TieredAttention
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.engine import Engine
 from helix.host_store import HostStore
 from helix.kv_cache import BlockBudget, KVCache, Placement
@@ -111,7 +111,7 @@ def build_engine(
     adaptive: bool = True,
     sparse: Sparse | None = None,
     pages: int | None = None,
-    serving: ServeConfig | None = None,
+    schedule: ScheduleConfig | None = None,
     prefix_cache: bool = True,
     timeout_s: float = 60.0,
 ) -> Engine:
@@ -168,7 +168,7 @@ def build_engine(
         drafter=drafter, hopb=sparse.chunks if sparse else "none",
     )  # fmt: skip
     engine = Engine(
-        runner, serving=serving, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
+        runner, schedule=schedule, prefill_chunk=prefill_chunk, adaptive=adaptive, prefix_cache=prefix_cache,
         timeout_s=timeout_s,
     )  # fmt: skip
     engine.run_steps = 8  # short runs: more decisions

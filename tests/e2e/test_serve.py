@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.decision import Decision
 from helix.engine import Engine
 from helix.inbox import Inbox
@@ -39,7 +39,9 @@ from tests.pool import Pool
 
 KVP_2 = HelixLayout.create("helix", 2)
 # Slots for three, pages that three of them fill, leases of a few tokens: they are extended, and preempted.
-CLOSE: dict[str, Any] = dict(max_batch=3, max_length=192, prefill_chunk=24, serving=ServeConfig(lease=2, stall_ms=2.0))
+CLOSE: dict[str, Any] = dict(
+    max_batch=3, max_length=192, prefill_chunk=24, schedule=ScheduleConfig(lease=2, stall_ms=2.0)
+)
 
 
 @dataclass
@@ -212,7 +214,7 @@ def test_an_output_says_how_far_a_prompt_is() -> None:
 
 
 def test_streams_of_a_benchmark_end_with_the_prompt_that_they_run_beside() -> None:
-    e = alone(max_batch=2, serving=ServeConfig(lease=2))
+    e = alone(max_batch=2, schedule=ScheduleConfig(lease=2))
     for layer in (layer for tensor in e.runner.cache.tensors for layer in tensor):
         layer.normal_()  # contexts are not computed
     client = Client(e, 7)
@@ -227,7 +229,7 @@ def test_streams_of_a_benchmark_end_with_the_prompt_that_they_run_beside() -> No
 
 def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rank 0 is never further ahead than that."""
-    e = alone(serving=ServeConfig(run_ms=1e6))  # however slow this machine is just now
+    e = alone(schedule=ScheduleConfig(run_ms=1e6))  # however slow this machine is just now
     e.run_steps, e.step_seconds = 3, {(1, 0): 1e-3}
     seen: list[str] = []
     execute = e.runner.execute
@@ -252,7 +254,7 @@ def test_the_next_run_is_launched_before_the_one_before_is_read(monkeypatch: pyt
 
 
 def test_what_ends_sooner_than_predicted_is_read_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    e = alone(serving=ServeConfig(run_ms=1e6))
+    e = alone(schedule=ScheduleConfig(run_ms=1e6))
     e.run_steps, e.step_seconds = 2, {(1, 0): 40.0}
     looks: list[bool] = []
 
@@ -364,7 +366,7 @@ def test_many_come_and_go_and_nothing_is_left() -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[dict[Any, list[int]], dict[Any, str], tuple[int, int, int]]:
         e = engine(
             world, rank, layout, page_size=4, pages=44, max_batch=48, max_length=192, prefill_chunk=1024,
-            serving=ServeConfig(lease=2),
+            schedule=ScheduleConfig(lease=2),
         )  # fmt: skip
         e.run_steps = 4
         tabled(e.runner.model)

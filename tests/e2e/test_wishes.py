@@ -17,7 +17,7 @@ from torch import Tensor
 
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Output, Request
@@ -145,7 +145,7 @@ def check(ranks: list[Seen], requests: list[Request]) -> None:
         assert output.finish_reason == "stop" or len(drawn) == NEW
 
 
-CLOSE = dict(max_batch=3, max_length=192, pages=16, serving=ServeConfig(lease=2, stall_ms=2.0))
+CLOSE = dict(max_batch=3, max_length=192, pages=16, schedule=ScheduleConfig(lease=2, stall_ms=2.0))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import launch.job.serve
 from comm.loopback import LoopbackWorld
-from helix.config import ServeConfig
+from helix.config import ScheduleConfig
 from helix.engine import Engine
 from helix.layout import HelixLayout
 from helix.request import Request
@@ -66,8 +66,8 @@ def test_tokens_are_those_of_decoding(family: str, tmp_path: Path, monkeypatch: 
     (decoded,) = (o.output_ids for o in make_engine(family).generate([sampled]) if o.finish_reason)
 
     def make() -> Engine:  # pages for 160 tokens, slots for three, leases of a few tokens
-        serving = ServeConfig(lease=2, stall_ms=2.0)
-        return make_engine(family, max_batch=3, pages=40, prefill_chunk=24, serving=serving)
+        schedule = ScheduleConfig(lease=2, stall_ms=2.0)
+        return make_engine(family, max_batch=3, pages=40, prefill_chunk=24, schedule=schedule)
 
     async def check(front: Front) -> None:
         first = [complete(front, c.prompt, len(c.tokens)) for c in wanted[::-1]]

@@ -97,11 +97,11 @@ def test_the_composed_config_is_shown() -> None:
         ("decode.prefill_chunk=0", ["decode.prefill_chunk"]),
         ("kv.page_size=16385", ["kv.page_size", "16385", "from 1 to 16384"]),
         ("comm.timeout_s=0", ["comm.timeout_s"]),
-        ("serve.stall_ms=0", ["serve.stall_ms=0.0", "from 1 to 60000"]),
-        ("serve.decode_share=1", ["serve.decode_share=1.0", "from 0.0 to 0.99"]),
-        ("serve.run_ms=0", ["serve.run_ms"]),
-        ("serve.patience_s=-1", ["serve.patience_s"]),
-        ("serve.lease=0", ["serve.lease=0", "from 1 to"]),
+        ("schedule.stall_ms=0", ["schedule.stall_ms=0.0", "from 1 to 60000"]),
+        ("schedule.decode_share=1", ["schedule.decode_share=1.0", "from 0.0 to 0.99"]),
+        ("schedule.run_ms=0", ["schedule.run_ms"]),
+        ("schedule.patience_s=-1", ["schedule.patience_s"]),
+        ("schedule.lease=0", ["schedule.lease=0", "from 1 to"]),
         ("comm.timeout_s=inf", ["comm.timeout_s", "inf", "from 0.1 to 600"]),
         ("decode.resume=true", ["decode.resume", "decode.output"]),
         ("layout.mode=foo", ["layout.mode", "foo", "helix, tp, medha, auto"]),
@@ -206,6 +206,6 @@ def test_drafts_to_time_are_those_that_are_proposed() -> None:
 
 def test_the_schema_has_these_groups() -> None:
     assert set(Config.__dataclass_fields__) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "serve", "bench", "record",
-        "seed",
+        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "schedule", "serve", "bench",
+        "record", "seed",
     }  # fmt: skip
