@@ -23,7 +23,7 @@ def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
     check(config)
     assert config.model.path == str(ROOT / "assets" / "demo-model")
     assert (config.layout.kvp, config.layout.tpa, config.layout.tpf, config.layout.ep) == (1, 1, None, 1)
-    assert config.kv.append_block == 16 and config.decode.temperature == 0
+    assert config.blocks == (16, 64) and config.decode.temperature == 0
 
 
 @pytest.mark.parametrize("group, option", [(g, option) for g in GROUPS for option in GROUPS[g]])
