@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_QUERIES = 32  # of a sequence in one decode step, for which the attention kernels are made
 MOST_SEQUENCES = 1 << 16  # in a batch
@@ -47,8 +47,9 @@ class LayoutConfig:
 @dataclass
 class KVConfig:
     """Attributes:
-    append_block: consecutive tokens on one kvp rank before the next one's turn.
-    page_size: tokens a page.
+    append_block: consecutive tokens on one kvp rank before the next one's turn; unset: attention.block where blocks are
+        chosen, 64 where the model drafts for itself, 16 elsewhere.
+    page_size: tokens a page; unset: attention.block where blocks are chosen, 64 elsewhere.
     tokens: capacity in tokens over all ranks; unset: from memory_fraction.
     memory_fraction: share of the memory that is free once the weights are in.
     prefix_cache: whether what was computed is kept for prompts that begin alike.
@@ -60,8 +61,8 @@ class KVConfig:
         choose; what the guess did not name is fetched when it is chosen.
     """
 
-    append_block: int = 16
-    page_size: int = 64
+    append_block: int | None = None
+    page_size: int | None = None
     tokens: int | None = None
     memory_fraction: float = 0.9
     prefix_cache: bool = True
@@ -75,7 +76,8 @@ class KVConfig:
 class AttentionConfig:
     """Attributes:
     policy: which keys a query of a decode step reads: dense: all; block_sparse (lossy): the first blocks of the
-        sequence, the last ones, and those between that promise most. A block is a page of the cache. Prefill reads all.
+        sequence, the last ones, and those between that promise most. Prefill reads all.
+    block: tokens of a block, which is a page of the cache.
     topk: blocks that each KV head chooses, of all ranks together; 0: none.
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
@@ -89,6 +91,7 @@ class AttentionConfig:
     """
 
     policy: str = "dense"
+    block: int = 128
     topk: int = 32
     sink_blocks: int = 1
     local_blocks: int = 4
@@ -260,6 +263,13 @@ class ServeConfig:
     drain_s: float = 30.0
 
 
+class Blocks(NamedTuple):
+    """Sizes of the cache, in tokens: of an append block and of a page."""
+
+    append: int
+    page: int
+
+
 @dataclass
 class Config:
     """Attributes:
@@ -279,6 +289,16 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     record: str | None = None
     seed: int = 0
+
+    @property
+    def blocks(self) -> Blocks:
+        """The sizes that are set; where they are not, those that attention and the drafter want."""
+        page, append = 64, 16
+        if self.attention.policy != "dense":
+            page = append = self.attention.block
+        elif self.speculation.drafter == "sparse":
+            append = 64  # a key's neighbours on a rank are mostly its neighbours in the text, which drafts look at
+        return Blocks(self.kv.append_block or append, self.kv.page_size or page)
 
 
 def check(config: Config) -> None:
@@ -310,6 +330,7 @@ def check(config: Config) -> None:
         "kv.tokens": (1, 1 << 50),
         "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
+        "attention.block": (1, 1 << 14),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),
         "attention.local_blocks": (1, 1 << 20),
@@ -339,6 +360,11 @@ def check(config: Config) -> None:
             raise ValueError(f"{key}={share!r} must be from 0 to 1")
     if not 0 < speculation.sparsity <= 1:
         raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
+    if config.attention.policy != "dense" and config.blocks.page != config.attention.block:
+        raise ValueError(
+            f"kv.page_size={config.kv.page_size} and attention.block={config.attention.block} differ, but a block is a "
+            f"page: leave out kv.page_size, or set attention.block={config.kv.page_size}"
+        )
     check_tier(config)
     if not 0 < config.kv.memory_fraction <= 1:
         raise ValueError(f"kv.memory_fraction={config.kv.memory_fraction!r} must be above 0 and at most 1")

@@ -77,7 +77,7 @@ def _time_point(
     tokens = [0] * plan.layout.kvp
     for slot in range(batch):
         for k in range(plan.layout.kvp):
-            tokens[k] += plan.layout.local_length(reserved, k, config.kv.append_block, slot % plan.layout.kvp)
+            tokens[k] += plan.layout.local_length(reserved, k, config.blocks.append, slot % plan.layout.kvp)
     shared = {
         "batch": batch,
         "length": length,

@@ -62,7 +62,7 @@ def as_yaml(config: Config, tuned: Tuned, where: str) -> str:
     lines = [f"{WRITTEN} for {where}: {gain}.", "speculation:"]
     lines += [f"  {key}: {_scalar(value)}" for key, value in {"drafter": chosen.way.drafter, **values}.items()]
     if chosen.way.sparsity is not None:
-        lines += ["kv:", f"  append_block: {config.kv.append_block}"]
+        lines += [f"# Measured with kv.append_block={config.blocks.append}."]
     return "\n".join(lines) + "\n"
 
 

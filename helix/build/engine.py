@@ -155,7 +155,7 @@ def build_engine(
         ConfigError: kv.tokens does not fit, or not even one page; or a host cannot pin kv.host_bytes.
     """
     spec, kv = model.spec, config.kv
-    placement = Placement(layout, layout.kvp_rank(comm.rank), kv.append_block, kv.page_size)
+    placement = Placement(layout, layout.kvp_rank(comm.rank), *config.blocks)
     dtype = model.weights.dtype
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     wanted = kv.tokens or wanted_tokens + drafts * max_batch

@@ -107,7 +107,7 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
     tier = Tier(0.0, kv.host_bytes or inf, kv.gpu_bytes) if kv.tier == "host" else None
     return Options(
         "bf16", "bf16", "bf16", sparse=budget(config), tier=tier, memory_fraction=kv.memory_fraction,
-        page_size=kv.page_size,
+        page_size=config.blocks.page,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def budget(config: Config) -> Sparse | None:
     a = config.attention
     if a.policy == "dense":
         return None
-    return Sparse(a.topk, a.sink_blocks, a.local_blocks, config.kv.page_size, a.choice, a.from_tokens)
+    return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens)
 
 
 def _tokens(prompt: Prompt) -> int:

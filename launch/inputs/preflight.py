@@ -73,7 +73,7 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
 
 def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, timed: bool = False) -> None:
     """Raises ValueError where queries cannot choose the blocks that they read; `timed`: as of `Work`."""
-    attention, kv = config.attention, config.kv
+    attention = config.attention
     if attention.policy == "dense":
         return
     what = f"attention.policy={attention.policy}"
@@ -82,11 +82,11 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, time
     if not spec.full:
         raise ValueError(f"{what}: every layer of the model has a sliding window already: set attention=dense")
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
-    least = 1 + -(-drafts // kv.page_size)
+    least = 1 + -(-drafts // attention.block)
     if attention.local_blocks < least:
         raise ValueError(
-            f"attention.local_blocks={attention.local_blocks} blocks of kv.page_size={kv.page_size} tokens do not hold "
-            f"an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
+            f"attention.local_blocks={attention.local_blocks} blocks of attention.block={attention.block} tokens do "
+            f"not hold an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
         )
     if attention.score == "replay" and not timed and config.model.load != "random":
         raise ValueError(
@@ -98,10 +98,10 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, time
         return
     if attention.score == "replay":
         raise ValueError("attention.score=replay takes each rank's share of topk: set attention.choice=local")
-    if kv.page_size != kv.append_block:
+    if attention.block != config.blocks.append:
         raise ValueError(
-            f"attention.choice=global compares blocks of all ranks: kv.page_size={kv.page_size} must be "
-            f"kv.append_block={kv.append_block} (or set attention.choice=local)"
+            f"attention.choice=global compares blocks of all ranks: attention.block={attention.block} must be "
+            f"kv.append_block={config.blocks.append} (or set attention.choice=local)"
         )
     if config.hopb.chunks not in ("none", "auto"):
         raise ValueError(
@@ -135,7 +135,7 @@ def check_self_drafts(config: Config, spec: DecoderSpec, timed: bool = False) ->
             f"{what} is verified over all keys, and attention.policy={config.attention.policy} reads a part of them: "
             "set attention=dense, or speculation=ngram"
         )
-    page = config.kv.page_size
+    page = config.blocks.page
     if page & (page - 1) or 1 < page < 16:
         raise ValueError(f"{what} takes pages of 1 token or of a power of two from 16 on, not kv.page_size={page}")
 
@@ -149,7 +149,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
         spec = make_spec(replace(config, model=speculation.model))
         check_weights(speculation.model, "speculation.model")
         layout = make_draft_layout(speculation.layout, spec, of_target.world_size)
-        stripes = Stripes(of_target, config.kv.append_block, config.kv.page_size)
+        stripes = Stripes(of_target, *config.blocks)
         check_draft(target.vocab, spec.vocab, layout, stripes)
         check_layout(layout, spec)
         if has_tokenizer(config.model.path) and has_tokenizer(speculation.model.path):

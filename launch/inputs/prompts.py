@@ -155,7 +155,7 @@ def digest(prompt: Prompt, config: Config) -> str:
     if config.attention.policy != "dense":
         # Which keys share a block, and which blocks a rank chooses from, is a matter of the cache and the layout.
         local = [config.layout.mode, config.layout.kvp] if config.attention.choice == "local" else []
-        what.append([asdict(config.attention), config.kv.page_size, config.kv.append_block, local])
+        what.append([asdict(config.attention), config.blocks.page, config.blocks.append, local])
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

@@ -77,6 +77,9 @@ class Console:
             self._terminal.print("the draft model's weights are random (speculation.model.load=random)")
         if plan.reason is not None:
             self._terminal.print(f"layout=auto takes {plan.layout}: {plan.reason}", markup=False)
+        sizes = {"append_block": plan.config.blocks.append, "page_size": plan.config.blocks.page}
+        if taken := [f"kv.{key}={size}" for key, size in sizes.items() if getattr(plan.config.kv, key) is None]:
+            self._terminal.print(f"{' and '.join(taken)}, as attention and drafts want", markup=False)
         emulated = f", of which {job.place.world_size} are real" if job.backend == "emulated" else ""
         ranks = f"{plan.layout.world_size} ranks{emulated}"
         self._terminal.print(f"{plan.layout}: {ranks} on {where} over {job.backend}{auto}")

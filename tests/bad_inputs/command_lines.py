@@ -137,12 +137,20 @@ BAD_COMMAND_LINES = [
         1,
         "layoutt is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, ",
     ),
-    (["kvp=2"], 1, "kvp is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, r"),
+    (
+        ["kvp=2"],
+        1,
+        "kvp is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, schedule, serve, r",
+    ),
     (["=3"], 1, "'=3': a setting is KEY=VALUE"),
     (["="], 1, "'=': a setting is KEY=VALUE"),
     ([""], 1, "'': a setting is KEY=VALUE"),
     ([" "], 1, "' ': a setting is KEY=VALUE"),
-    (["a b=1"], 1, "a b is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, r"),
+    (
+        ["a b=1"],
+        1,
+        "a b is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, schedule, serve, r",
+    ),
     (["--foo"], 1, "--foo is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
     (["-x"], 1, "-x is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
     (["--cfg"], 1, "--cfg prints what is in effect as `--cfg job`"),
@@ -181,7 +189,7 @@ BAD_COMMAND_LINES = [
     (
         ["hydra.run.dir=x"],
         1,
-        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, r",
+        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, schedule, serve, r",
     ),
     (
         ["hydra/launcher=basic"],
@@ -191,7 +199,7 @@ BAD_COMMAND_LINES = [
     (
         ["hydra.sweep.dir=x"],
         1,
-        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, r",
+        "hydra is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, schedule, serve, r",
     ),
     (["decode.temperature=hot"], 1, "decode.temperature=hot must be a number"),
     (
@@ -304,7 +312,7 @@ BAD_COMMAND_LINES = [
     (
         ["recrod=x"],
         1,
-        "recrod is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, serve, r",
+        "recrod is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, schedule, serve, r",
     ),
     (["model.path="], 1, "model.path= must be a path, or null"),
     (

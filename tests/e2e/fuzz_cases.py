@@ -273,6 +273,7 @@ def _block_sparse(layout: HelixLayout, settings: Settings, dtype: str, rng: rand
         settings |= {"kv.append_block": page, "hopb.chunks": rng.choice(("none", "auto"))}
     settings |= {
         "attention.policy": "block_sparse",
+        "attention.block": page,
         "attention.choice": choice,
         "attention.score": rng.choice(("bounds", "mean")),
         "attention.sink_blocks": rng.choice((0, 1, 2)),
@@ -359,7 +360,7 @@ def room_of(settings: Settings, rounds: tuple[tuple[Ask, ...], ...], scarce: boo
 NOTHING: Settings = {"kv.tier": "gpu", "kv.host_bytes": None, "kv.ahead": False}
 PLAIN = NOTHING | {"attention.policy": "dense", "speculation.drafter": "none", "kv.page_size": 16}
 BLOCKS = PLAIN | {"attention.policy": "block_sparse", "attention.choice": "local", "attention.score": "bounds"}
-BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9}
+BLOCKS |= {"attention.topk": 3, "attention.local_blocks": 9, "attention.block": 16}
 GLOBAL = BLOCKS | {"attention.choice": "global", "kv.append_block": 16}
 HOST: Settings = {"kv.tier": "host", "kv.host_bytes": 1e9}
 DRAFTS: Settings = {"speculation.drafter": "sparse", "speculation.gamma": 3, "speculation.policy": "any"}
@@ -406,8 +407,9 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
     "speculation.drafter=sparse sliding window": (_windows, PLAIN | DRAFTS),
     "attention.policy=block_sparse latents": (_latents, BLOCKS),
     "attention.policy=block_sparse sliding window": (_windows, BLOCKS),
+    "kv.page_size=32 attention.block=16": (_whole, BLOCKS | {"kv.page_size": 32}),
     "speculation.gamma=32 31": (_any, {"speculation.gamma": 32}),
-    "attention.choice=global kv.page_size=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),
+    "attention.choice=global attention.block=16 kv.append_block=17": (_whole, GLOBAL | {"kv.append_block": 17}),
     "attention.choice=global hopb.chunks=2": (_whole, GLOBAL | {"hopb.chunks": "2"}),
     "attention.local_blocks=1 speculation.gamma=7": (
         _whole,

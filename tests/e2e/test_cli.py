@@ -279,7 +279,7 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
         tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400,1x510]",
         "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=synthetic", "speculation.gamma=3",
         "speculation.acceptance=1", "layout.kvp=2", "attention=block_sparse", "attention.from_tokens=0",
-        "attention.topk=4", "kv.page_size=16", "kv.append_block=16", "attention.local_blocks=2", f"record={record}",
+        "attention.topk=4", "attention.block=16", "attention.local_blocks=2", f"record={record}",
         'bench.variants=["attention.topk=4","attention.topk=2"]', command=LABORATORY,
     )  # fmt: skip
     assert ended.code == 0 and "mean gamma" in ended.output, ended.output

@@ -23,7 +23,7 @@ def test_defaults_are_a_valid_config_of_the_demo_model() -> None:
     check(config)
     assert config.model.path == str(ROOT / "assets" / "demo-model")
     assert (config.layout.kvp, config.layout.tpa, config.layout.tpf, config.layout.ep) == (1, 1, None, 1)
-    assert config.kv.append_block == 16 and config.decode.temperature == 0
+    assert config.blocks == (16, 64) and config.decode.temperature == 0
 
 
 @pytest.mark.parametrize("group, option", [(g, option) for g in RUN.groups for option in RUN.groups[g]])
@@ -190,5 +190,6 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
 
 def test_the_schema_has_these_groups() -> None:
     assert set(Config.__dataclass_fields__) == {
-        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "serve", "record", "seed",
+        "model", "layout", "kv", "attention", "comm", "hopb", "speculation", "decode", "schedule", "serve",
+        "record", "seed",
     }  # fmt: skip

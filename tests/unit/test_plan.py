@@ -303,7 +303,7 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
         for rank in (0, given["gpus"] - 1):
             run = preflight(config, rank, given["gpus"])
             assert run.layout == choice.layout and run.spec == ranking.question.spec
-        assert config.kv.append_block == choice.append_block
+        assert config.blocks.append == choice.append_block
         assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
         assert PROGRAM.work(config).load == (choice.batch, given["length"])
 

@@ -258,8 +258,15 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
     plan(model, prompts, "attention=block_sparse")
     plan(model, prompts, "attention=block_sparse", "speculation=ngram", "speculation.gamma=31")
     plan(model, prompts, "attention=quest", "attention.choice=global", "layout.tpa=3", world=6)
-    assert plan(model, prompts, "attention=quest").kv.append_block == 16
-    assert plan(model, prompts, "attention=block_sparse", "kv.page_size=64").kv.page_size == 64
+    for given, blocks in (
+        ([], (16, 64)),
+        (["attention=quest"], (16, 16)),
+        (["attention=block_sparse", "attention.block=64", "kv.page_size=64"], (64, 64)),
+        (["kv.append_block=32", "attention=block_sparse"], (32, 128)),
+        (["speculation=sparse"], (64, 64)),
+        (["speculation=sparse", "kv.append_block=32", "kv.page_size=16"], (32, 16)),
+    ):
+        assert plan(model, prompts, *given).blocks == blocks
 
 
 @pytest.mark.parametrize(
@@ -270,14 +277,15 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
         ("mistral-windowed", [], ["attention.policy=block_sparse", "every layer", "sliding window"]),
         (
             "qwen3",
-            ["speculation=ngram", "speculation.gamma=17", "kv.page_size=16", "attention.local_blocks=2"],
-            ["attention.local_blocks=2", "kv.page_size=16", "speculation.gamma=17", "at least 3"],
+            ["speculation=ngram", "speculation.gamma=17", "attention.block=16", "attention.local_blocks=2"],
+            ["attention.local_blocks=2", "attention.block=16", "speculation.gamma=17", "at least 3"],
         ),
         (
             "qwen3",
-            ["attention.choice=global", "kv.page_size=64"],
-            ["attention.choice=global", "kv.page_size=64", "kv.append_block=128"],
+            ["attention.choice=global", "kv.append_block=64"],
+            ["attention.choice=global", "attention.block=128", "kv.append_block=64"],
         ),
+        ("qwen3", ["kv.page_size=64"], ["kv.page_size=64", "attention.block=128", "leave out kv.page_size"]),
         ("qwen3", ["attention.choice=global", "hopb.chunks=2"], ["attention.choice=global", "hopb.chunks=2"]),
         ("qwen3", ["attention.score=replay"], ["attention.score=replay", "not the model's", "bench=decode"]),
         (
