@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from benchmarks.program import PROGRAM
 from launch.sweep import main
 
 if __name__ == "__main__":
-    main(PROGRAM)
+    sys.exit(main(sys.argv[1:], PROGRAM))

@@ -188,6 +188,7 @@ class DecodeConfig:
     output: JSON lines of results; unset: text on the terminal alone.
     resume: keep what `output` already holds and run the rest.
     max_batch: slots; more prompts wait for a free one.
+    max_length: most tokens of a sequence, prompt and new ones; unset: as many as the model and the cache allow.
     prefill_chunk: most prompt tokens in one step, or auto: as many as are fast and leave memory to the cache.
     stream: print text as it comes.
     max_new_tokens, temperature, top_k, top_p, min_p, seed, stop: what a prompt line leaves unset.
@@ -197,6 +198,7 @@ class DecodeConfig:
     output: str | None = None
     resume: bool = False
     max_batch: int = 8
+    max_length: int | None = None
     prefill_chunk: str = "auto"
     stream: bool = True
     max_new_tokens: int = 64
@@ -330,6 +332,7 @@ def check(config: Config) -> None:
         "kv.tokens": (1, 1 << 50),
         "decode.max_batch": (1, MOST_SEQUENCES),
         "decode.max_new_tokens": (1, 1 << 40),
+        "decode.max_length": (1, 1 << 40),
         "attention.block": (1, 1 << 14),
         "attention.topk": (0, MOST_CHOSEN),
         "attention.sink_blocks": (0, 1 << 20),

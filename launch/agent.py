@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch.inputs import compose
+from launch.inputs import compose, front
 from launch.inputs.parts import most_ranks
 from launch.inputs.work import RUNTIME
 from launch.job.membership import deadline
@@ -106,10 +106,12 @@ def _count(environment: Mapping[str, str], name: str, unset: int, most: int) -> 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the agent; returns the exit code of its ranks, or 1 where the agents do not meet."""
     try:
-        if (text := compose.told(arguments)) is not None:
+        line = front.read(arguments, RUNTIME.typed)
+        settings = RUNTIME.settings.of(line)
+        if (text := compose.told(line, RUNTIME.typed, settings)) is not None:
             print(text, end="")
             return 0
-        compose.composed(arguments)
+        compose.composed(line.overrides, settings)
         config = read(environment)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -122,7 +124,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         store = meeting_store(config.rdzv_endpoint)  # held here for as long as the agent runs
         print(f"{where}: meeting {config.max_nodes} agents, for {MEETING_S} s at most", file=sys.stderr, flush=True)
-        elastic_launch(config, sys.executable)("-u", *RUNTIME.command, *arguments)
+        elastic_launch(config, sys.executable)("-u", *RUNTIME.command, *line.arguments)
     except (KeyboardInterrupt, SignalException):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -1,21 +1,20 @@
 """The planner: which layout should a model take on these GPUs, and what will it be like?
 
-  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 batch=8
-  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 ttl_ms=20             the largest batch within 20 ms
-  python -m launch.plan model=DIR gpus=4 length=131072 acceptance=0.7 gamma=4         with speculative decoding
-  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 drafter=sparse sparsity=0.07 acceptance=0.9
-                                                              the model drafts for itself, over 7% of its keys
-  python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 sparse=32              block-sparse beside dense
-  python -m launch.plan model=qwen2.5-7b gpus=1 length=1048576 sparse=32 tier=host hits=0.8
-                                                              a cache in host memory
+  helix plan llama-3.1-8b gpus=8 context=1M batch=8
+  helix plan qwen2.5-7b gpus=8 context=1M ttl_ms=20                      the largest batch within 20 ms
+  helix plan DIR gpus=4 context=128K acceptance=0.7 gamma=4              with speculative decoding
+  helix plan qwen2.5-7b gpus=8 context=1M drafter=sparse sparsity=0.07 acceptance=0.9
+                                                                the model drafts for itself, over 7% of its keys
+  helix plan qwen2.5-7b gpus=8 context=1M sparse=32                      block-sparse beside dense
+  helix plan qwen2.5-7b gpus=1 context=1M sparse=32 tier=host hits=0.8   a cache in host memory
 
 Every layout of exactly so many GPUs is predicted and ranked, with its speed, memory, what else would fit, the reason
 why the first is first, whether splitting KV over GPUs pays at all, and the command that runs it. The runtime takes the
 first one by itself with layout=auto. docs/planner.md explains the columns, docs/simulator.md the predictions.
 
-  model       one of conf/model/, or the directory of a checkpoint
-  gpus        how many, of one NVLink domain
-  length      tokens of each sequence in the cache
+  model       a directory with a checkpoint, ORG/NAME of the Hugging Face Hub, or one of conf/model/; needs no key
+  gpus        GPUs of one NVLink domain
+  context     tokens of each sequence in the cache, such as 131072, 128K or 1M
   batch       sequences (default 1); with ttl_ms and no batch: as many as give most tokens/s/GPU within it
   ttl_ms      the most milliseconds from one token of a sequence to its next; slower layouts come last
   hardware    one of conf/hardware/, or a file of your own, path/mine.yaml (default: this machine's GPU, else h200)
@@ -52,13 +51,15 @@ from rich.table import Table
 
 from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
+from helix.hub import local_directory
 from helix.models import DecoderSpec
 from helix.simulate import drafting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
 from helix.simulate.plan import Choice, Question, Ranking, plan
 from helix.simulate.points import Tier
-from launch.inputs.arguments import helped, one_of, parse
+from launch.inputs import front
+from launch.inputs.arguments import helped, one_of, parse, tokens
 from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
@@ -66,12 +67,12 @@ from launch.inputs.hardware import hardware_of, load_hardware
 from launch.inputs.parts import make_spec
 
 KEYS: dict[str, Callable[[str], Any]] = {
-    "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,
+    "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,
     "backend": one_of("auto", "nccl"), "acceptance": float, "gamma": int, "drafter": one_of("ngram", "sparse"),
     "sparsity": float, "sparse": int, "attention": str, "tier": one_of("host"), "hits": float, "ahead": float,
     "host_bytes": float, "gpu_bytes": float, "json": str,
 }  # fmt: skip
-NEEDED = ("model", "gpus", "length")
+NEEDED = ("model", "gpus", "context")
 PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
@@ -82,13 +83,12 @@ def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, Decode
         attention: overrides that the config has as well.
 
     Raises:
-        ValueError: it is neither in conf/model/ nor a directory with a checkpoint that the runtime knows.
+        ValueError: there is no such model, or the runtime does not know its family.
     """
-    known = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
-    if name not in known and not Path(name).is_dir():
-        raise ValueError(f"unknown model {name!r}; known: {', '.join(known)}, or the directory of a checkpoint")
-    overrides = [f"model={name}"] if name in known else [f"model.path={name}"]
+    overrides = [front.model_override(name)]
     config = composed([*overrides, *attention])
+    if config.model.path is not None:
+        config.model.path = str(local_directory(config.model.path, weights=False))
     spec = make_spec(config)
     if config.model.dtype == "auto" and spec.dtype == "float32":
         overrides.append("model.dtype=bfloat16")
@@ -177,14 +177,14 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
     config, spec, model = load_model(given["model"], attention)
     check_config(config)
     config.attention.from_tokens = 0  # sparse at every length; the command says from where on it pays
-    if given["length"] > spec.max_positions:
-        raise ValueError(f"length={given['length']} exceeds {given['model']}'s {spec.context}")
+    if given["context"] > spec.max_positions:
+        raise ValueError(f"context={given['context']} exceeds {given['model']}'s {spec.context}")
     backend = given.get("backend", "auto")
     question = Question(
         spec,
         pick_hardware(given.get("hardware"), backend),
         given["gpus"],
-        given["length"],
+        given["context"],
         given.get("batch", None if "ttl_ms" in given else 1),
         given["ttl_ms"] / 1e3 if "ttl_ms" in given else None,
         given.get("acceptance"),
@@ -215,7 +215,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
             settings += ["kv.tier=host", f"kv.host_bytes={room:.3g}", f"kv.gpu_bytes={on_gpu:.3g}"]
             settings += ["kv.ahead=true"] if tier.ahead is not None else []
         if random:
-            return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['length']}]"]
+            return [*settings, "model.load=random", "bench=decode", f"bench.points=[{choice.batch}x{given['context']}]"]
         return [*settings, f"decode.prompts={PROMPTS}", f"decode.max_batch={choice.batch}"]
 
     return plan(question), overrides
@@ -254,7 +254,7 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
     table = Table(
         "layout", "batch", "chunks", "block", *(["gamma"] if speculates else []), "TTL", *(["dense"] if sparse else []),
         "tok/s/user", "tok/s/GPU", "weights", "KV", "left", "room for", "known",
-        title=f"{q.length:,} tokens on {q.gpus} x {q.hardware.name}",
+        title=f"{q.context:,} tokens on {q.gpus} x {q.hardware.name}",
         caption="GB on the fullest GPU; room for: sequences of this length, or tokens at this batch",
     )  # fmt: skip
     for c in ranking.choices:
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if helped(arguments or ["--help"], __doc__):
         return
     try:
-        given = parse(arguments, KEYS, NEEDED)
+        given = parse(arguments, KEYS, NEEDED, words=("model",))
         if (path := given.get("json")) not in (None, "-"):
             check_writable("json", Path(path))
         ranking, overrides = answer(given)

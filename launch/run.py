@@ -22,8 +22,8 @@ from helix.models.loading import randomize
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
 from helix.tokenizer import load_tokenizer
-from launch.inputs import compose
-from launch.inputs.parts import weights_of
+from launch.inputs import compose, front
+from launch.inputs.parts import find_models, weights_of
 from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.inputs.work import RUNTIME, Program, Work
@@ -49,10 +49,17 @@ def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     place = None
     try:
         place = Place.from_environment()
-        if (text := compose.told(arguments, program.settings)) is not None:
+        line = front.read(arguments, program.typed)
+        settings = program.settings.of(line)
+        if (text := compose.told(line, program.typed, settings)) is not None:
             print(text, end="")
             return 0
-        config = compose.composed(arguments, program.settings)
+        if "--multirun" in line.options:
+            if place is not None:
+                raise ValueError("-m under torchrun would run the whole sweep on every rank: leave out torchrun")
+            return int(import_module("launch.sweep").main(arguments, program))  # its imports take seconds
+        config = compose.composed(line.overrides, settings)
+        find_models(config)
         work = program.work(config)
         world_size = prepared(config, work) if place is None else place.world_size
     except ValueError as error:
@@ -64,7 +71,7 @@ def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     rank = partial(_rank, config, work, import_module(work.module).run)
     if place is not None:
         return rank()
-    code = spawn.launch(world_size, rank, [*program.command, *arguments])
+    code = spawn.launch(world_size, rank, [*program.command, *line.arguments])
     if code == spawn.INTERRUPTED:
         kept = "results of finished requests are in decode.output; decode.resume=true runs the rest"
         print("interrupted" if config.decode.output is None else f"interrupted: {kept}", file=sys.stderr)

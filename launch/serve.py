@@ -1,7 +1,7 @@
-"""Serves a model over HTTP, with OpenAI's interface: `python -m launch.serve model.path=DIR layout.kvp=4 ...`.
+"""Serves a model over HTTP, with OpenAI's interface: `helix serve DIR --port 8000 layout.kvp=4 ...`.
 
-Without settings it serves the demo model over two ranks. Settings are those of a run, and `serve.KEY=VALUE`
-(`--help` lists them). The ranks are processes of their own, which this one starts, and starts again where they fail.
+Without settings it serves the demo model over two ranks. The ranks are processes of their own, which this one starts,
+and starts again where they fail.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import resource
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
@@ -22,7 +24,10 @@ from tempfile import TemporaryDirectory
 import uvloop
 
 from helix.config import ServeConfig, check
-from launch.inputs import compose
+from helix.hub import is_hub_id
+from launch.inputs import compose, front
+from launch.inputs.parts import find_models
+from launch.job import lifeline
 from launch.serving.core import Core
 from launch.serving.frames import Ready
 from launch.serving.http import Server, listen, make_server
@@ -37,14 +42,22 @@ LOOK_S = 0.1  # between two looks at what is still running
 def main(arguments: Sequence[str]) -> int:
     """Serves until a signal; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
     try:
-        if (text := compose.told(arguments)) is not None:
+        line = front.read(arguments, front.SERVE)
+        settings = compose.RUN.of(line)
+        if (text := compose.told(line, front.SERVE, settings)) is not None:
             print(text, end="")
             return 0
-        arguments = [*_defaults(arguments), *arguments]
-        config = compose.composed(arguments)
+        if "--multirun" in line.options:
+            raise ValueError("-m: a server has one config; `helix sweep` runs several over prompts")
+        line = replace(line, overrides=[*_defaults(line.overrides), *line.overrides])
+        config = compose.composed(line.overrides, settings)
+        if config.serve.name is None and is_hub_id(str(config.model.path)):
+            config.serve.name = str(config.model.path)
+        find_models(config)
         check(config)
-        check_exposure(config.serve)
-        keys = Keys(config.serve.api_keys)
+        key = os.environ.pop(front.API_KEY, None)  # the ranks have no use for it
+        check_exposure(config.serve, key)
+        keys = Keys(config.serve.api_keys, key)
         listener = listen(config.serve)
     except ValueError as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
@@ -52,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is a file
     with TemporaryDirectory(prefix="helix-") as directory, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config.serve, keys, listener, arguments, Path(directory)))
+        return runner.run(_serve(config.serve, keys, listener, line.arguments, Path(directory)))
 
 
 async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Sequence[str], directory: Path) -> int:
@@ -136,4 +149,5 @@ async def _close(server: Server, answering: asyncio.Task[None]) -> None:
 
 
 if __name__ == "__main__":
+    lifeline.begin()  # a chat that started this server does not leave it behind
     sys.exit(main(sys.argv[1:]))

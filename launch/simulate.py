@@ -1,12 +1,12 @@
 """The simulator: one decode step of a model, phase by phase (docs/simulator.md: its model).
 
-  python -m launch.simulate point hardware=h200 model=llama-3.1-70b kvp=2 tpa=4 batch=2 length=1000000
+  helix simulate point llama-3.1-70b hardware=h200 kvp=2 tpa=4 batch=2 context=1M
 
 `point` prints, for a model over pp x dp x kvp x tpa GPUs, each phase's microseconds, bytes read, arithmetic and bytes
 sent on the GPU with the most of it, and kernels launched; then time per token (TTL), tokens/s and memory.
 
   hardware  a GPU: one of conf/hardware/, or a file of your own, path/mine.yaml
-  model     a shape: one of conf/model/
+  model     a shape: one of conf/model/; needs no key
   mode      how attention is divided: helix (default) and medha over kvp x tpa, tp and dp over tpa
   pp        stages of a pipeline, each with its share of the layers (default 1, as of all widths but tpf)
   dp        groups of kvp x tpa GPUs in a stage, each with sequences of its own in attention (mode dp, or helix)
@@ -15,11 +15,11 @@ sent on the GPU with the most of it, and kernels launched; then time per token (
   tpf       GPUs over which the columns of the FFN are split (default: what ep leaves)
   ep        groups of GPUs over which experts are split
   batch     sequences in a stage (default 1)
-  length    tokens of each sequence in the cache (default 1048576)
+  context   tokens of each sequence in the cache (default 1M)
   dtype     of weights, KV and messages: fp4, fp8 or bf16 (default)
   hopb      true (default): an exchange overlaps with attention of other sequences; false: attention waits for it
 
-Exit code 1: a value is wrong, or there is no memory for the batch. `python -m launch.plan` finds the best layout.
+Exit code 1: a value is wrong, or there is no memory for the batch. `helix plan` finds the best layout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from rich.table import Table
 from helix.simulate.hardware import BYTES, PROVENANCE
 from helix.simulate.points import MODES, Options, Points
 from helix.simulate.step import predict
-from launch.inputs.arguments import boolean, helped, one_of, parse, unknown
+from launch.inputs.arguments import boolean, helped, one_of, parse, tokens, unknown
 from launch.inputs.hardware import load_hardware
 from launch.inputs.shapes import load_spec
 
 WIDTHS = {"pp": 1, "dp": 1, "kvp": 1, "tpa": 1, "tpf": None, "ep": 1}
-DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "length": 1 << 20, "dtype": "bf16", "hopb": True}
+DEFAULTS: dict[str, Any] = {"mode": "helix", **WIDTHS, "batch": 1, "context": 1 << 20, "dtype": "bf16", "hopb": True}
 KEYS: dict[str, Callable[[str], Any]] = {
-    "hardware": str, "model": str, "mode": one_of(*MODES), **dict.fromkeys((*WIDTHS, "batch", "length"), int),
+    "hardware": str, "model": str, "mode": one_of(*MODES), **dict.fromkeys((*WIDTHS, "batch"), int), "context": tokens,
     "dtype": one_of(*BYTES), "hopb": boolean,
 }  # fmt: skip
 
@@ -52,12 +52,12 @@ def print_point(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: a value is wrong or, once all is printed, there is no memory for the batch.
     """
-    given = DEFAULTS | parse(arguments, KEYS, needed=("hardware", "model"))
+    given = DEFAULTS | parse(arguments, KEYS, needed=("hardware", "model"), words=("model",))
     dtype = given["dtype"]
     options = Options(weights=dtype, kv=dtype, messages=dtype, hopb=given["hopb"])
     points = Points.of(given["mode"], given["batch"], **{key: given[key] for key in WIDTHS})
     hardware = load_hardware(given["hardware"])
-    step = predict(load_spec(given["model"]), hardware, points, given["length"], options)
+    step = predict(load_spec(given["model"]), hardware, points, given["context"], options)
     table = Table("phase", "us", "MB read", "GFLOP", "KB sent", "launches", "provenance", title=points.describe(0))
     for phase in (phase for phase in step.phases if phase.launches[0]):
         us, read, flop, sent, launches = (

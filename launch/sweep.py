@@ -1,4 +1,4 @@
-"""Sweeps: `python -m launch.sweep -m layout.kvp=1,2,4 layout.tpa=1,2 decode.prompts=FILE.jsonl`.
+"""Sweeps: `helix sweep DIR prompts.jsonl layout.kvp=1,2,4 layout.tpa=1,2`.
 
 All points are checked first: those that are no layout of the model are skipped with the reason, and a mistake that all
 the others have ends the sweep. The rest run one after the other, each as one job with ranks of its own; one that
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from helix.config import Config
+from launch.inputs import front
 from launch.inputs.auto_layout import ranks
-from launch.inputs.compose import SWEEP_DIR, composed, sweep_points, told
-from launch.inputs.parts import make_layout, make_spec
+from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points, told
+from launch.inputs.front import Line
+from launch.inputs.parts import find_models, make_layout, make_spec
 from launch.inputs.preflight import check_layout, prepared
 from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn
@@ -79,13 +81,13 @@ class Point:
         ]
 
 
-def read(arguments: Sequence[str], program: Program = RUNTIME) -> list[Point]:
+def read(line: Line, program: Program = RUNTIME) -> list[Point]:
     """The points of a command line, each with files of its own.
 
     Raises:
         ValueError: a mistake in the arguments.
     """
-    combinations, directory = sweep_points(arguments, program.settings)
+    combinations, directory = sweep_points(line.overrides, program.settings)
     if directory is None:
         directory = Path("sweeps") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     points = []
@@ -93,7 +95,8 @@ def read(arguments: Sequence[str], program: Program = RUNTIME) -> list[Point]:
         config = composed(overrides, program.settings)
         for key, value in (("record", config.record), ("decode.output", config.decode.output)):
             if value is not None:
-                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory ({SWEEP_DIR}=DIR)")
+                raise ValueError(f"{key}={value}: a sweep names its files itself, in a directory ({SWEEP_DIRS[0]}=DIR)")
+        find_models(config)
         name = directory / str(number)
         config.record = f"{name}.json"
         work = program.work(config)
@@ -103,7 +106,7 @@ def read(arguments: Sequence[str], program: Program = RUNTIME) -> list[Point]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{SWEEP_DIR}={directory} cannot be made: {error.strerror}") from error
+        raise ValueError(f"{SWEEP_DIRS[0]}={directory} cannot be made: {error.strerror}") from error
     return points
 
 
@@ -219,18 +222,21 @@ def show(points: list[Point]) -> None:
             terminal.print(f"point {', '.join(numbers)} {status}: {reason}", markup=False, highlight=False)
 
 
-def main(program: Program = RUNTIME) -> None:
-    """Runs the sweep; the exit code is 0 where some point ran and none failed, 130 after control-C, otherwise 1."""
-    if "RANK" in os.environ:
-        sys.exit("error: a sweep starts the ranks of each point itself: run it without torchrun")
-    arguments = [text for text in sys.argv[1:] if text not in ("-m", "--multirun")]
+def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
+    """Runs the sweep; returns 0 where some point ran and none failed, 130 after control-C, otherwise 1."""
     try:
-        if (text := told(arguments, program.settings)) is not None:
+        if "RANK" in os.environ:
+            raise ValueError("a sweep starts the ranks of each point itself: run it without torchrun")
+        typed = front.SWEEP if program is RUNTIME else program.typed
+        line = front.read(arguments, typed)
+        program = replace(program, settings=program.settings.of(line), command=(*program.command, *line.places))
+        if (text := told(line, typed, program.settings)) is not None:
             print(text, end="")
-            return
-        check(points := read(arguments, program))
+            return 0
+        check(points := read(line, program))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     interrupted = False
     for point in points:
         print(f"--- point {point.number}: {' '.join(point.overrides)}", flush=True)
@@ -245,8 +251,8 @@ def main(program: Program = RUNTIME) -> None:
     plot(directory / "sweep.png", points)
     show(points)
     print(f"wrote {directory / 'sweep.csv'} and {directory / 'sweep.png'}")
-    sys.exit(spawn.INTERRUPTED if interrupted else not ran or any(point.status == "failed" for point in points))
+    return spawn.INTERRUPTED if interrupted else int(not ran or any(point.status == "failed" for point in points))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -33,7 +33,7 @@ def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: S
 
 def dense_ttl_s(question: Question, choice: Choice) -> float:
     """Predicts the seconds of a token with dense attention and the rest as chosen."""
-    return ttl_s(question, choice, choice.batch, question.length, None)
+    return ttl_s(question, choice, choice.batch, question.context, None)
 
 
 def pays_from(question: Question, choice: Choice, batch: int | None = None) -> int | None:

@@ -35,7 +35,7 @@ def compared(ranking: Ranking) -> str:
         said = f"Drafting pays here, {gain:.2f} times: {_speed(first)} and {_drafts(first.gamma)} {over}, "
         said += f"{_speed(plain)} and none."
     else:
-        seconds, gamma, name = min((*drafted_ttl_s(q, c, q.length), c.name) for c in ranking.choices)
+        seconds, gamma, name = min((*drafted_ttl_s(q, c, q.context), c.name) for c in ranking.choices)
         said = f"Drafting does not pay here: {_speed(first)} and none; the best drafts would be {gamma} {over}, "
         said += f"{1e3 * seconds:.2f} ms a token with {name}."
     tokens = pays_from(q, first)

@@ -34,7 +34,7 @@ class Question:
     """Question to the planner.
 
     Attributes:
-        length: tokens of each sequence in the cache.
+        context: tokens of each sequence in the cache.
         batch: number of sequences; None: the number with the best throughput within `ttl_s`.
         ttl_s: most seconds per token; None: no limit.
         acceptance: probability that a draft is accepted; None: no speculation.
@@ -46,7 +46,7 @@ class Question:
     spec: DecoderSpec
     hardware: Hardware
     gpus: int
-    length: int
+    context: int
     batch: int | None = 1
     ttl_s: float | None = None
     acceptance: float | None = None
@@ -55,7 +55,7 @@ class Question:
     options: Options = Options(weights="bf16", kv="bf16", messages="bf16")  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "length", "batch", "gamma"):
+        for name in ("gpus", "context", "batch", "gamma"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.ttl_s is not None and not self.ttl_s > 0:
@@ -195,7 +195,7 @@ def _rows(q: Question) -> list[tuple[tuple[int, ...], Options]]:
     """Lists all layouts of the question's GPUs, without data-parallel groups, and the options of each."""
     rows = [row for row in layouts(q.spec, [q.gpus], MODES, pp=False) if row[2] == 1]
     sparse = q.options.sparse  # its blocks are pages and append blocks
-    blocks = {kvp: sparse.block if sparse else _append_block(q.length, kvp) for kvp in {row[3] for row in rows}}
+    blocks = {kvp: sparse.block if sparse else _append_block(q.context, kvp) for kvp in {row[3] for row in rows}}
     return [(row, replace(q.options, append_block=blocks[row[3]])) for row in sorted(rows, key=lambda row: row[3])]
 
 
@@ -211,7 +211,7 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     """Finds the best settings of one layout, or the memory that it lacks."""
     batches = np.array([q.batch]) if q.batch is not None else BATCHES
     points = Points.crossed([row], batches)
-    memory = memory_of(q.spec, q.hardware, points, q.length, options)
+    memory = memory_of(q.spec, q.hardware, points, q.context, options)
     fits = points.batch <= memory.largest_batch
     if not fits.any():
         weights = float(memory.weight_bytes[0])
@@ -229,8 +229,8 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
         for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
             tried = replace(options, speculation=q.speculation(gamma), hopb=chunks > 1, chunks=chunks)
             if gamma and q.sparsity is not None:
-                tried = replace(tried, append_block=_append_block(q.length, int(points.kvp[0]), LARGEST_OF_DRAFTS))
-            step = predict(q.spec, q.hardware, points, q.length, tried)
+                tried = replace(tried, append_block=_append_block(q.context, int(points.kvp[0]), LARGEST_OF_DRAFTS))
+            step = predict(q.spec, q.hardware, points, q.context, tried)
             i = _fastest(q, step)
             if i is None or (chunks > step.points.batch[i]):
                 continue
@@ -291,7 +291,7 @@ def _longest(q: Question, step: StepCost, i: int, room_bytes: float, options: Op
         return bisect_left(range(1, q.spec.max_positions + 1), True, key=lacks)
     block, page = options.append_block, options.page_size
     cycle = block * int(step.points.kvp[i])
-    held = -(-(-(-(q.length + options.step_tokens) // cycle) * block) // page) * page
+    held = -(-(-(-(q.context + options.step_tokens) // cycle) * block) // page) * page
     page_bytes = step.memory.kv_bytes[i] / held * page
     return int(room_bytes / page_bytes) * page // block * cycle - options.step_tokens
 
@@ -373,7 +373,7 @@ def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:
 def _nothing_fits(q: Question, refused: list[Refused]) -> str:
     least = min(refused, key=lambda r: r.missing_bytes)
     batch, memory = q.batch or 1, q.hardware.memory_bytes.value
-    wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.length} tokens"
+    wanted = f"{batch} sequence{'s' if batch > 1 else ''} of {q.context} tokens"
     gpus = f"{q.gpus} x {q.hardware.name} ({memory / 1e9:.0f} GB each)"
     if (weights := min(r.weight_bytes for r in refused)) > memory:
         why = f"the weights alone take {weights / 1e9:.1f} GB a GPU"
@@ -390,7 +390,7 @@ def _holds(q: Question) -> bool:
     """Returns whether any layout has memory for the question's sequences."""
     batch = np.array([q.batch or 1])
     candidates = ((Points.crossed([row], batch), options) for row, options in _rows(q))
-    return any(memory_of(q.spec, q.hardware, p, q.length, o).largest_batch[0] >= batch[0] for p, o in candidates)
+    return any(memory_of(q.spec, q.hardware, p, q.context, o).largest_batch[0] >= batch[0] for p, o in candidates)
 
 
 def _ms(seconds: float) -> str:

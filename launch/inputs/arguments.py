@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -54,17 +55,33 @@ def unknown(text: str, known: Collection[str]) -> str:
     return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
+def tokens(text: str) -> int:
+    """Reads a number of tokens, such as 131072, 128K or 1M."""
+    if (found := re.fullmatch(r"(\d+)([KM]?)", text)) is None:
+        raise ValueError("a number of tokens, such as 131072, 128K or 1M")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20}[found[2]]
+
+
 def parse(
-    arguments: Sequence[str], kinds: Mapping[str, Callable[[str], Any]], needed: Collection[str] = ()
+    arguments: Sequence[str],
+    kinds: Mapping[str, Callable[[str], Any]],
+    needed: Collection[str] = (),
+    words: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Values by key. A kind turns a value's text into the value, or raises ValueError with what it should be.
+    """Reads values by key. A kind turns a value's text into the value, or raises ValueError with what it should be.
+
+    Args:
+        words: keys of what stands without one, in order.
 
     Raises:
         ValueError: a key is unknown, given twice or missing, or a value is of the wrong kind.
     """
     values: dict[str, Any] = {}
+    unnamed = [*words]
     for argument in arguments:
         key, equals, text = argument.partition("=")
+        if unnamed and not equals and not argument.startswith("-"):
+            key, equals, text = unnamed.pop(0), "=", argument
         if argument.startswith("-") or not equals:
             near = get_close_matches(key.lstrip("-"), kinds, n=1)
             hint = f"; did you mean {near[0]}=VALUE?" if near else ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
+from textwrap import fill
 from types import NoneType
 from typing import Any, cast, get_args, get_type_hints
 
@@ -16,12 +16,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from helix.config import Config
+from launch.inputs import front
+from launch.inputs.front import Command, Line
+from launch.inputs.keys import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -29,8 +32,9 @@ PATHS = (
     *("model.path", "speculation.model.path", "decode.prompts", "decode.output", "record"),
     *("serve.socket", "serve.attach", "serve.api_keys"),
 )
-SWEEP_DIR = "hydra.sweep.dir"
-SWEEP = "for several use `python -m launch.sweep -m ...`"
+SWEEP_DIRS = ("hydra.sweep.dir", "hydra.run.dir")
+SWEEP = "for several use `helix sweep ...`, or -m"
+LENGTHS = {"K": 1 << 10, "M": 1 << 20}
 EXPECTED = {
     int: "an integer of at most 64 bits",
     float: "a number",
@@ -51,7 +55,7 @@ class Settings:
 
     Attributes:
         schema: the keys.
-        directories: with groups; the first also has the file that all begins with, and the text of `--help`.
+        directories: with groups; the first also has the file that all begins with.
         begin: that file's name, without its suffix.
         paths: keys whose values are paths.
     """
@@ -68,16 +72,31 @@ class Settings:
         options = {n: sorted({f.stem for d in self.directories for f in (d / n).glob("*.yaml")}) for n in names}
         return {name: found for name, found in options.items() if found}
 
-    @cached_property
-    def help(self) -> str:
-        return (self.directories[0] / "help.txt").read_text(encoding="utf-8")
+    def of(self, line: Line) -> Settings:
+        """Adds the groups of `--config-dir`, and begins with the file that `--config-name` names.
+
+        Raises:
+            ValueError: there is no such directory or file.
+        """
+        directories, begin = self.directories, self.begin
+        if (given := line.options.get("--config-dir")) is not None:
+            if not (directory := Path(given).absolute()).is_dir():
+                raise ValueError(f"--config-dir {given} is not a directory")
+            directories = (*directories, directory)
+        if (name := line.options.get("--config-name")) is not None:
+            begin = name.removesuffix(".yaml")
+            having = [d for d in directories if (d / f"{begin}.yaml").exists()]
+            if not having:
+                raise ValueError(f"--config-name {name}: no {begin}.yaml in {', '.join(map(str, directories))}")
+            directories = (having[-1], *(d for d in directories if d != having[-1]))
+        return replace(self, directories=directories, begin=begin)
 
 
 RUN = Settings()
 
 
 def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
-    """The config of a run.
+    """Composes the config of a run.
 
     Raises:
         ValueError: a mistake in the overrides, in one line.
@@ -85,25 +104,49 @@ def composed(overrides: Sequence[str], settings: Settings = RUN) -> Config:
     return as_config(_compose([_checked(text, settings, sweeps=False) for text in overrides], settings), settings)
 
 
-def told(arguments: Sequence[str], settings: Settings = RUN) -> str | None:
-    """What `--help` or `--cfg job` print; None where neither is there.
+def told(line: Line, command: Command, settings: Settings = RUN) -> str | None:
+    """Writes what `--help`, `--info`, `--hydra-help` or `--cfg job` print; None where none of them is there.
 
     Raises:
-        ValueError: a mistake in the overrides, or another value of `--cfg`.
+        ValueError: a mistake in the overrides, or an option that goes with none of them.
     """
-    arguments = [*arguments]
-    options = {"-h": "help", "--help": "help", "-c": "cfg", "--cfg": "cfg"}
-    wanted = next((options[text] for text in arguments if text in options), None)
-    if wanted is None:
+    options = line.options
+    if "--help" in options:
+        return front.help_text(command)
+    if "--hydra-help" in options:
+        return front.HYDRA_HELP
+    if "--cfg" not in options and (extra := next((o for o in ("--resolve", "--package") if o in options), None)):
+        raise ValueError(f"{extra} is of --cfg job, which shows the config in effect: add it")
+    if "--cfg" not in options and "--info" not in options:
         return None
-    if wanted == "cfg" and "job" not in arguments:
-        raise ValueError("--cfg prints what is in effect as `--cfg job`")
-    overrides = [_checked(text, settings, sweeps=False) for text in arguments if text not in (*options, "job")]
-    config = OmegaConf.to_yaml(_compose(overrides, settings), resolve=False)
-    if wanted == "cfg":
-        return config
+    if options.get("--cfg", "job") != "job":
+        raise ValueError(f"--cfg {options['--cfg']}: take --cfg job, the config in effect; Hydra's own is not used")
+    if "--info" in options:
+        return _info(settings) + _shown(line.overrides, {}, settings)
+    if "--multirun" in options or command is front.SWEEP:
+        points, _ = sweep_points(line.overrides, settings)
+        return "".join(f"# point {i}: {' '.join(p)}\n{_shown(p, options, settings)}" for i, p in enumerate(points))
+    return _shown(line.overrides, options, settings)
+
+
+def _shown(overrides: Sequence[str], options: dict[str, str], settings: Settings) -> str:
+    config = _compose([_checked(text, settings, sweeps=False) for text in overrides], settings)
+    part = OmegaConf.select(config, name) if (name := options.get("--package")) else config
+    if part is None or (name and not OmegaConf.is_config(part)):
+        raise ValueError(f"--package {name}: there is no such part; parts are {', '.join(map(str, config))}")
+    return OmegaConf.to_yaml(part, resolve="--resolve" in options)
+
+
+def _info(settings: Settings) -> str:
     groups = "\n".join(f"  {name}: {', '.join(found)}" for name, found in settings.groups.items())
-    return settings.help.replace("$GROUPS", groups).replace("$CONFIG", config)
+    listed = "\n".join(
+        f"  {key} ({default})\n{fill(meaning, 112, initial_indent='      ', subsequent_indent='      ')}"
+        for key, default, meaning in keys(settings.schema)
+    )
+    return (
+        f"Groups: GROUP=OPTION takes GROUP/OPTION.yaml of {', '.join(map(str, settings.directories))}\n\n{groups}\n\n"
+        f"Keys, with their defaults: KEY=VALUE sets one\n\n{listed}\n\nConfig of this command line:\n\n"
+    )
 
 
 def sweep_points(arguments: Sequence[str], settings: Settings = RUN) -> tuple[list[list[str]], Path | None]:
@@ -115,13 +158,13 @@ def sweep_points(arguments: Sequence[str], settings: Settings = RUN) -> tuple[li
     axes: dict[str, list[str]] = {}
     directory = None
     for text in arguments:
-        if text.startswith(f"{SWEEP_DIR}="):
+        if text.partition("=")[0] in SWEEP_DIRS:
             directory = Path(text.partition("=")[2])
             continue
         text = _checked(text, settings, sweeps=True)
         override = _parsed(text)
         axes[override.get_key_element()] = (
-            [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            [f"{override.get_key_element()}={value}" for value in _swept(override, settings)]
             if override.is_sweep_override()
             else [text]
         )
@@ -143,9 +186,11 @@ def as_config(config: DictConfig, settings: Settings = RUN) -> Config:
 
 def _compose(overrides: list[str], settings: Settings) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=settings.schema)
+    first, *others = map(str, settings.directories)
     try:
-        with initialize_config_dir(str(settings.directories[0]), version_base="1.3"):
-            return compose(settings.begin, overrides)
+        with initialize_config_dir(first, version_base="1.3"):
+            places = ",".join(QuotedString(f"file://{place}", Quote.single).with_quotes() for place in others)
+            return compose(settings.begin, [*overrides, f"hydra.searchpath=[{places}]"])
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"the settings do not go together: {_line(error)}") from error
 
@@ -162,11 +207,6 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
     """
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError(f"{text!r} is no UTF-8")
-    if text in ("-m", "--multirun"):
-        why = "; under torchrun every rank would run the whole sweep" if "TORCHELASTIC_RUN_ID" in os.environ else ""
-        raise ValueError(f"one run has one config{why}: {SWEEP}")
-    if text.startswith("-"):
-        raise ValueError(f"{text} is no option: there are --help and --cfg job; a setting is KEY=VALUE")
     match = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
     assert match is not None, "any text matches"
     sign, key, equals, value = match.groups()
@@ -179,6 +219,9 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
         raise ValueError(f"{text}: only keys of model.config can be taken out; {key} is set as {key}=VALUE")
     if sign == "+" and not beneath_dict:
         raise ValueError(f"{text}: {key} is there already: leave out the +")
+    if kind is not None and (int in (kind, *get_args(kind)) or key == "decode.prefill_chunk"):
+        value = re.sub(r"\b(\d+)([KM])\b", lambda found: str(int(found[1]) * LENGTHS[found[2]]), value)
+        text = f"{sign}{key}={value}"
     if key in settings.paths:
         text = f"{sign}{key}={_literal_paths(key, value, sweeps)}"
     elif beneath_dict and not sign:
@@ -189,7 +232,7 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
             raise ValueError(f"{text}: one run has one config; {SWEEP}")
         if not override.is_discrete_sweep():
             raise ValueError(f"{text}: an interval has no points; use a,b or range(a,b)")
-        for one in override.sweep_string_iterator():
+        for one in _swept(override, settings):
             _checked(f"{sign}{key}={one}", settings, sweeps=False)
     elif key in groups:
         if override.value() not in (*groups[key], *([None] if key == "experiment" else [])):
@@ -197,6 +240,17 @@ def _checked(text: str, settings: Settings, sweeps: bool) -> str:
     elif not beneath_dict:
         _check_value(key, kind, value, override.value(), settings)
     return text
+
+
+def _swept(override: Override, settings: Settings) -> list[str]:
+    """Lists the values of a sweep, of `glob` those of a group's options."""
+    if isinstance(pattern := override.value(), Glob):
+        key = override.get_key_element()
+        if not (names := pattern.filter(settings.groups.get(key, []))):
+            known = ", ".join(settings.groups.get(key, [])) or "none, as it is not a group"
+            raise ValueError(f"{override.input_line}: glob takes options of {key}; known: {known}")
+        return names
+    return [*override.sweep_string_iterator()]
 
 
 def _literal_paths(key: str, text: str, sweeps: bool) -> str:

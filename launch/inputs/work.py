@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from helix.config import Config
+from launch.inputs import front
 from launch.inputs.compose import ROOT, RUN, Settings
+from launch.inputs.front import Command
 from launch.inputs.prompts import Prompt
 
 
@@ -49,13 +51,15 @@ class Program:
 
     Attributes:
         command: of Python's, before the settings.
+        typed: how people type it.
         settings: what its command line can set.
         work: what a rank does, given its config; raises ValueError where the config does not say.
     """
 
     command: tuple[str, ...]
+    typed: Command
     settings: Settings
     work: Callable[[Config], Work]
 
 
-RUNTIME = Program((str(ROOT / "torchrun_entry.py"),), RUN, work_of)
+RUNTIME = Program((str(ROOT / "torchrun_entry.py"),), front.RUN, RUN, work_of)

@@ -15,12 +15,16 @@ from launch.serving.errors import ApiError
 class Keys:
     """The keys of a file: lines of OWNER KEY, and comments that begin with #.
 
+    Args:
+        path: of the file; None: there is none.
+        key: one that is taken beside them.
+
     Raises:
         ValueError: the file cannot be read, or a line has another form.
     """
 
-    def __init__(self, path: str | None) -> None:
-        self._digests: list[tuple[str, bytes]] = []
+    def __init__(self, path: str | None, key: str | None = None) -> None:
+        self._digests: list[tuple[str, bytes]] = [] if not key else [("key", _digest(key))]
         if path is None:
             return
         for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
@@ -30,7 +34,7 @@ class Keys:
             if len(words) != 2:
                 raise ValueError(f"serve.api_keys={path}, line {number}: a line is OWNER KEY, two words")
             self._digests.append((words[0], _digest(words[1])))
-        if not self._digests:
+        if len(self._digests) == (key is not None):
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
     def owner(self, authorization: str | None) -> str | None:
@@ -51,9 +55,9 @@ class Keys:
         return found
 
 
-def check_exposure(serve: ServeConfig) -> None:
+def check_exposure(serve: ServeConfig, key: str | None = None) -> None:
     """Raises ValueError if other hosts could use the server without a key, unless serve.open allows it."""
-    if serve.api_keys is not None or serve.open:
+    if serve.api_keys is not None or key or serve.open:
         return
     try:
         local = serve.host == "localhost" or ipaddress.ip_address(serve.host).is_loopback
@@ -61,8 +65,8 @@ def check_exposure(serve: ServeConfig) -> None:
         local = False
     if not local:
         raise ValueError(
-            f"serve.host={serve.host} is reached from other hosts: set serve.api_keys=FILE, or serve.open=true for "
-            "everybody"
+            f"serve.host={serve.host} is reached from other hosts: set --api-key KEY, serve.api_keys=FILE, "
+            "or serve.open=true for everybody"
         )
 
 

@@ -42,7 +42,7 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"config", "errors", "files", "layout", "library"},
+        {"config", "errors", "files", "hub", "layout", "library"},
         {"place", "placement", "tokenizer"},
         {"events"},
         {"memory"},
@@ -68,7 +68,7 @@ LEVELS = {
 }
 COMMANDS = 99  # the level of other files beside the rooms of launch and benchmarks: what one types
 # Imports that take seconds, and that rank 0 alone needs; and one of an extra of its own.
-LATE = {"transformers", "tokenizers", "tomllib", "gguf"}
+LATE = {"transformers", "tokenizers", "tomllib", "gguf", "huggingface_hub"}
 
 
 def sources(*more: str) -> list[Path]:

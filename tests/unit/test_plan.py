@@ -40,7 +40,7 @@ BF16 = Options(weights="bf16", kv="bf16", messages="bf16", hopb=False)
 
 
 def ask(model: str = "qwen2.5-7b", hardware: Hardware = H200, **more: object) -> Ranking:
-    asked = {"gpus": 8, "length": M, "batch": 8} | more
+    asked = {"gpus": 8, "context": M, "batch": 8} | more
     return plan(Question(load_spec(model), hardware, **asked))  # type: ignore[arg-type]
 
 
@@ -64,7 +64,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def test_every_layout_of_the_runtime_is_ranked_by_its_prediction() -> None:
-    found = ask("qwen3-30b-a3b", length=M // 8, batch=3)
+    found = ask("qwen3-30b-a3b", context=M // 8, batch=3)
     names = {choice.name for choice in found.choices}
     assert len(names) == len(found.choices) and {"tp tpa=8", "helix kvp=8", "helix kvp=8 tpf=1 ep=8"} <= names
     assert {c.layout.mode for c in found.choices} == {"tp", "medha", "helix"} and not found.refused
@@ -81,7 +81,7 @@ def test_every_layout_of_the_runtime_is_ranked_by_its_prediction() -> None:
 @given(st.integers(1, 8), st.integers(1, 1 << 20), st.integers(8, 16))
 def test_what_is_said_to_fit_fits_and_no_more(gpus: int, length: int, batch: int) -> None:
     """To the last sequence, and to the last token."""
-    for choice in ask(gpus=gpus, length=length, batch=batch).choices:
+    for choice in ask(gpus=gpus, context=length, batch=batch).choices:
         layout = choice.layout
         options = replace(BF16, append_block=choice.append_block)
 
@@ -98,7 +98,7 @@ def test_what_is_said_to_fit_fits_and_no_more(gpus: int, length: int, batch: int
 
 def test_what_two_memories_hold(capsys: pytest.CaptureFixture[str]) -> None:
     """To the last token; and what lies in the host's memory is said."""
-    question = "model=qwen2.5-7b gpus=1 length=1048576 sparse=32 tier=host hits=0.8 hardware=h200 host_bytes=9e10"
+    question = "model=qwen2.5-7b gpus=1 context=1048576 sparse=32 tier=host hits=0.8 hardware=h200 host_bytes=9e10"
     ranking, _ = answer(parse(question.split(), KEYS, NEEDED))
     choice = ranking.choices[0]
     options = replace(ranking.question.options, append_block=choice.append_block)
@@ -113,7 +113,7 @@ def test_what_two_memories_hold(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_append_block_shrinks_until_ranks_hold_alike() -> None:
-    blocks = {c.layout.kvp: c.append_block for c in ask(length=100, batch=1).choices}
+    blocks = {c.layout.kvp: c.append_block for c in ask(context=100, batch=1).choices}
     held = {kvp: HelixLayout.create("helix", kvp).local_length(100, 0, block) for kvp, block in blocks.items()}
     assert blocks[1] == 16 or held[1] == 100
     assert all(block == 1 or held[kvp] <= 1.01 * 100 / kvp for kvp, block in blocks.items())
@@ -137,7 +137,7 @@ def test_batches_and_limits() -> None:
 
 def test_chunks_where_they_hide_something() -> None:
     slow = replace(H200.scaled(link=1e-3), chunk_s=replace(H200.chunk_s, value=0.0))
-    found = ask("llama-3.1-8b", slow, length=M // 8, gpus=2)
+    found = ask("llama-3.1-8b", slow, context=M // 8, gpus=2)
     split = next(c for c in found.choices if c.name == "helix kvp=2")
     off = float(predict(load_spec("llama-3.1-8b"), slow, Points.of("helix", 8, kvp=2), M // 8, BF16).ttl_s[0])
     assert split.chunks > 1 and split.ttl_s < off
@@ -163,19 +163,19 @@ def test_drafts_where_they_are_accepted() -> None:
 
 
 def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
-    long, short = ask(), ask(length=2048, batch=1)
+    long, short = ask(), ask(context=2048, batch=1)
     assert long.verdict.startswith("Helix helps here: helix kvp=") and "attention" in long.verdict
     assert short.choices[0].name == "tp tpa=8"
     assert short.verdict.startswith("Helix does not help here: tp tpa=8 against helix") and "exchange" in short.verdict
     assert "nobody to split KV with" in ask(gpus=1, batch=1).verdict
     # 8 x 2M tokens of KV that TP doubles: 240 GB a GPU.
-    assert "without splitting KV (kvp=1) nothing fits" in ask(length=2 * M).verdict
+    assert "without splitting KV (kvp=1) nothing fits" in ask(context=2 * M).verdict
     assert "no plain TP over 3 GPUs, 4 KV heads and 28 query heads cannot be split" in ask(gpus=3, batch=1).verdict
 
 
 def test_the_reason_is_the_phase_that_differs() -> None:
     """Planted: links a thousand times slower; then it is the exchange that keeps kvp back."""
-    found = ask("llama-3.1-8b", H200.scaled(link=1e-3), length=M // 8)
+    found = ask("llama-3.1-8b", H200.scaled(link=1e-3), context=M // 8)
     assert "exchange" in found.reason
     first, second = found.choices[:2]
     gap = re.search(r"(\d+\.\d+) (ms|us) against (\d+\.\d+) (ms|us) a token", found.reason)
@@ -195,7 +195,7 @@ def test_what_cannot_be_planned() -> None:
         ask("deepseek-r1", gpus=4)
     # 812 GB, of which 76 are QKV projections: 8 heads go to tpa=2 at most on 6 ranks, (812 - 76) / 6 + 76 / 2 = 161 GB.
     with pytest.raises(ValueError, match=r"the weights alone take 811\.7 GB a GPU; gpus=8 would do"):
-        ask("llama-3.1-405b", gpus=1, length=1024, batch=1)
+        ask("llama-3.1-405b", gpus=1, context=1024, batch=1)
     with pytest.raises(ValueError, match=r"batch=4 would fit; gpus=\d would do") as short:
         ask(gpus=2, batch=10)
     enough = int(re.findall(r"gpus=(\d)", str(short.value))[-1])
@@ -206,7 +206,7 @@ def test_what_cannot_be_planned() -> None:
         ask(gpus=16)
     with pytest.raises(ValueError, match="give batch, or ttl_ms"):
         ask(batch=None)
-    for wrong in ({"gpus": 0}, {"length": 0}, {"batch": 0}, {"gamma": 0, "acceptance": 0.5}):
+    for wrong in ({"gpus": 0}, {"context": 0}, {"batch": 0}, {"gamma": 0, "acceptance": 0.5}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0 must be at least 1"):
             ask(**wrong)
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_planned() -> None:
 
 
 def test_sparse_attention_is_planned_as_it_would_run() -> None:
-    ranking = ask(length=M // 8, batch=4, options=replace(BF16, sparse=Sparse()))
+    ranking = ask(context=M // 8, batch=4, options=replace(BF16, sparse=Sparse()))
     for choice in ranking.choices:
         layout = choice.layout
         points = Points.of(layout.mode, 4, **{key: getattr(layout, key) for key in ("kvp", "tpa", "tpf", "ep")})
@@ -230,7 +230,7 @@ def test_sparse_attention_is_planned_as_it_would_run() -> None:
         {
             c.chunks
             for c in ask(
-                "llama-3.1-8b", slow, length=M // 8, gpus=2, options=replace(BF16, sparse=Sparse(choice=choice))
+                "llama-3.1-8b", slow, context=M // 8, gpus=2, options=replace(BF16, sparse=Sparse(choice=choice))
             ).choices
         }
         for choice in ("local", "global")
@@ -241,14 +241,14 @@ def test_sparse_attention_is_planned_as_it_would_run() -> None:
 def test_where_dense_attention_is_faster() -> None:
     """To the token; sooner where more sequences share the batch; nowhere where finding takes longer than all keys."""
     question = ask(gpus=1, batch=1, options=replace(BF16, sparse=Sparse(from_tokens=99))).question
-    found = {batch: plan(replace(question, batch=batch, length=4096)).choices[0] for batch in (1, 8)}
+    found = {batch: plan(replace(question, batch=batch, context=4096)).choices[0] for batch in (1, 8)}
     from_tokens = {batch: pays_from(question, choice) for batch, choice in found.items()}
     assert from_tokens[1] is not None and from_tokens[8] is not None and from_tokens[8] < from_tokens[1] / 2
     assert pays_from(question, found[1], batch=8) == from_tokens[8]
 
     def ahead(length: int) -> bool:
-        (choice,) = plan(replace(question, length=length, options=replace(BF16, sparse=Sparse()))).choices
-        return choice.ttl_s <= dense_ttl_s(replace(question, length=length), choice)
+        (choice,) = plan(replace(question, context=length, options=replace(BF16, sparse=Sparse()))).choices
+        return choice.ttl_s <= dense_ttl_s(replace(question, context=length), choice)
 
     assert ahead(from_tokens[1]) and not ahead(from_tokens[1] - 1)
     assert H200.finding_s is not None
@@ -256,7 +256,7 @@ def test_where_dense_attention_is_faster() -> None:
     assert pays_from(dear, found[1]) is None
     assert "dense attention is faster below every length of the model's context at batch 1, " in compared(plan(dear))
     assert compared(plan(question)).startswith("Block-sparse attention pays here: ")
-    short = plan(replace(question, length=12288))
+    short = plan(replace(question, context=12288))
     assert compared(short).startswith("Dense attention is faster here: ")
     assert f"With tp, dense attention is faster below {from_tokens[1]:,} tokens at batch 1, " in compared(short)
     assert f"{from_tokens[8]:,} tokens at batch 8." in compared(short)
@@ -264,7 +264,7 @@ def test_where_dense_attention_is_faster() -> None:
 
 def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    main(["model=qwen2.5-7b", "gpus=8", f"length={M}", "batch=8", "hardware=h200", "sparse=32", f"json={path}"])
+    main(["model=qwen2.5-7b", "gpus=8", f"context={M}", "batch=8", "hardware=h200", "sparse=32", f"json={path}"])
     out, found = capsys.readouterr().out, json.loads(path.read_text())
     assert found["compared"] in out and "┃ dense " in out
     for choice in found["choices"]:
@@ -272,11 +272,11 @@ def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             f"attention=block_sparse attention.topk=32 attention.from_tokens={choice['pays_from']}" in choice["command"]
         )
         assert f"{1e3 * choice['dense_ttl_s']:.2f} ms" in out and choice["dense_ttl_s"] > choice["ttl_s"]
-    (quest,) = answer({"model": "qwen2.5-7b", "gpus": 1, "length": M, "attention": "quest"})[0].choices
+    (quest,) = answer({"model": "qwen2.5-7b", "gpus": 1, "context": M, "attention": "quest"})[0].choices
     assert quest.append_block == 16
-    ranking, _ = answer({"model": "qwen2.5-7b", "gpus": 1, "length": M, "attention": "quest", "sparse": 7})
+    ranking, _ = answer({"model": "qwen2.5-7b", "gpus": 1, "context": M, "attention": "quest", "sparse": 7})
     assert ranking.question.options.sparse == Sparse(7, 1, 32, 16)
-    main(["model=qwen2.5-7b", "gpus=1", "length=4096", "hardware=h200"])
+    main(["model=qwen2.5-7b", "gpus=1", "context=4096", "hardware=h200"])
     assert "sparse" not in capsys.readouterr().out
 
 
@@ -286,12 +286,12 @@ def test_sparse_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     "question",
     [
-        "model=qwen2.5-7b gpus=8 length=1048576 batch=8",
-        "model=qwen3-30b-a3b gpus=4 length=131072 ttl_ms=20",
-        "model=deepseek-v2-lite gpus=4 length=131072 acceptance=0.8",
-        "model=gpt-oss-20b gpus=6 length=8192 batch=2 backend=nccl",
-        "model=llama-3.1-8b gpus=4 length=131072 batch=8 sparse=16 acceptance=0.8",
-        "model=qwen2.5-7b gpus=2 length=1048576 batch=3 sparse=32 tier=host hits=0.8 ahead=0.7 gpu_bytes=6e9",
+        "model=qwen2.5-7b gpus=8 context=1048576 batch=8",
+        "model=qwen3-30b-a3b gpus=4 context=131072 ttl_ms=20",
+        "model=deepseek-v2-lite gpus=4 context=131072 acceptance=0.8",
+        "model=gpt-oss-20b gpus=6 context=8192 batch=2 backend=nccl",
+        "model=llama-3.1-8b gpus=4 context=131072 batch=8 sparse=16 acceptance=0.8",
+        "model=qwen2.5-7b gpus=2 context=1048576 batch=3 sparse=32 tier=host hits=0.8 ahead=0.7 gpu_bytes=6e9",
     ],
 )
 def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
@@ -305,24 +305,24 @@ def test_commands_pass_the_runtime_s_preflight(question: str) -> None:
             assert run.layout == choice.layout and run.spec == ranking.question.spec
         assert config.blocks.append == choice.append_block
         assert config.speculation.drafter == ("ngram" if choice.gamma else "none")
-        assert PROGRAM.work(config).load == (choice.batch, given["length"])
+        assert PROGRAM.work(config).load == (choice.batch, given["context"])
 
 
 def test_a_checkpoint_of_one_s_own(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt_ids": [1, 2, 3]}\n')
-    ranking, overrides = answer({"model": str(checkpoint("mixtral")), "gpus": 4, "length": 512, "batch": 2})
+    ranking, overrides = answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 512, "batch": 2})
     for choice in ranking.choices:
         config = composed(*overrides(choice), f"decode.prompts={prompts}")
         assert preflight(config, 3, 4).layout == choice.layout and config.decode.max_batch == 2
     assert "model.dtype=bfloat16" in overrides(ranking.choices[0])  # the checkpoint is fp32, which is not predicted
-    with pytest.raises(ValueError, match=r"length=513 exceeds .*context of 512"):
-        answer({"model": str(checkpoint("mixtral")), "gpus": 4, "length": 513})
+    with pytest.raises(ValueError, match=r"context=513 exceeds .*context of 512"):
+        answer({"model": str(checkpoint("mixtral")), "gpus": 4, "context": 513})
 
 
 def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    question = ["model=qwen2.5-7b", "gpus=4", "length=131072", "ttl_ms=5.1", "batch=8", "hardware=h200"]
+    question = ["model=qwen2.5-7b", "gpus=4", "context=131072", "ttl_ms=5.1", "batch=8", "hardware=h200"]
     main([*question, f"json={path}"])
     out = capsys.readouterr().out
     found = json.loads(path.read_text())
@@ -338,41 +338,44 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         main([*question, f"json={tmp_path}/none/plan.json"])
     assert capsys.readouterr().out == "", "before there is any work"
     main(["--help"])
-    assert "python -m launch.plan model=" in capsys.readouterr().out
+    assert "helix plan llama-3.1-8b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("model=gpt-5 gpus=8 length=1", "unknown model 'gpt-5'; known: deepseek-r1"),
-        ("model=demo gpus=8 length=1 hardware=a100", "unknown hardware 'a100'; known: b200, gb200, h100, h200"),
-        ("model=demo gpus=8 length=1 hardware=nowhere.yaml", "hardware nowhere.yaml cannot be read"),
-        ("model=demo gpus=8 length=1 hardware=gb200 backend=nccl", "nothing is known of NCCL's collectives on GB200"),
-        ("model=demo gpus=8 length=1 backend=mpi", "backend=mpi must be one of auto, nccl"),
+        ("model=gpt-5 gpus=8 context=1", "gpt-5 is not a directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub"),
+        ("model=demo gpus=8 context=1 hardware=a100", "unknown hardware 'a100'; known: b200, gb200, h100, h200"),
+        ("model=demo gpus=8 context=1 hardware=nowhere.yaml", "hardware nowhere.yaml cannot be read"),
+        ("model=demo gpus=8 context=1 hardware=gb200 backend=nccl", "nothing is known of NCCL's collectives on GB200"),
+        ("model=demo gpus=8 context=1 backend=mpi", "backend=mpi must be one of auto, nccl"),
         (
-            "model=deepseek-r1 gpus=8 length=1 sparse=32",
+            "model=deepseek-r1 gpus=8 context=1 sparse=32",
             "block-sparse attention chooses by the keys of heads, and the ",
         ),
-        ("model=demo gpus=8 length=1 sparse=129", "attention.topk=129 must be from 0 to 128"),
+        ("model=demo gpus=8 context=1 sparse=129", "attention.topk=129 must be from 0 to 128"),
         (
-            "model=demo gpus=8 length=1 sparse=8 attention=dense",
+            "model=demo gpus=8 context=1 sparse=8 attention=dense",
             "attention=dense is unknown; known: block_sparse, quest",
         ),
-        ("model=demo gpus=8 length=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
-        ("model=demo gpus=8 length=1 hits=0.5", "hits=0.5 is of tier=host: add it"),
-        ("model=demo gpus=8 length=1 tier=host", "tier=host reads the blocks that a step chooses: add sparse=32"),
-        ("model=demo gpus=8 length=1 sparse=8 tier=host hits=80", "hits=80 must be from 0 to 1"),
-        ("model=demo gpus=8 length=1 sparse=8 tier=host ahead=2", "ahead=2 must be from 0 to 1"),
-        ("model=demo gpus=8 length=1 sparse=8 tier=host host_bytes=-1", "host_bytes=-1 must be positive"),
-        ("model=demo gpus=8 length=1 sparse=8 tier=disk", "tier=disk must be one of host"),
-        ("model=demo gpus=8", "length missing"),
-        ("model=demo gpus=8 gpus=4 length=1", "gpus is given twice"),
-        ("model=demo gpus=two length=1", "gpus=two must be a whole number"),
-        ("model=demo gpu=8 length=1", "gpu is unknown; known: model, gpus, length, batch, ttl_ms, hardware, backend, "),
-        ("model=demo gpu=8 length=1", "(did you mean gpus?)"),
+        ("model=demo gpus=8 context=1 sparse=8 hardware=gb200", "price of finding blocks is not known on GB200 NVL72"),
+        ("model=demo gpus=8 context=1 hits=0.5", "hits=0.5 is of tier=host: add it"),
+        ("model=demo gpus=8 context=1 tier=host", "tier=host reads the blocks that a step chooses: add sparse=32"),
+        ("model=demo gpus=8 context=1 sparse=8 tier=host hits=80", "hits=80 must be from 0 to 1"),
+        ("model=demo gpus=8 context=1 sparse=8 tier=host ahead=2", "ahead=2 must be from 0 to 1"),
+        ("model=demo gpus=8 context=1 sparse=8 tier=host host_bytes=-1", "host_bytes=-1 must be positive"),
+        ("model=demo gpus=8 context=1 sparse=8 tier=disk", "tier=disk must be one of host"),
+        ("model=demo gpus=8", "context missing"),
+        ("model=demo gpus=8 gpus=4 context=1", "gpus is given twice"),
+        ("model=demo gpus=two context=1", "gpus=two must be a whole number"),
+        (
+            "model=demo gpu=8 context=1",
+            "gpu is unknown; known: model, gpus, context, batch, ttl_ms, hardware, backend, ",
+        ),
+        ("model=demo gpu=8 context=1", "(did you mean gpus?)"),
         ("--gpus 8", "--gpus: arguments are KEY=VALUE, with keys model, gpus, "),
         ("--gpus=8", "did you mean gpus=VALUE? (see --help)"),
-        ("model=demo gpus=8 length=", "length= has no value"),
+        ("model=demo gpus=8 context=", "context= has no value"),
     ],
 )
 def test_wrong_questions_are_answered_with_what_is_known(arguments: str, words: str) -> None:
@@ -400,7 +403,7 @@ def auto(*overrides: str, prompts: tuple[Prompt, ...] = (), world: int = 8, devi
 
 def test_auto_takes_the_planner_s_first_choice() -> None:
     assert auto("bench=decode", "bench.points=[8x1048576,1x1024]") == str(ask().choices[0].layout)
-    assert auto("bench=decode", "bench.points=[1x2048]") == str(ask(length=2048, batch=1).choices[0].layout)
+    assert auto("bench=decode", "bench.points=[1x2048]") == str(ask(context=2048, batch=1).choices[0].layout)
     assert auto("bench=decode", "comm.backend=nccl", "bench.points=[1x131072]").startswith(
         "tp "
     )  # an exchange is 15 us

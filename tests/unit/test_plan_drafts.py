@@ -56,7 +56,7 @@ def gain(model: str, batch: int, length: int, acceptance: float, sparsity: float
 
 
 def ask(**more: Any) -> Ranking:
-    given = {"gpus": 8, "length": M, "batch": 8, "acceptance": 0.9, "sparsity": 0.07} | more
+    given = {"gpus": 8, "context": M, "batch": 8, "acceptance": 0.9, "sparsity": 0.07} | more
     return plan(Question(load_spec("qwen2.5-7b"), H200, **given))
 
 
@@ -169,10 +169,10 @@ def test_the_planner_picks_gamma_and_says_what_it_gains() -> None:
 
 
 def test_where_drafts_do_not_pay_plain_decoding_comes_first() -> None:
-    found = ask(batch=1, length=128 * K)
+    found = ask(batch=1, context=128 * K)
     assert (
         found.choices[0].gamma == 0
-        and found.choices[0] == ask(batch=1, length=128 * K, acceptance=None, sparsity=None).choices[0]
+        and found.choices[0] == ask(batch=1, context=128 * K, acceptance=None, sparsity=None).choices[0]
     )
     said = compared(found)
     assert said.startswith("Drafting does not pay here: 1.39 ms a token") and "1.42 ms a token with" in said
@@ -182,7 +182,7 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
     arguments = [
         "model=qwen2.5-7b",
         "gpus=8",
-        "length=1048576",
+        "context=1048576",
         "batch=8",
         "drafter=sparse",
         "acceptance=0.9",
@@ -217,7 +217,7 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
 def test_what_cannot_be_planned_is_refused(arguments: str, said: str) -> None:
     hardware = [] if "hardware=" in arguments else ["hardware=h200"]
     with pytest.raises(SystemExit) as refused:
-        main(["gpus=8", "length=131072", *arguments.split(), *hardware])
+        main(["gpus=8", "context=131072", *arguments.split(), *hardware])
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 

@@ -1,0 +1,87 @@
+"""Checkpoints of the Hugging Face Hub: from its cache, or downloaded into it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
+FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
+INDEX = "model.safetensors.index.json"
+
+
+def is_hub_id(name: str) -> bool:
+    """Tells whether a name is an id of the Hub, ORG/NAME[@REVISION], and no directory here."""
+    return ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def local_directory(name: str, weights: bool = True) -> Path:
+    """Returns the directory of a model, downloading what the cache of the Hub lacks of it.
+
+    `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` count as everywhere
+    (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables). Several processes may call
+    this at the same time: the first downloads a file, the others wait for it.
+
+    Args:
+        name: a directory, which is returned as it is, or ORG/NAME[@REVISION].
+        weights: False: without weights, for the shape and the tokenizer alone.
+
+    Raises:
+        ValueError: files are missing and cannot be downloaded; the message names them.
+    """
+    if not is_hub_id(name):
+        return Path(name)
+    from huggingface_hub import constants, snapshot_download  # takes a second, which directories do not pay
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    found = ID.fullmatch(name)
+    assert found is not None, "is_hub_id looked"
+    repository, revision = found.groups()
+    patterns = FILES if weights else FILES[1:]
+    missing = ["config.json"]
+    try:
+        path = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=patterns))
+        if not (missing := missing_files(path, weights)):
+            return path
+    except (OSError, ValueError):  # not one file is in the cache
+        pass
+    where = f"{constants.HF_HUB_CACHE} lacks {_some(missing)} of {name}"
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"{where}, and HF_HUB_OFFLINE=1 forbids downloads: unset it, or set model.path=DIR")
+    try:
+        path = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{name} is for those who agreed to its terms: do so at {constants.ENDPOINT}/{repository}, and set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{name}: {repository} has no revision {revision} at {constants.ENDPOINT}") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{name} is not a directory here, nor a model at {constants.ENDPOINT} that this user may read (HF_TOKEN)"
+        ) from error
+    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{where}, and {constants.ENDPOINT} cannot be reached ({why}): download it where there is a network, or "
+            "set model.path=DIR"
+        ) from error
+    if missing := missing_files(path, weights):
+        raise ValueError(f"{name} at {constants.ENDPOINT} has no {_some(missing)}: safetensors alone are read")
+    return path
+
+
+def missing_files(path: Path, weights: bool = True) -> list[str]:
+    """Lists the files that a directory lacks to be a checkpoint, weights among them where they are wanted."""
+    wanted = ["config.json"]
+    if weights and (path / INDEX).exists():
+        wanted += sorted({*json.loads((path / INDEX).read_text(encoding="utf-8")).get("weight_map", {}).values()})
+    elif weights:
+        wanted.append("model.safetensors")
+    return [name for name in wanted if not (path / name).exists()]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more files" if more > 0 else "")

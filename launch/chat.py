@@ -1,0 +1,211 @@
+"""A chat in the terminal: with a model that it serves itself, or with a server (`helix chat --url URL`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Thread, Timer
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from launch.inputs import compose, front
+from launch.inputs.front import API_KEY, Line
+from launch.job.lifeline import LAUNCHER
+
+START_S = 1800.0  # for a model to be loaded
+PATIENCE_S = 600.0  # for the next piece of an answer
+STOP_S = 30.0  # for the server to end
+NUMBERS = {"--max-tokens": ("max_tokens", int), "--temperature": ("temperature", float)}  # fields of a request
+COMMANDS = """\
+/new        forget the conversation      /system TEXT  tell the model something first
+/retry      answer once more             /quit         end (also control-D)
+control-C   stop an answer"""
+
+
+class Chat:
+    """A conversation with a server.
+
+    Args:
+        url: of the server.
+        key: an API key, or None.
+        options: fields of each request, such as `temperature`.
+    """
+
+    def __init__(self, url: str, key: str | None, options: dict[str, Any], system: str | None = None) -> None:
+        self.url, self.key, self.options, self.system = url.rstrip("/").removesuffix("/v1"), key, options, system
+        self.turns: list[dict[str, str]] = []
+        self.model = self._json("/v1/models")["data"][0]["id"]
+
+    def ask(self, question: str) -> Iterator[str]:
+        """Streams the answer to a question; both become part of the conversation, what was said before a stop too.
+
+        Raises:
+            ValueError: the server refuses it, with the reason.
+        """
+        self.turns.append({"role": "user", "content": question})
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.model, "messages": told + self.turns, "stream": True, **self.options}
+        said: list[str] = []
+        try:
+            with self._open("/v1/chat/completions", body) as stream:
+                for line in stream:
+                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise ValueError(event["error"]["message"])
+                    for choice in event["choices"]:
+                        if piece := choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
+                            said.append(piece)
+                            yield piece
+        except ValueError:
+            self.turns.pop()
+            raise
+        finally:
+            if self.turns and self.turns[-1]["role"] == "user" and said:
+                self.turns.append({"role": "assistant", "content": "".join(said)})
+
+    def again(self) -> str | None:
+        """Takes back the last question and its answer; returns the question, None where there is none."""
+        while self.turns:
+            turn = self.turns.pop()
+            if turn["role"] == "user":
+                return turn["content"]
+        return None
+
+    def _json(self, path: str) -> Any:
+        with self._open(path) as answer:
+            return json.load(answer)
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            return urlopen(Request(self.url + path, data, headers), timeout=PATIENCE_S)
+        except HTTPError as error:
+            text = error.read().decode(errors="replace")
+            with suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["error"]["message"]
+            raise ValueError(f"{self.url}: {text}") from error
+        except (URLError, OSError) as error:
+            raise ValueError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from error
+
+
+@contextmanager
+def served(line: Line) -> Iterator[str]:
+    """Serves a model for as long as the context lasts; yields the URL.
+
+    Raises:
+        ValueError: the server did not start; it has said why.
+    """
+    arguments = [sys.executable, "-m", "launch.serve", *line.arguments, "serve.port=0"]
+    environment = os.environ | {LAUNCHER: str(os.getpid())}
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    assert process.stdout is not None
+    late = Timer(START_S, process.kill)
+    late.start()
+    try:
+        for text in process.stdout:
+            if found := re.search(r"is served at (\S+)", text):
+                print(text, end="", flush=True)
+                break
+        else:
+            raise ValueError("the model is not served")
+        Thread(target=process.stdout.read, daemon=True).start()  # or the server would wait for a reader
+        late.cancel()
+        yield found[1]
+    finally:
+        late.cancel()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def converse(chat: Chat) -> None:
+    """Reads questions from the terminal and streams the answers, until the input ends."""
+    print(f"{chat.model} at {chat.url}\n{COMMANDS}", flush=True)
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n/quit or control-D ends the chat")
+            continue
+        command, _, rest = text.partition(" ")
+        if command in ("/quit", "/exit"):
+            return
+        if command == "/new":
+            chat.turns.clear()
+            continue
+        if command == "/system":
+            chat.system = rest.strip() or None
+            chat.turns.clear()
+            continue
+        if command == "/retry":
+            text = chat.again() or ""
+        elif command.startswith("/"):
+            print(COMMANDS)
+            continue
+        if text:
+            _answer(chat, text)
+
+
+def _answer(chat: Chat, question: str) -> None:
+    begin, first, pieces = time.monotonic(), 0.0, 0
+    answer = chat.ask(question)
+    try:
+        for piece in answer:
+            first = first or time.monotonic()
+            pieces += 1
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        answer.close()  # type: ignore[attr-defined]
+        print(" (stopped)", end="")
+    except ValueError as error:
+        print(f"error: {error}", end="")
+        return
+    if pieces > 1:
+        rate = (pieces - 1) / max(time.monotonic() - first, 1e-9)
+        print(f"\n[{first - begin:.2f} s to the first token, {rate:.1f} pieces/s]", end="")
+    print(flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a chat; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
+    try:
+        line = front.read(arguments, front.CHAT)
+        if (text := compose.told(line, front.CHAT)) is not None:
+            print(text, end="")
+            return 0
+        options = {field: kind(line.own[flag]) for flag, (field, kind) in NUMBERS.items() if flag in line.own}
+        key, system = os.environ.get(API_KEY), line.own.get("--system")
+        if (url := line.own.get("--url")) is not None:
+            if line.overrides:
+                raise ValueError(f"--url {url} is a server's, which has its settings: leave out {line.overrides[0]}")
+            converse(Chat(url, key, options, system))
+            return 0
+        with served(line) as url:
+            converse(Chat(url, key, options, system))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""Completion of `helix` in a shell: commands, flags, models, groups with their options, keys and files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from helix.config import Config
+from launch.cli import COMMANDS, LABORATORY
+from launch.inputs import front
+from launch.inputs.keys import keys
+
+BASH = """\
+_helix() {
+  COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+  local IFS=$'\\n'
+  COMPREPLY=($(helix --complete "${COMP_LINE:0:COMP_POINT}"))
+  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+}
+complete -o default -F _helix helix
+"""
+SCRIPTS = {
+    "bash": BASH,
+    "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{BASH}",
+    "fish": "complete -c helix -a '(helix --complete (commandline -cp))'\n",
+}
+
+
+def candidates(line: str) -> list[str]:
+    """Lists what the last word of a line may become; nothing where a file is as good."""
+    words = line.split(" ")
+    begun, before = words[-1], [word for word in words[1:-1] if word]
+    if not before:
+        return _beginning(begun, [*COMMANDS, *LABORATORY, "--help", "--version", "--shell-completion"])
+    command = front.COMMANDS.get(before[0])
+    if command is None:
+        return []
+    if begun.startswith("-"):
+        return _beginning(begun, [*(name for flag in command.flags for name in flag.names), *front.HYDRA])
+    groups = {d.name: sorted(f.stem for f in d.glob("*.yaml")) for d in front.CONF.iterdir() if d.is_dir()}
+    key, equals, _ = begun.partition("=")
+    if equals:
+        return _beginning(begun, [f"{key}={option}" for option in groups.get(key, [])])
+    shapes = front.shapes() if not any("=" not in word and word[0] != "-" for word in before[1:]) else []
+    names = [*shapes, *(f"{group}=" for group in groups), *(f"{name}=" for name, _, _ in keys(Config))]
+    return _beginning(begun, names) if begun else []
+
+
+def _beginning(begun: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith(begun)]
+
+
+def main(option: str, arguments: Sequence[str]) -> int:
+    """Prints candidates for a line, or the script for a shell; returns the exit code."""
+    if option == "--complete":
+        print("\n".join(candidates(" ".join(arguments))))
+        return 0
+    shell = arguments[0] if arguments else ""
+    if shell not in SCRIPTS:
+        print(f"error: --shell-completion {shell}: take one of {', '.join(SCRIPTS)}", file=sys.stderr)
+        return 1
+    print(SCRIPTS[shell], end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
