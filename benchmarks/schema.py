@@ -24,12 +24,14 @@ class BenchConfig:
         hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
         find sparsity and gamma of speculation=sparse (python -m benchmarks.tune).
     points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
-        speculation.forced says how many drafts are kept.
+        bench.acceptance says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.
         Those that tune tries.
     variants: settings of attention with which decode times each point, one after the other over the same cache, such
-        as ["attention.repeat=0", "attention.repeat=0.8 attention.topk=8"]; none given: those of the config alone.
+        as ["bench.repeat=0", "bench.repeat=0.8 attention.topk=8"]; none given: those of the config alone.
     steps: timed steps of each point.
+    acceptance: chance of each draft, of any drafter, given that those before it were kept; unset: what the model says.
+    repeat: share of the last step's blocks that a block-sparse step keeps; unset: what the model chooses.
     sparsities: shares of the keys that tune tries, with speculation.gamma drafts of a step.
     grid: tune measures each of sparsities with each of gammas in the end.
     output: file of what tune has measured, JSON lines; it is not measured again.
@@ -41,6 +43,8 @@ class BenchConfig:
     gammas: list[int] = field(default_factory=list)
     variants: list[str] = field(default_factory=list)
     steps: int = 32
+    acceptance: float | None = None
+    repeat: float | None = None
     sparsities: list[float] = field(default_factory=list)
     grid: bool = False
     output: str | None = None
@@ -94,6 +98,21 @@ def check(config: LabConfig) -> None:
         raise ValueError(f"bench.kind={bench.kind!r} is unknown; choose one of {', '.join(KINDS)}")
     if not 1 <= bench.steps <= 1 << 20:
         raise ValueError(f"bench.steps={bench.steps} must be from 1 to {1 << 20}")
+    for key, share in (("acceptance", bench.acceptance), ("repeat", bench.repeat)):
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"bench.{key}={share!r} must be from 0 to 1")
+        if share is not None and bench.kind == "none":
+            raise ValueError(
+                f"bench.{key}={share} holds whatever the model says, so that its output is not the model's: time it "
+                "with bench=decode, or leave it unset"
+            )
+    if bench.acceptance is not None and speculation.drafter == "none":
+        raise ValueError(f"bench.acceptance={bench.acceptance} keeps drafts, and there are none: set speculation=ngram")
+    if bench.repeat is not None and (config.attention.policy, config.attention.choice) != ("block_sparse", "local"):
+        raise ValueError(
+            f"bench.repeat={bench.repeat} keeps blocks, each rank's share of topk: set attention=block_sparse and "
+            "attention.choice=local"
+        )
     gamma = 0 if speculation.drafter == "none" else speculation.gamma
     if bench.kind != "tune" and (bad := [n for n in bench.gammas if not 0 <= n <= gamma]):
         raise ValueError(

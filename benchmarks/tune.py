@@ -2,7 +2,7 @@
 
   python -m benchmarks.tune name=mine model.path=DIR decode.prompts=sample.jsonl layout.kvp=2 layout.tpa=4
   torchrun --nproc-per-node=8 -m benchmarks.tune name=mine ...           on ranks that are there, as on several hosts
-  python -m benchmarks.tune name=shape model=qwen2.5-7b model.load=random speculation.forced=0.9 bench.points=[1x1M]
+  python -m benchmarks.tune name=shape model=qwen2.5-7b model.load=random bench.acceptance=0.9 bench.points=[1x1M]
                                                                      times alone, with drafts kept at a set rate
 
 Then `speculation=mine` decodes with what was found. The three steps are those of Vegas, section 3.4:
@@ -96,8 +96,8 @@ def conclude(name: str, config: LabConfig) -> bool:
     Console(width=max(100, Console().width), highlight=False).print(table)
     for sentence in tuned.said(found):
         print(sentence)
-    layout, forced = config.layout, config.speculation.forced
-    work = f"{len(prompts)} prompts" if prompts else f"{config.bench.points[0]} with drafts kept at {forced}"
+    layout, bench = config.layout, config.bench
+    work = f"{len(prompts)} prompts" if prompts else f"{bench.points[0]} with drafts kept at {bench.acceptance}"
     where = f"{config.model.path or 'a shape'}, {layout.mode} kvp={layout.kvp} tpa={layout.tpa}, {work}"
     picture, file = DIRECTORY / f"{name}.png", CONF / "speculation" / f"{name}.yaml"
     save(tuned.heat_map(measured, found), picture, f"measured on {head['device']}, commit {head['commit']}")

@@ -82,9 +82,7 @@ class AttentionConfig:
     sink_blocks: first blocks, always read.
     local_blocks: last blocks, the unfinished one included, always read.
     score: what a block promises: bounds (the most that its keys' smallest and largest numbers allow), mean (of its
-        keys). replay (benchmarks only) judges by bounds and then takes others, so that a step keeps a set share of the
-        last one's.
-    repeat: this share.
+        keys).
     choice: local (each kvp rank takes its share of topk from its own blocks) or global (one choice over all ranks: the
         same blocks on every layout, for one exchange more in each layer).
     from_tokens: shorter sequences read all.
@@ -96,14 +94,8 @@ class AttentionConfig:
     sink_blocks: int = 1
     local_blocks: int = 4
     score: str = "bounds"
-    repeat: float = 0.8
     choice: str = "local"
     from_tokens: int = 32768
-
-    @property
-    def stored(self) -> str:
-        """What stands for a block in the cache, by which it is judged: a `score` other than replay."""
-        return "bounds" if self.score == "replay" else self.score
 
 
 @dataclass
@@ -150,8 +142,7 @@ class DraftLayoutConfig:
 class SpeculationConfig:
     """Attributes:
     drafter: none; ngram: proposes what followed the last earlier occurrence of the sequence's final tokens; model: what
-        a smaller model says; sparse: what the model itself says over few keys; synthetic (benchmarks only): random
-        tokens that are kept at a set rate.
+        a smaller model says; sparse: what the model itself says over few keys.
     gamma: the most tokens proposed for each sequence and step, which the step verifies.
     adaptive: fewer than gamma, or none, where more do not pay, by what was accepted lately and how long steps took.
         With `model` it changes which tokens a sampled request gets, not how they are distributed.
@@ -162,8 +153,6 @@ class SpeculationConfig:
     sparsity: share of a sequence's keys that sparse reads, 256 of them at least.
     noise: shared: sampled requests draw drafts with the target's noise, and every token is the one without drafts; own:
         drafts are drawn by themselves and kept by rejection, which changes which tokens a request gets.
-    acceptance: chance of each draft of synthetic, given that those before it were kept.
-    forced: the same for sparse, in benchmarks; unset: what the model says.
     model: the smaller model, of the same vocabulary.
     layout: how the ranks share it.
     """
@@ -175,8 +164,6 @@ class SpeculationConfig:
     policy: str = "any"
     sparsity: float = 0.07
     noise: str = "shared"
-    acceptance: float = 0.8
-    forced: float | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: DraftLayoutConfig = field(default_factory=DraftLayoutConfig)
 
@@ -276,7 +263,7 @@ class Blocks(NamedTuple):
 class Config:
     """Attributes:
     record: file for the run's record, JSON.
-    seed: of random weights and synthetic drafts.
+    seed: of random weights.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -313,11 +300,11 @@ def check(config: Config) -> None:
         "layout.mode": ("helix", "tp", "medha", "auto"),
         "kv.tier": ("gpu", "host"),
         "attention.policy": ("dense", "block_sparse"),
-        "attention.score": ("bounds", "mean", "replay"),
+        "attention.score": ("bounds", "mean"),
         "attention.choice": ("local", "global"),
         "comm.backend": ("auto", "gloo", "nccl", "symm_mem", "emulated"),
         "hopb.chunks": ("none", "auto", "2", "4", "8"),
-        "speculation.drafter": ("none", "ngram", "model", "sparse", "synthetic"),
+        "speculation.drafter": ("none", "ngram", "model", "sparse"),
         "speculation.policy": ("any", "c2q", "window", "quest", "full"),
         "speculation.noise": ("shared", "own"),
     }
@@ -358,9 +345,6 @@ def check(config: Config) -> None:
         if (value := _get(config, key)) is not None and not least <= value <= most:
             raise ValueError(f"{key}={value!r} must be from {least} to {most}")
     speculation = config.speculation
-    for key in ("speculation.acceptance", "speculation.forced", "attention.repeat"):
-        if (share := _get(config, key)) is not None and not 0 <= share <= 1:
-            raise ValueError(f"{key}={share!r} must be from 0 to 1")
     if not 0 < speculation.sparsity <= 1:
         raise ValueError(f"speculation.sparsity={speculation.sparsity!r} must be above 0 and at most 1")
     if config.attention.policy != "dense" and config.blocks.page != config.attention.block:

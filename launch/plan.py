@@ -204,7 +204,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
             settings += [f"speculation={'ngram' if share is None else 'sparse'}", f"speculation.gamma={choice.gamma}"]
         if choice.gamma and share is not None:
             settings += [f"speculation.sparsity={share:g}"]
-            settings += [f"speculation.forced={given['acceptance']:g}"] if random else []
+            settings += [f"bench.acceptance={given['acceptance']:g}"] if random else []
         tier = question.options.tier
         tokens = 0 if tier is not None else None if question.options.sparse is None else pays_from(question, choice)
         if tokens is not None:

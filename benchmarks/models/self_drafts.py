@@ -57,7 +57,7 @@ def measure(given: Given, model: str, sparsity: float) -> list[Row]:
                 "kv.append_block=64", "hopb=none", "bench=decode", "decode.stream=false",
                 f"bench.points=[{','.join(f'{b}x{length}' for b, length in points)}]", f"bench.gammas={gammas}",
                 f"bench.steps={steps}", "speculation=sparse", f"speculation.gamma={max(gammas)}",
-                f"speculation.sparsity={sparsity}", f"speculation.forced={KEPT}", *overrides,
+                f"speculation.sparsity={sparsity}", f"bench.acceptance={KEPT}", *overrides,
             ],
         )  # fmt: skip
     except jobs.JobError as error:

@@ -20,7 +20,7 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 
 MODELS = ("qwen2.5-7b",)
 SPARSE = ("attention=block_sparse", "attention.from_tokens=0")
-DRAFTS = ("speculation=synthetic", "speculation.gamma=4", "speculation.acceptance=0.8")
+DRAFTS = ("speculation=ngram", "speculation.gamma=4", "bench.acceptance=0.8")
 Point = tuple[int, int]
 
 

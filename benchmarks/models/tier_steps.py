@@ -2,7 +2,7 @@
 
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
 cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so
-each step keeps a set share of the last one's blocks (`attention.score=replay`): what is kept is hot, and the others
+each step keeps a set share of the last one's blocks (`bench.repeat`): what is kept is hot, and the others
 come over the link. With `ahead` blocks of a layer come
 while the one before it computes (`kv.ahead`), and each guess is right, since the pattern is known. One rank pins 62 GB,
 which takes about half a minute, and the GPU has to have 76 GB for the second job.
@@ -51,11 +51,11 @@ HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memo
 
 def overrides(given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Cell], host: bool) -> list[str]:
     """A job's, in which all cells are timed over one cache."""
-    texts = (f"attention.topk={topk} attention.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
+    texts = (f"attention.topk={topk} bench.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
     steps = ",".join(f'"{text}"' for text in texts)
     shared = [
         *named(MODEL if given.gpu else "demo"), f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}",
-        "attention=block_sparse", "attention.score=replay", f"attention.topk={max(cells)[0]}",
+        "attention=block_sparse", f"attention.topk={max(cells)[0]}",
         "attention.from_tokens=0", "hopb.chunks=none", "decode.prefill_chunk=4096", "bench=decode",
         f"bench.points=[{batch}x{length}]", f"bench.variants=[{steps}]", f"bench.steps={32 if given.gpu else 6}",
     ]  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from benchmarks.papers.rows import CLAIMS, Row, Setting
 from benchmarks.records.columns import Cells, filled, terminal
 from benchmarks.records.columns import page as as_page
 from benchmarks.records.recorded_steps import compare, halves, read_cells
+from benchmarks.records.rows import grouped
 from benchmarks.records.style import (
     BLACK,
     BLUE,
@@ -25,7 +28,11 @@ from benchmarks.records.style import (
     GREEN,
     LEVEL,
     ORANGE,
+    Style,
+    curves,
+    facets,
     legend,
+    line,
     panels,
     plain_ticks,
     save,
@@ -169,21 +176,23 @@ def _errors(rows: list[Row], name: str) -> tuple[str, ...]:
 # ---- drawing
 
 
-def _lines(panel: Axes, series: dict[str, list[Row]], x: str, y: str, **styles: dict[str, Any]) -> None:
-    for i, (name, rows) in enumerate(series.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5, "label": name}
-        panel.plot([r[x] for r in rows], [r[y] for r in rows], **{**style, **styles.get(name, {})})
+def _styles(names: Iterable[str], **strong: Style) -> dict[str, Style]:
+    look = {"marker": "o", "markersize": 3.5}
+    return {
+        name: {**look, "color": COLOURS[i % len(COLOURS)], "label": name, **strong.get(name, {})}
+        for i, name in enumerate(dict.fromkeys(names))
+    }
 
 
-def _by(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(str(row[field]), []).append(row)
-    return found
+def _log(panel: Axes, rows: list[Row], x: str, y: str, names: dict[str, Style]) -> None:
+    """Draws a line for each name, over a logarithmic y axis."""
+    curves(panel, rows, x, y, name=names)
+    panel.set_yscale("log")
+    plain_ticks(panel.yaxis)
 
 
 def _figure_1(rows: list[Row]) -> Figure:
-    found = _by(rows, "panel")
+    found = {name: [*same] for name, same in groupby(rows, itemgetter("panel"))}
     figure, axes = panels(len(found), sharey=True)
     reads = {
         "kv_us": {"label": "KV cache", "color": BLUE, "marker": "o"},
@@ -191,7 +200,7 @@ def _figure_1(rows: list[Row]) -> Figure:
     }
     for panel, (name, same) in zip(axes[0], found.items(), strict=True):
         for key, style in reads.items():
-            panel.plot([r["x"] for r in same], [r[key] for r in same], **style)
+            line(panel, same, "x", key, style)
         panel.set(xlabel=name, yscale="log")
         panel.set_xscale("log", base=2)
         ticks = [r["x"] for r in same][:: 1 + len(same) // 5]
@@ -203,9 +212,9 @@ def _figure_1(rows: list[Row]) -> Figure:
 
 
 def _figure_3(rows: list[Row]) -> Figure:
-    found = _by(rows, "hopb")
+    found = grouped(rows, "hopb")
     figure, axes = panels(1, len(found), height=1.4, sharex=True)
-    for panel, (on, same) in zip(axes[:, 0], found.items(), strict=True):
+    for panel, ((on,), same) in zip(axes[:, 0], found.items(), strict=True):
         for phase, colour, y in (("attention", BLUE, 1), ("exchange", ORANGE, 0)):
             spans = [(r["start"], r["end"] - r["start"]) for r in same if r["phase"] == phase]
             panel.broken_barh(spans, (y - 0.4, 0.8), color=colour, edgecolor="white")
@@ -220,47 +229,36 @@ def _figure_3(rows: list[Row]) -> Figure:
 
 def _pareto(paper: Paper, model: str) -> Figure:
     figure, axes = panels(1, height=4)
-    panel, rows = axes[0, 0], paper.frontiers[model]
+    panel, rows = axes[0, 0], [{**r, "name": r["series"]} for r in paper.frontiers[model]]
     strong = {"Baseline": {"color": BLACK, "linewidth": 2.2}, "Helix": {"color": GREEN, "linewidth": 2.2}}
-    faint = {name: {"linestyle": "--"} for name in _by(rows, "series") if name not in strong}
-    _lines(panel, _by(rows, "series"), "user_normalised", "gpu_normalised", **strong, **faint)
-    panel.set(yscale="log", title=f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4")
-    plain_ticks(panel.yaxis)
+    faint = {r["name"]: {"linestyle": "--"} for r in rows}
+    _log(panel, rows, "user_normalised", "gpu_normalised", _styles(faint, **faint | strong))
+    panel.set_title(f"{SHORT[model]}, 1M tokens, {paper.setting.hardware.name}, FP4")
     panel.set_xlabel("tokens/s/user, baseline's largest = 1 (higher is better)")
     panel.set_ylabel("tokens/s/GPU, baseline's largest = 1\n(higher is better)")
     panel.legend()
     return figure
 
 
-def _figure_7(rows: dict[str, list[Row]]) -> Figure:
-    figure, axes = panels(len(rows), height=3)
-    for panel, (model, found) in zip(axes[0], rows.items(), strict=True):
-        named = _by(({**r, "name": f"HOP-B {r['series'].split()[-1]}, {r['exchange']}"} for r in found), "name")
-        _lines(panel, named, "tokens_per_s_user", "tokens_per_s_gpu")
-        panel.set(title=SHORT[model], xlabel="tokens/s/user (higher is better)", yscale="log")
-        plain_ticks(panel.yaxis)
-    axes[0, 0].set_ylabel("tokens/s/GPU (higher is better)")
-    legend(figure, _handles(panel))
-    return figure
+def _figure_7(models: dict[str, list[Row]]) -> Figure:
+    rows = [{**r, "name": f"HOP-B {r['series'].split()[-1]}, {r['exchange']}"} for r in _named(models)]
+    names = _styles(r["name"] for r in rows)
+    draw = partial(_log, x="tokens_per_s_user", y="tokens_per_s_gpu", names=names)
+    axes = "tokens/s/user (higher is better)", "tokens/s/GPU (higher is better)"
+    return facets(grouped(rows, "model"), draw, names.values(), SHORT.__getitem__, *axes, height=3)
 
 
-def _gain(curves: dict[str, list[Row]]) -> Figure:
+def _gain(models: dict[str, list[Row]]) -> Figure:
+    rows = [{**r, "name": SHORT[r["model"]]} for r in _named(models)]
+    names = _styles(r["name"] for r in rows)
     figure, axes = panels(2)
-    named = {SHORT[model]: rows for model, rows in curves.items()}
     for panel, key, label in zip(axes[0], ("gpu_gain", "batch_gain"), ("tokens/s/GPU", "batch"), strict=True):
-        _lines(panel, named, "fraction", key)
+        _log(panel, rows, "fraction", key, names)
         panel.axhline(1, **LEVEL)
-        panel.set(xlabel="tokens/s/user, baseline's largest = 1", yscale="log")
+        panel.set_xlabel("tokens/s/user, baseline's largest = 1")
         panel.set_ylabel(f"{label}, Helix / baseline\n(higher is better)")
-        plain_ticks(panel.yaxis)
-    legend(figure, _handles(panel))
+    legend(figure, names.values())
     return figure
-
-
-def _handles(panel: Axes) -> list[dict[str, Any]]:
-    """The lines of a panel that have a name, as a legend shows them."""
-    named = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
-    return [{"label": x.get_label(), "color": x.get_color(), "marker": x.get_marker()} for x in named]
 
 
 # ---- writing

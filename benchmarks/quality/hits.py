@@ -81,14 +81,14 @@ class HitMeter(BlockSparseAttention):
 
     def _chosen(self, table: Tensor, budget: BlockBudget, step: Step) -> Tensor:
         """Pages of a table that were chosen among more, -1 in place of all others."""
-        first, last, *_ = (x[:, None, None] for x in self._ranges(step, budget))
+        first, last, *_ = (x[:, None, None] for x in self.ranges(step, budget))
         column = torch.arange(table.shape[2], device=table.device)
         inside = (column >= first) & (column < first + budget.topk) & (last - first > budget.topk)
         return torch.where(inside, table, -1)
 
     def _count(self, kind: int, table: Tensor, budget: BlockBudget, cache: LayerCache, step: Step) -> None:
         """Looks up what is in a table, in every size of the hot cache that holds one."""
-        *_, held, hi, _ = self._ranges(step, budget)
+        *_, held, hi, _ = self.ranges(step, budget)
         pages, heads = cache.keys.shape[0], table.shape[1]
         read = int(held.sum())
         for share in self.shares:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ranks.kept import keep
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
 from helix.build.engine import build_engine
@@ -77,4 +78,6 @@ def engine_at(
         kv=replace(config.kv, tokens=batch * reserved, prefix_cache=False),  # what is timed is computed
         hopb=replace(config.hopb, chunks=hopb or config.hopb.chunks),
     )
-    return build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft), reserved
+    engine = build_engine(plan.layout, comm, model, sized, batch, batch * reserved, draft=draft)
+    keep(engine.runner, config)
+    return engine, reserved

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
 from helix.build.engine import build_engine
 from helix.control.block_tables import BlockTables
@@ -338,6 +339,7 @@ def run(task: Task) -> Done:
     if unknown := set(traces := lab(plan.config).bench.traces) - set(TRACES):
         raise ConfigError(f"bench.traces has {min(unknown)!r}: choose of {', '.join(TRACES)}")
     engine = build_engine(plan.layout, comm, model, plan.config, plan.config.decode.max_batch, wanted)
+    keep(engine.runner, lab(plan.config))
     for tensor in engine.runner.cache.tensors:
         for layer in tensor:
             layer.normal_()

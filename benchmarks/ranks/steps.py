@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.ranks.kept import keep_blocks
 from benchmarks.ranks.phases import STEPS as PHASED
 from benchmarks.ranks.phases import phase_us
 from benchmarks.ranks.points import at_each, engine_at, gammas
 from benchmarks.ranks.seats import Seats
 from benchmarks.ranks.variants import variants
-from benchmarks.schema import lab
+from benchmarks.schema import LabConfig, lab
 from benchmarks.timer import in_a_row, slowest
 from comm.base import Communicator
 from helix.attention.block_sparse import BlockSparseAttention
 from helix.attention.policies import make_policy
-from helix.config import Config
 from helix.control.timings import Timings
 from helix.events.decision import StepKind
 from helix.memory.tiered_cache import TieredCache
@@ -107,11 +107,12 @@ def _time_point(
     return found
 
 
-def _attend_as(runner: ModelRunner, config: Config) -> None:
+def _attend_as(runner: ModelRunner, config: LabConfig) -> None:
     """Later steps choose their blocks as `config` says, in graphs of their own."""
     runner.close()
     policy = make_policy(config.attention, runner.placement, runner.max_length, runner.comm, config.kv)
     runner.policy = policy or runner.dense
+    keep_blocks(runner, config.bench.repeat)
     if runner.graphs is not None:
         runner.graphs = StepGraphs()
 

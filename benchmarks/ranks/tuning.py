@@ -1,7 +1,7 @@
 """Measures ways to draft (`bench=tune`): one job, one model, one prefill, and a drafter after the other.
 
 Prompts are continued by decode steps as the engine runs them; a continuation ends with its last token, and the next way
-goes back to where the prompt ended. Where drafts are kept at a set rate (`speculation.forced`), steps over random keys
+goes back to where the prompt ended. Where drafts are kept at a set rate (`bench.acceptance`), steps over random keys
 are timed instead. More prompts than slots take turns, and then each turn begins with its prefill.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.ranks.kept import keep_drafts
 from benchmarks.ranks.points import engine_at
 from benchmarks.ranks.seats import Seats
 from benchmarks.ranks.steps import WARM_UP, fill, rewind
@@ -48,8 +49,8 @@ from launch.job.task import Done, Task
 def candidates(config: LabConfig) -> Candidates:
     """What the search may choose among, by a config."""
     bench, speculation = config.bench, config.speculation
-    forced = None if speculation.forced is None else speculation.sparsity
-    return Candidates(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, forced, bench.grid)
+    kept = None if bench.acceptance is None else speculation.sparsity
+    return Candidates(tuple(bench.sparsities), tuple(bench.gammas), speculation.gamma, kept, bench.grid)
 
 
 def run(task: Task) -> Done:
@@ -123,6 +124,7 @@ class _Sample:
             replace(self.config, speculation=own), None, self.model, self.comm, runner.cache, runner.placement,
             runner.max_batch, runner.max_length, 1,
         )  # fmt: skip
+        keep_drafts(runner.drafter, self.config.bench.acceptance, self.config.seed, self.model.spec.vocab)
         for admission in runner.admitted.values():
             runner.drafter.admit(admission)
         runner.graphs = StepGraphs() if self.comm.capturable else None
@@ -166,7 +168,7 @@ class RandomSample(_Sample):
         self.comm.barrier()
         seconds = self.slowest(seconds_of_each(step, self.config.bench.steps, self.comm.device))
         # Of few steps the tokens that came would be luck.
-        tokens = tokens_per_step(way.gamma, self.config.speculation.forced or 0.0)
+        tokens = tokens_per_step(way.gamma, self.config.bench.acceptance or 0.0)
         return Measured(way, (tokens,), median(seconds)), {"steps": len(seconds)}
 
 

@@ -48,17 +48,17 @@ def check_tuning(config: LabConfig, prompts: Sequence[Prompt]) -> None:
     if config.decode.output is not None:
         raise ValueError(f"decode.output={config.decode.output}: tuning keeps no texts, leave it out")
     if prompts:
-        if speculation.forced is not None or config.model.load == "random" or config.comm.backend == "emulated":
+        if bench.acceptance is not None or config.model.load == "random" or config.comm.backend == "emulated":
             raise ValueError(
-                "tuning on decode.prompts asks the model which drafts it keeps: leave out speculation.forced, "
+                "tuning on decode.prompts asks the model which drafts it keeps: leave out bench.acceptance, "
                 "model.load=random and comm.backend=emulated, or decode.prompts, and times of bench.points are tuned"
             )
         limits = [prompt.options.get("max_new_tokens", config.decode.max_new_tokens) for prompt in prompts]
         if any(not isinstance(limit, int) or limit < 2 for limit in limits):
             raise ValueError("tuning needs prompts with max_new_tokens of at least 2: set decode.max_new_tokens")
-    elif speculation.forced is None:
+    elif bench.acceptance is None:
         raise ValueError(
-            "nothing to tune on: set decode.prompts=FILE.jsonl, or speculation.forced=0.9 and bench.points=[1x128K], "
+            "nothing to tune on: set decode.prompts=FILE.jsonl, or bench.acceptance=0.9 and bench.points=[1x128K], "
             "and times alone are tuned, at that acceptance"
         )
     elif len(bench_points(bench)) != 1:

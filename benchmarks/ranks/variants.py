@@ -8,11 +8,12 @@ from typing import cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from benchmarks import schema
 from benchmarks.schema import LabConfig
 from helix.config import check
 
 # That do not change what the cache holds.
-KEYS = ("attention.topk", "attention.repeat", "kv.ahead")
+KEYS = ("attention.topk", "bench.repeat", "kv.ahead")
 
 
 def variants(config: LabConfig) -> dict[str, LabConfig]:
@@ -28,9 +29,10 @@ def variants(config: LabConfig) -> dict[str, LabConfig]:
         try:
             changed = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(text.split()))
             whole = cast(LabConfig, OmegaConf.to_object(changed))
-            kv = replace(config.kv, ahead=whole.kv.ahead)
-            found[text] = replace(config, attention=whole.attention, kv=kv)
+            kv, bench = replace(config.kv, ahead=whole.kv.ahead), replace(config.bench, repeat=whole.bench.repeat)
+            found[text] = replace(config, attention=whole.attention, kv=kv, bench=bench)
             check(found[text])
+            schema.check(found[text])
         except (OmegaConfBaseException, ValueError) as error:
             raise ValueError(f"bench.variants has {text!r}: {str(error).splitlines()[0]}") from error
         if found[text].attention.topk > config.attention.topk:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import NullLocator, ScalarFormatter
 
 from benchmarks.records.acceptance_tables import TASKS, is_usual, widest
-from benchmarks.records.rows import Row
-from benchmarks.records.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Style, legend, panels, short
+from benchmarks.records.rows import Row, grouped
+from benchmarks.records.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Style, curves, facets, short
 
 POLICIES: dict[str, Style] = {
     "any": {"label": "any", "color": BLUE, "marker": "h"},
@@ -23,52 +23,41 @@ POLICIES: dict[str, Style] = {
     "weights": {"label": "weights", "color": SKY, "marker": "P"},
     "oracle": {"label": "oracle", "color": BLACK, "marker": "*"},
 }
-SPREAD = (8, 0.5), (0, 0.0)  # reach and recent: the product's, the paper's
-DASHES = {SPREAD[0]: "-", SPREAD[1]: "--"}
+# By reach and recent: the product's, the paper's.
+SPREADS: dict[tuple[int, float], Style] = {
+    (8, 0.5): {"linestyle": "-", "label": "half recent, reach 8"},
+    (0, 0.0): {"linestyle": "--", "label": "by score alone"},
+}
 
 
-def _spread(row: Row) -> tuple[int, float]:
-    """Reach and recent of a row; of a policy that does not read them, the product's."""
-    reach = SPREAD[0][0] if row["reach"] is None else row["reach"]
-    return reach, SPREAD[0][1] if row["recent"] is None else row["recent"]
+def _drawn(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the longest texts, the most prompts and the fewest drafts, of known policies and spreads.
 
-
-def _lines(rows: Sequence[Row]) -> dict[tuple[str, tuple[int, float]], list[Row]]:
-    """Rows of the known policies by policy, reach and recent; blocks and shared choices are not drawn."""
-    found: dict[tuple[str, tuple[int, float]], list[Row]] = {}
-    for row in rows:
-        drawn = row["block"] in (None, 1) and row["heads"] in (None, "each")
-        if drawn and row["policy"] in POLICIES and _spread(row) in DASHES:
-            found.setdefault((row["policy"], _spread(row)), []).append(row)
-    return {key: found[key] for key in sorted(found, key=lambda key: ([*POLICIES].index(key[0]), SPREAD.index(key[1])))}
-
-
-def _longest(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the longest texts, the most prompts and the fewest drafts: one line for each policy."""
+    Blocks and shared choices are not drawn. A policy that does not read reach and recent has the product's.
+    """
     length = max((r["length"] for r in rows), default=0)
     rows = widest([r for r in rows if r["length"] == length])
     gamma = min((r["gamma"] for r in rows), default=0)
-    return [r for r in rows if r["gamma"] == gamma]
+    usual = next(iter(SPREADS))
+    found = []
+    for r in rows:
+        spread = tuple(
+            own if own is not None else other for own, other in zip((r["reach"], r["recent"]), usual, strict=True)
+        )
+        each = r["block"] in (None, 1) and r["heads"] in (None, "each")
+        if each and r["gamma"] == gamma and r["policy"] in POLICIES and spread in SPREADS:
+            found.append({**r, "spread": spread})
+    return found
 
 
-def _of_tasks(rows: Sequence[Row]) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
-    tasks = [task for task in TASKS if any(r["task"] == task for r in rows)]
-    figure, axes = panels(max(len(tasks), 1), sharey=True)
-    found = [(panel, [r for r in rows if r["task"] == task]) for panel, task in zip(axes[0], tasks, strict=False)]
-    for panel, same in found:
-        panel.set_title(f"{TASKS[same[0]['task']]}, {short(same[0]['length'])} tokens")
-    return figure, found
-
-
-def _keys(figure: Figure, rows: Sequence[Row]) -> None:
-    lines = _lines(rows)
-    styles: list[Style] = [POLICIES[policy] for policy in dict.fromkeys(policy for policy, _ in lines)]
-    if {spread for _, spread in lines} > {SPREAD[0]}:
-        styles += [
-            {"linestyle": DASHES[spread], "label": label}
-            for spread, label in zip(SPREAD, ("half recent, reach 8", "by score alone"), strict=True)
-        ]
-    legend(figure, styles)
+def _figure(rows: list[Row], draw: Callable[[Axes, list[Row]], None], x: str, y: str, percent: bool = False) -> Figure:
+    """A panel for each task."""
+    keys = [style for policy, style in POLICIES.items() if any(r["policy"] == policy for r in rows)]
+    several = any(r["spread"] != next(iter(SPREADS)) for r in rows)
+    return facets(
+        grouped(rows, "task", "length"), draw, [*keys, *SPREADS.values()] if several else keys,
+        lambda task, length: f"{TASKS[task]}, {short(length)} tokens", x, y, percent=percent, sharey=True,
+    )  # fmt: skip
 
 
 def places(rows: list[Row]) -> Figure:
@@ -76,23 +65,23 @@ def places(rows: list[Row]) -> Figure:
 
     Source: Vegas (arXiv:2602.07223), figure 4.
     """
-    rows = _longest([r for r in rows if is_usual(r)])
-    figure, found = _of_tasks(rows)
-    for panel, same in found:
-        for (policy, spread), (row, *_) in _lines(same).items():
-            points = [(i + 1, s, e) for i, (s, e) in enumerate(zip(row["kept_share"], row["kept_range"], strict=True))]
-            points = [(place, share, ends) for place, share, ends in points if share is not None]
-            x, y = [p[0] for p in points], [p[1] for p in points]
-            style = {**POLICIES[policy], "linestyle": DASHES[spread]}
-            panel.plot(x, y, **style)
-            low, high = ([abs(p[2][i] - p[1]) for p in points] for i in (0, 1))
-            panel.errorbar(x, y, [low, high], fmt="none", ecolor=style["color"], alpha=0.3)
-        panel.set(xlabel="place of a draft", ylim=(0, 1.02))
-        panel.yaxis.set_major_formatter(PercentFormatter(1))
-    if found:
-        found[0][0].set_ylabel("held, where all before did\n(higher is better)")
-    _keys(figure, rows)
-    return figure
+    rows = _drawn([r for r in rows if is_usual(r)])
+    first = {(r["task"], r["policy"], r["spread"]): r for r in reversed(rows)}
+    points = [
+        {**r, "place": place, "share": share, "off": [[share - low], [high - share]]}
+        for r in first.values()
+        for place, (share, (low, high)) in enumerate(zip(r["kept_share"], r["kept_range"], strict=True), 1)
+        if share is not None
+    ]
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        curves(panel, same, "place", "share", policy=POLICIES, spread=SPREADS)
+        for r in same:
+            colour = POLICIES[r["policy"]]["color"]
+            panel.errorbar(r["place"], r["share"], r["off"], fmt="none", ecolor=colour, alpha=0.3)
+        panel.set_ylim(0, 1.02)
+
+    return _figure(points, draw, "place of a draft", "held, where all before did\n(higher is better)", percent=True)
 
 
 def sparsities(rows: list[Row]) -> Figure:
@@ -101,19 +90,14 @@ def sparsities(rows: list[Row]) -> Figure:
     Source: Vegas (arXiv:2602.07223), figure 8.
     """
     lengths = [r["length"] for r in rows]
-    rows = _longest([r for r in rows if r["length"] == max(lengths, key=lengths.count)])
-    figure, found = _of_tasks(rows)
-    for panel, same in found:
-        for (policy, spread), line in _lines(same).items():
-            points = sorted((r["sparsity"], r["tokens"]) for r in line)
-            style = {**POLICIES[policy], "linestyle": DASHES[spread]}
-            panel.plot([p[0] for p in points], [p[1] for p in points], **style)
-        panel.set(xlabel="share of keys that drafts read", xscale="log")
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        curves(panel, same, "sparsity", "tokens", policy=POLICIES, spread=SPREADS)
+        panel.set_xscale("log")
         shares = sorted({r["sparsity"] for r in same})
         panel.set_xticks(shares[:: 1 + len(shares) // 5])
         panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.xaxis.set_minor_locator(NullLocator())
-    if found:
-        found[0][0].set_ylabel("tokens an iteration\n(higher is better)")
-    _keys(figure, rows)
-    return figure
+
+    rows = _drawn([r for r in rows if r["length"] == max(lengths, key=lengths.count)])
+    return _figure(rows, draw, "share of keys that drafts read", "tokens an iteration\n(higher is better)")

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from benchmarks.records import acceptance_figures
 from benchmarks.records.acceptance_tables import KEY as ACCEPTANCE
 from benchmarks.records.fidelity_tables import KEY as FIDELITY
 from benchmarks.records.recorded_steps import cell_of
-from benchmarks.records.rows import WORKLOAD, Row, newest
+from benchmarks.records.rows import WORKLOAD, Row, grouped, newest
 from benchmarks.records.sparse_bill import Account, accounts
 from benchmarks.records.style import (
     BLACK,
@@ -36,12 +37,13 @@ from benchmarks.records.style import (
     ORANGE,
     PURPLE,
     Style,
+    curves,
+    facets,
     legend,
     panels,
     plain_ticks,
     save,
     short,
-    sizes,
     square,
 )
 from launch.inputs.arguments import helped, need_checkout, parse, unknown
@@ -58,26 +60,12 @@ MODES: dict[str, Style] = {
     "medha": {"label": "Medha's layout, best", "color": PURPLE, "marker": "^"},
 }
 OPERATIONS = {"exchange": "exchange", "all_reduce_norm": "all-reduce and norm", "all_gather": "all-gather"}
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WORKLOADS: Style = {"linestyle": "", "label": "sequences x tokens:"}
 BACKENDS = {"symm_mem": "our exchange", "nccl": "NCCL's exchange"}
 RATES = ("tokens_per_s_user", "tokens_per_s_gpu")
 SCORED = {"bounds": "bounds", "mean": "mean", "mean_std": "mean and deviation"}
 HAYSTACKS = {"code": "code", "loop": "looped paragraph"}
 MOST_MODELS = 4  # in the figure of baselines: those measured at most points
-
-
-def _natural(values: tuple[Any, ...]) -> list[list[tuple[int, str]]]:
-    """Sorts 8/1 before 28/4, and 128K before 1M."""
-    parts = (re.findall(r"(\d+)([KMG]?)|(\D+)", str(value)) for value in values)
-    return [[(int(number or 0) * UNITS[unit], text) for number, unit, text in part] for part in parts]
-
-
-def _groups(rows: list[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[field] for field in fields), []).append(row)
-    return {key: found[key] for key in sorted(found, key=_natural)}
 
 
 def _styles(rows: list[Row], field: str, label: str, **cycles: list[str]) -> dict[Any, Style]:
@@ -87,13 +75,8 @@ def _styles(rows: list[Row], field: str, label: str, **cycles: list[str]) -> dic
             **{name: cycle[i % len(cycle)] for name, cycle in cycles.items()},
             "label": label.format(short(value) if isinstance(value, int) else value),
         }
-        for i, (value,) in enumerate(_groups(rows, field))
+        for i, (value,) in enumerate(grouped(rows, field))
     }
-
-
-def _line(panel: Axes, rows: list[Row], x: str, y: str, style: Style) -> None:
-    points = sorted((row[x], row[y]) for row in rows if row.get(y) is not None)
-    panel.plot([p[0] for p in points], [p[1] for p in points], **style)
 
 
 def _workload(row: Row) -> str:
@@ -102,18 +85,13 @@ def _workload(row: Row) -> str:
 
 def kernels(rows: list[Row]) -> Figure:
     """Decode attention on one GPU beside the fastest of cuDNN, FlashAttention and FlashInfer."""
-    found = _groups([row for row in rows if row["best_peer_over_ours"] is not None], "heads")
     batches = _styles(rows, "batch", "batch {}", color=COLOURS, marker=MARKERS)
-    figure, axes = panels(len(found), sharey=True)
-    for panel, ((heads,), same) in zip(axes[0], found.items(), strict=True):
-        for (batch,), line in _groups(same, "batch").items():
-            _line(panel, line, "length", "best_peer_over_ours", batches[batch])
-        panel.axhline(1, **LEVEL)
-        sizes(panel, base=4)
-        panel.set(title=f"{heads} query/KV heads", xlabel="tokens of KV in each sequence")
-    axes[0, 0].set_ylabel("time of the fastest peer / ours\n(higher is better)")
-    legend(figure, [*batches.values(), {**LEVEL, "label": "as fast as the fastest peer"}])
-    return figure
+    return facets(
+        grouped([row for row in rows if row["best_peer_over_ours"] is not None], "heads"),
+        partial(curves, x="length", y="best_peer_over_ours", batch=batches), batches.values(),
+        "{} query/KV heads".format, "tokens of KV in each sequence",
+        "time of the fastest peer / ours\n(higher is better)", level="as fast as the fastest peer", base=4, sharey=True,
+    )  # fmt: skip
 
 
 def comm(rows: list[Row]) -> Figure:
@@ -124,16 +102,15 @@ def comm(rows: list[Row]) -> Figure:
         "bar_us": {**LEVEL, "linestyle": "-", "label": "target"},
     }
     ranks = _styles(rows, "ranks", "{} GPUs", linestyle=DASHES)
-    found = _groups(rows, "op")
-    figure, axes = panels(len(found), sharey=True)
-    for panel, ((op,), same) in zip(axes[0], found.items(), strict=True):
-        for (count,), line in _groups(same, "ranks").items():
-            for field, style in lines.items():
-                _line(panel, line, "message_bytes", field, {**ranks[count], **style})
-        sizes(panel, base=4)
-        panel.set(title=OPERATIONS[op], xlabel="message (bytes)")
-    axes[0, 0].set(ylabel="time (us; lower is better)", ylim=(0, None))
-    legend(figure, [*lines.values(), *ranks.values()])
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        for field, style in lines.items():
+            curves(panel, same, "message_bytes", field, style, ranks=ranks)
+
+    keys = [*lines.values(), *ranks.values()]
+    axes = "message (bytes)", "time (us; lower is better)"
+    figure = facets(grouped(rows, "op"), draw, keys, OPERATIONS.__getitem__, *axes, base=4, sharey=True)
+    figure.axes[0].set_ylim(0, None)
     return figure
 
 
@@ -141,23 +118,17 @@ def moe(rows: list[Row]) -> Figure:
     """A rank's experts on each grid, beside the time that reading the touched ones should take."""
     rows = [{**row, "grid": f"{row['tpf']} x {row['ep']}", "ratio": row["us"] / row["bar_us"]} for row in rows]
     grids = _styles(rows, "grid", "tpf x ep = {}", color=COLOURS, marker=MARKERS)
-    found = _groups(rows, "model")
-    figure, axes = panels(*square(len(found)), sharex=True, sharey=True)
-    for panel, ((model,), same) in zip(axes.flat, found.items(), strict=False):
-        for (grid,), line in _groups(same, "grid").items():
-            _line(panel, line, "tokens", "ratio", grids[grid])
-        panel.axhline(1, **LEVEL)
-        sizes(panel)
-        panel.set(title=model, xlabel="tokens of a step", ylabel="time / target (lower is better)")
-        panel.label_outer()
-    legend(figure, [*grids.values(), {**LEVEL, "label": "target"}])
-    return figure
+    return facets(
+        grouped(rows, "model"), partial(curves, x="tokens", y="ratio", grid=grids), grids.values(), str,
+        "tokens of a step", "time / target (lower is better)", level="target", base=2, across=square, sharex=True,
+        sharey=True,
+    )  # fmt: skip
 
 
 def prefill(rows: list[Row]) -> Figure:
     """Prefill attention as a share of what the matrix units can do."""
     figure, axes = panels(1, height=0.55 * len(rows))
-    panel, cases = axes[0, 0], sorted(rows, key=lambda row: (_natural((row["heads"],)), row["length"]))
+    panel, cases = axes[0, 0], [row for same in grouped(rows, "heads", "length").values() for row in same]
     for i, row in enumerate(cases):
         for k, (peer, style) in enumerate(PEERS.items()):
             if row.get(f"{peer}tflops") is not None:
@@ -182,14 +153,14 @@ def _kvp(layout: str) -> int:
 
 def step(rows: list[Row]) -> Figure:
     """Time per token of whole models over the ideal, in the best layout that splits the KV."""
-    models = _groups([row for row in rows if _kvp(row["layout"]) > 1], "model")
+    models = grouped([row for row in rows if _kvp(row["layout"]) > 1], "model")
     columns, lines = square(len(models))
-    most = max(len(_groups(same, "batch", "length")) for same in models.values())
+    most = max(len(grouped(same, "batch", "length")) for same in models.values())
     figure, axes = panels(columns, lines, height=0.2 * most + 0.75, sharex=True)
     for panel in axes.flat[len(models) :]:
         panel.remove()
     for panel, ((model,), same) in zip(axes.flat, models.items(), strict=False):
-        _step_of_model(panel, _groups(same, "batch", "length"))
+        _step_of_model(panel, grouped(same, "batch", "length"))
         panel.set_title(model)
     figure.supylabel("sequences x tokens in each", fontsize="medium")
     for panel in axes[-1]:
@@ -226,73 +197,64 @@ def grids(rows: list[Row]) -> Figure:
     for row in rows:
         widths = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row["layout"])}
         if "failed" not in row:
-            attention = (widths["kvp"], widths["tpa"])
-            found.append({**row, **widths, "workload": _workload(row), "attention": attention})
-    models = {}
-    for (model,), of_model in _groups(found, "model").items():
-        for attention in {row["attention"] for row in of_model if row["ep"] > 1}:
-            models[model] = [row for row in of_model if row["attention"] == attention]
+            found.append({**row, **widths, "workload": _workload(row)})
+    attention = "model", "kvp", "tpa"
+    models = {key: same for key, same in grouped(found, *attention).items() if any(row["ep"] > 1 for row in same)}
+    for same in (same for of_model in models.values() for same in grouped(of_model, "workload").values()):
+        least = min(row["ep"] for row in same)
+        whole = min(row["ttl_p50_us"] for row in same if row["ep"] == least)
+        for row in same:
+            row["times"] = row["ttl_p50_us"] / whole
     shown = [row for same in models.values() for row in same]
     workloads = _styles(shown, "workload", "{}", color=COLOURS, marker=MARKERS)
-    figure, axes = panels(*square(len(models)), sharey=True)
-    for panel, (model, of_model) in zip(axes.flat, models.items(), strict=False):
-        for (workload,), same in _groups(of_model, "workload").items():
-            whole = min(row["ttl_p50_us"] for row in same if row["ep"] == min(r["ep"] for r in same))
-            _line(panel, [{**r, "times": r["ttl_p50_us"] / whole} for r in same], "ep", "times", workloads[workload])
-        sizes(panel)
-        panel.set(title=f"{model}, kvp={of_model[0]['kvp']} tpa={of_model[0]['tpa']}")
-        panel.set(xlabel="ep; tpf is 8 / ep", ylabel="time per token / that of ep = 1\n(lower is better)")
-        panel.label_outer()
-    legend(figure, [WORKLOADS, *workloads.values()])
-    return figure
+    return facets(
+        models, partial(curves, x="ep", y="times", workload=workloads), [WORKLOADS, *workloads.values()],
+        "{}, kvp={} tpa={}".format, "ep; tpf is 8 / ep", "time per token / that of ep = 1\n(lower is better)", base=2,
+        across=square, sharey=True,
+    )  # fmt: skip
 
 
 def baselines(rows: list[Row]) -> Figure:
     """What one user sees and what one GPU yields, a curve over the batch for each way to divide the model."""
     ran = [{**row, "mode": row["layout"].split()[0]} for row in rows if "failed" not in row]
-    by_model = _groups(ran, "model")
+    by_model = grouped(ran, "model")
     models = sorted(by_model, key=lambda model: -len(by_model[model]))[:MOST_MODELS]
-    models, lengths = [model for model in by_model if model in models], _groups(ran, "length")
-    figure, axes = panels(len(lengths), len(models), height=2.3)
-    for panel, (model, length) in zip(axes.flat, ((m, n) for m in models for n in lengths), strict=True):
-        same = [row for row in by_model[model] if (row["length"],) == length]
-        fastest = {
-            key: max(found, key=lambda row: row["tokens_per_s_user"])
-            for key, found in _groups(same, "mode", "batch").items()
-        }
-        for mode, style in MODES.items():
-            _line(panel, [row for key, row in fastest.items() if key[0] == mode], *RATES, style)
-        for (batch,), found in _groups(list(fastest.values()), "batch").items():
-            top = max(found, key=lambda row: row["tokens_per_s_user"])
+    found = grouped([row for row in ran if (row["model"],) in models], "model", "length")
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        fastest = [max(way, key=_user) for way in grouped(same, "mode", "batch").values()]
+        curves(panel, fastest, *RATES, mode=MODES)
+        for (batch,), of_batch in grouped(fastest, "batch").items():
+            top = max(of_batch, key=_user)
             panel.annotate(batch, (top[RATES[0]], top[RATES[1]]), textcoords="offset points", xytext=(4, 4))
-        panel.set(title=f"{model[0]}, {short(length[0])} tokens", xscale="log", yscale="log")
+        panel.set(xscale="log", yscale="log")
         panel.margins(0.12)
         plain_ticks(panel.xaxis)
         plain_ticks(panel.yaxis)
-    for panel in axes[-1]:
-        panel.set_xlabel("tokens/s/user (higher is better)")
-    for panel in axes[:, 0]:
-        panel.set_ylabel("tokens/s/GPU\n(higher is better)")
-    legend(figure, [*MODES.values(), {"linestyle": "", "label": "numbers: batch"}])
-    return figure
+
+    return facets(
+        found, draw, [*MODES.values(), {"linestyle": "", "label": "numbers: batch"}],
+        lambda model, length: f"{model}, {short(length)} tokens",
+        "tokens/s/user (higher is better)", "tokens/s/GPU\n(higher is better)",
+        across=lambda count: (count // len(models), len(models)), height=2.3,
+    )  # fmt: skip
+
+
+def _user(row: Row) -> float:
+    return row["tokens_per_s_user"]
 
 
 def hopb(rows: list[Row]) -> Figure:
     """Time per token with HOP-B over the time without."""
     rows = [{**row, "ratio": row["on_us"] / row["off_us"]} for row in rows]
-    columns = _groups(rows, "model", "backend")
     colours = _styles(rows, "length", "{} tokens", color=COLOURS)
     dashes = _styles(rows, "chunks", "{} chunks", linestyle=DASHES)
-    figure, axes = panels(len(columns), sharey=True)
-    for panel, ((model, backend), found) in zip(axes[0], columns.items(), strict=True):
-        for (length, chunks), same in _groups(found, "length", "chunks").items():
-            _line(panel, same, "batch", "ratio", {**colours[length], **dashes[chunks], "marker": "o"})
-        panel.axhline(1, **LEVEL)
-        sizes(panel)
-        panel.set(title=f"{model}, {BACKENDS.get(backend, backend)}", xlabel="sequences")
-    axes[0, 0].set_ylabel("time per token with HOP-B / without\n(lower is better)")
-    legend(figure, [*colours.values(), *dashes.values()])
-    return figure
+    return facets(
+        grouped(rows, "model", "backend"),
+        partial(curves, x="batch", y="ratio", over={"marker": "o"}, length=colours, chunks=dashes),
+        [*colours.values(), *dashes.values()], lambda model, backend: f"{model}, {BACKENDS.get(backend, backend)}",
+        "sequences", "time per token with HOP-B / without\n(lower is better)", level="", base=2, sharey=True,
+    )  # fmt: skip
 
 
 def timeline(rows: list[Row]) -> Figure:
@@ -327,16 +289,14 @@ def timeline(rows: list[Row]) -> Figure:
 def speculate(rows: list[Row]) -> Figure:
     """What drafts gain and what one user sees, a line for each batch and length."""
     rows = [{**r, "workload": _workload(r)} for r in rows if "failed" not in r]
-    models = _groups(rows, "model")
+    models = grouped(rows, "model")
     workloads = _styles(rows, "workload", "{}", color=COLOURS, marker=MARKERS)
     figure, axes = panels(2, max(len(models), 1), height=3)
     for pair, ((model,), found) in zip(axes, models.items(), strict=True):
         rate = found[-1]["acceptance"]
-        for (workload,), same in _groups(found, "workload").items():
-            style = workloads[workload]
-            _line(pair[0], same, "gamma", "gain_at_rate", {**style, "marker": ""})
-            _line(pair[0], same, "gamma", "gain", {**style, "linestyle": ""})
-            _line(pair[1], same, "gamma", "tokens_per_s_user", style)
+        curves(pair[0], found, "gamma", "gain_at_rate", {"marker": ""}, workload=workloads)
+        curves(pair[0], found, "gamma", "gain", {"linestyle": ""}, workload=workloads)
+        curves(pair[1], found, "gamma", "tokens_per_s_user", workload=workloads)
         pair[0].axhline(1, **LEVEL)
         pair[0].set(
             ylabel="tokens/s/user / those without drafts\n(higher is better)",
@@ -362,17 +322,17 @@ def sparse_map(rows: list[Row]) -> Figure:
     batches = sorted({row["batch"] for row in rows})
     most = max((len(same) for same in machines.values()), default=1)
     figure, axes = panels(most + 1, max(len(machines), 1), height=1.9, sharex=True, sharey=True)
-    for line, (machine, same) in zip(axes, machines.items(), strict=False):
-        for panel in line[len(same) : -1]:
+    for across, (machine, same) in zip(axes, machines.items(), strict=False):
+        for panel in across[len(same) : -1]:
             panel.remove()
-        for panel, account in zip(line, same, strict=False):
+        for panel, account in zip(across, same, strict=False):
             _map(panel, account.measured, batches, lengths)
             panel.set_title(f"{account.budget}, measured")
         last = same[-1]
         projected = {(b, n): last.predicted(b, n, last.without_overhead) for b in batches for n in lengths}
-        _map(line[-1], projected, batches, lengths)
-        line[-1].set_title(f"{last.budget}, projected\nwithout overhead")
-        line[0].set_ylabel(machine.replace(", ", "\n") + "\nsequences")
+        _map(across[-1], projected, batches, lengths)
+        across[-1].set_title(f"{last.budget}, projected\nwithout overhead")
+        across[0].set_ylabel(machine.replace(", ", "\n") + "\nsequences")
     for panel in axes[-1]:
         panel.set_xlabel("tokens in each sequence\n(higher numbers are better)")
     legend(figure, [{"linestyle": "", "label": "numbers: time of a dense step / time of a block-sparse step"}])
@@ -393,56 +353,50 @@ def _map(panel: Axes, ratios: dict[tuple[int, int], float], batches: list[int], 
 def needles(rows: list[Row]) -> Figure:
     """Needles that are found outside of sink and window, over the keys that a step reads; a panel for each text."""
     rows = [{**r, "share": r["distant_hits"] / r["distant"]} for r in rows if r["distant"] and r["kvp"] == 1]
-    lines = _scored(SCORED)
-    others: dict[str, Style] = {
+    lines = _scored(SCORED) | {
         "quest-64": {"label": "bounds, pages of 16", "color": BLUE, "marker": "P", "linestyle": ""},
         "window": {"label": "window", "color": BLACK, "marker": "X", "linestyle": ""},
     }
-    found = _groups(rows, "haystack", "length")
-    figure, axes = panels(len({key[1] for key in found}), len({key[0] for key in found}), sharex=True, sharey=True)
-    for panel, ((haystack, length), same) in zip(axes.flat, found.items(), strict=False):
-        for score, style in lines.items():
-            _line(panel, [r for r in same if r["policy"].rpartition("-")[0] == score], "keys", "share", style)
-        for name, style in others.items():
-            _line(panel, [r for r in same if r["policy"].startswith(name)], "keys", "share", style)
-        dense = [r["share"] for r in same if r["policy"] == "dense"]
-        panel.axhline(dense[0], **LEVEL)
-        sizes(panel)
-        panel.set(title=f"{HAYSTACKS[haystack]}, {short(length)} tokens", ylim=(-0.05, 1.05))
-        panel.set(xlabel="keys that a step reads", ylabel="needles found\n(higher is better)")
-        panel.yaxis.set_major_formatter(PercentFormatter(1))
-        panel.label_outer()
-    legend(figure, [*lines.values(), *others.values(), {**LEVEL, "label": "dense"}])
-    return figure
+    for row in rows:
+        row["line"] = row["policy"] if row["policy"] in lines else row["policy"].rpartition("-")[0]
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        curves(panel, same, "keys", "share", line=lines)
+        panel.axhline(next(r["share"] for r in same if r["policy"] == "dense"), **LEVEL)
+        panel.set_ylim(-0.05, 1.05)
+
+    found = grouped(rows, "haystack", "length")
+    return facets(
+        found, draw, [*lines.values(), {**LEVEL, "label": "dense"}],
+        lambda haystack, length: f"{HAYSTACKS[haystack]}, {short(length)} tokens",
+        "keys that a step reads", "needles found\n(higher is better)", base=2, percent=True, sharex=True, sharey=True,
+        across=lambda _: (len({length for _, length in found}), len({haystack for haystack, _ in found})),
+    )  # fmt: skip
 
 
 def recall(rows: list[Row]) -> Figure:
     """What choices find of the best blocks, and what of dense attention's weight is kept, over budget and length."""
+    said = {"recall": "best blocks found", "kept": "weight kept"}
     rows = [
-        {**r, "budget": budget, "found": found, "kept": kept}
+        {**r, "what": what, "budget": budget, "value": value}
+        for what in said
         for r in rows
-        for budget, found, kept in zip(r["budgets"], r["recall"], r["kept"], strict=True)
+        for budget, value in zip(r["budgets"], r[what], strict=True)
+        if (what, r["score"]) != ("recall", "best")
     ]
-    lines = _scored({**SCORED, "best": "the best"})
-    dashes: dict[int, Style] = {page: {"linestyle": dash} for page, dash in ((128, "-"), (16, "--"))}
-    found = _groups(rows, "length")
-    figure, axes = panels(len(found), 2, sharex=True, sharey="row")
-    for column, ((length,), same) in zip(axes.T, found.items(), strict=True):
-        for page, dash in dashes.items():
-            for score, style in lines.items():
-                of_line = [r for r in same if r["page"] == page and r["score"] == score]
-                if score != "best":
-                    _line(column[0], of_line, "budget", "found", {**style, **dash})
-                _line(column[1], of_line, "budget", "kept", {**style, **dash})
-        column[0].set(title=f"{short(length)} tokens", ylabel="best blocks found\n(higher is better)")
-        column[1].set(xlabel="keys that are chosen", ylabel="weight kept\n(higher is better)")
-        for panel in column:
-            sizes(panel)
-            panel.yaxis.set_major_formatter(PercentFormatter(1))
-            panel.label_outer()
-    pages = [{**dash, "label": f"pages of {page}"} for page, dash in dashes.items()]
-    legend(figure, [*lines.values(), *pages])
-    return figure
+    scores = _scored({**SCORED, "best": "the best"})
+    pages: dict[int, Style] = {n: {"linestyle": dash, "label": f"pages of {n}"} for n, dash in ((128, "-"), (16, "--"))}
+
+    def draw(panel: Axes, same: list[Row]) -> None:
+        curves(panel, same, "budget", "value", page=pages, score=scores)
+        panel.set_ylabel(f"{said[same[0]['what']]}\n(higher is better)")
+
+    found = grouped(rows, "what", "length")
+    return facets(
+        dict(sorted(found.items(), key=lambda group: [*said].index(group[0][0]))), draw,
+        [*scores.values(), *pages.values()], lambda what, length: f"{short(length)} tokens" * (what == "recall"),
+        "keys that are chosen", base=2, percent=True, across=lambda count: (count // 2, 2), sharex=True, sharey="row",
+    )  # fmt: skip
 
 
 def _scored(labels: dict[str, str]) -> dict[str, Style]:

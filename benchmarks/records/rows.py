@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from launch.inputs.compose import ROOT
 from launch.inputs.shapes import load_spec
 
 Row = dict[str, Any]
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WORKLOAD = ("model", "batch", "length", "layout")  # what names a point of a benchmark of decode steps
 
 
@@ -24,6 +26,20 @@ def newest(path: Path, *key: str) -> list[Row]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.strip()]
     return list({tuple(row.get(field) for field in key): row for row in rows}.values())
+
+
+def _natural(values: tuple[Any, ...]) -> list[list[tuple[int, str]]]:
+    """Sorts 8/1 before 28/4, and 128K before 1M."""
+    parts = (re.findall(r"(\d+)([KMG]?)|(\D+)", str(value)) for value in values)
+    return [[(int(number or 0) * UNITS[unit], text) for number, unit, text in part] for part in parts]
+
+
+def grouped(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by the values of some fields, in natural order of these."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[field] for field in fields), []).append(row)
+    return {key: found[key] for key in sorted(found, key=_natural)}
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:

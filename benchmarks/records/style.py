@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator, PercentFormatter
+
+from benchmarks.records.rows import Row, grouped
 
 Style = dict[str, Any]
 WIDTH = 830 / 96  # inches: a README on GitHub is 830 pixels wide, an inch is 96
@@ -55,6 +58,11 @@ def panels(columns: int, rows: int = 1, height: float = 2.6, **shared: Any) -> t
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
 
 
+def in_a_row(count: int) -> tuple[int, int]:
+    """Columns and rows of `count` panels side by side."""
+    return count, 1
+
+
 def square(count: int) -> tuple[int, int]:
     """Columns and rows of `count` panels: two in a row, or three of three."""
     columns = count if count in (1, 3) else 2
@@ -81,6 +89,57 @@ def short(number: float) -> str:
         if number >= size:
             return f"{number / size:g}{unit}"
     return f"{number:g}"
+
+
+def line(panel: Axes, rows: Iterable[Row], x: str, y: str, style: Style) -> None:
+    """Draws a line through what rows have of two fields."""
+    points = sorted((row[x], row[y]) for row in rows if row.get(y) is not None)
+    panel.plot([p[0] for p in points], [p[1] for p in points], **style)
+
+
+def curves(
+    panel: Axes, rows: Iterable[Row], x: str, y: str, over: Style | None = None, **styles: Mapping[Any, Style]
+) -> None:
+    """Draws a line for each group of rows by the fields of `styles`, which say in which order and look; others not."""
+    groups = grouped(rows, *styles)
+    for values in (values for values in product(*styles.values()) if values in groups):
+        looks = [styles[field][value] for field, value in zip(styles, values, strict=True)]
+        line(panel, groups[values], x, y, {key: value for look in (*looks, over or {}) for key, value in look.items()})
+
+
+def facets(
+    groups: Mapping[tuple[Any, ...], list[Row]], draw: Callable[[Axes, list[Row]], None], keys: Iterable[Style],
+    title: Callable[..., str], x: str, y: str | None = None, *, level: str | None = None, base: int | None = None,
+    percent: bool = False, across: Callable[[int], tuple[int, int]] = in_a_row, height: float = 2.6, **shared: Any,
+) -> Figure:  # fmt: skip
+    """A panel for each group of rows, and a legend of `keys` over all.
+
+    Args:
+        title: of a panel, by the values that name its group.
+        x, y: names of the axes, at the outer panels; None: as drawn.
+        level: name of a line at 1, to compare with; one without a name is not in the legend.
+        base: of a logarithmic x axis, see `sizes`.
+        percent: whether y is a share.
+        across: columns and rows, by the number of panels.
+        shared: axes that panels share, as `panels` takes them.
+    """
+    figure, axes = panels(*across(max(len(groups), 1)), height, **shared)
+    for panel, (values, rows) in zip(axes.flat, groups.items(), strict=False):
+        draw(panel, rows)
+        if level is not None:
+            panel.axhline(1, **LEVEL)
+        if base is not None:
+            sizes(panel, base)
+        if percent:
+            panel.yaxis.set_major_formatter(PercentFormatter(1))
+        place = panel.get_subplotspec()
+        panel.set(title=title(*values), xlabel=x * place.is_last_row())
+        if y is not None:
+            panel.set_ylabel(y * place.is_first_col())
+        if shared:
+            panel.label_outer()
+    legend(figure, [*keys, *([{**LEVEL, "label": level}] if level else [])])
+    return figure
 
 
 def legend(figure: Figure, styles: Iterable[Style]) -> None:

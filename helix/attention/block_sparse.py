@@ -24,7 +24,6 @@ from kernels.attention.split_kv import PartialAttention
 from kernels.overlap import sm_count
 from kernels.paged_keys import PagedKeys
 from kernels.sparse.keep_best import keep_best
-from kernels.sparse.repeat_blocks import repeat_blocks
 from kernels.sparse.select_blocks import select_blocks
 
 
@@ -38,7 +37,6 @@ class BlockSparseAttention(AttentionPolicy):
         max_length: most tokens of a sequence.
         comm: communicator for one choice over all ranks of a kvp group; None: each rank chooses its share of `topk`
             from its own blocks.
-        repeat: for benchmarks, the share of blocks kept from the last step; None: blocks are chosen by score.
 
     Attributes:
         share: budget of a rank that chooses its share of `topk` from its own blocks.
@@ -53,11 +51,9 @@ class BlockSparseAttention(AttentionPolicy):
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
-        repeat: float | None = None,
     ) -> None:
         self.dense = DenseAttention()
         self.score = score
-        self.repeat = repeat
         self.comm = comm if placement.layout.kvp > 1 and budget.topk else None
         kvp = placement.layout.kvp
         self.from_tokens = budget.from_tokens
@@ -75,9 +71,10 @@ class BlockSparseAttention(AttentionPolicy):
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         self.dense.prepare(step, windows if step.cu_q is not None else windows - {None})
         if step.cu_q is None and None in windows:
-            self._ranges(step)
+            self.ranges(step)
 
-    def _ranges(self, step: Step, budget: BlockBudget | None = None) -> tuple[Tensor, ...]:
+    def ranges(self, step: Step, budget: BlockBudget | None = None) -> tuple[Tensor, ...]:
+        """Computes the bounds of what a step's queries choose among, once for all layers."""
         budget = budget or self.budget
 
         def make() -> tuple[Tensor, ...]:
@@ -90,7 +87,7 @@ class BlockSparseAttention(AttentionPolicy):
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if step.cu_q is not None or layer.window is not None:
             return self.dense.attend(q, cache, step, layer)
-        *_, hi, lo = self._ranges(step)
+        *_, hi, lo = self.ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
         keys = PagedKeys(cache.keys, cache.values, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
@@ -102,12 +99,12 @@ class BlockSparseAttention(AttentionPolicy):
         if self.comm is not None:
             shape = len(q), cache.bounds.shape[1], self.budget.topk, 2
             offered = torch.empty(shape, dtype=torch.int32, device=q.device)
-        table = self._promising(q, cache, step, self.budget, self.counted, sms, candidates=offered)
+        table = self.promising(q, cache, step, self.budget, self.counted, sms, candidates=offered)
         if self.comm is not None and offered is not None:
             ranks = len(self.comm.kvp_group)
             everyone = self.comm.all_to_all(offered.expand(ranks, *offered.shape).contiguous())
-            keep_best(everyone, self._ranges(step)[0], step.starts, table, self.comm.kvp_rank, self.counted)
-        return self._repeated(table, step, self.budget)
+            keep_best(everyone, self.ranges(step)[0], step.starts, table, self.comm.kvp_rank, self.counted)
+        return table
 
     def named(self, q: Tensor, cache: LayerCache, step: Step, lane: int = 0) -> Tensor:
         """Chooses blocks for a guess: like `choose`, but uncounted, and each rank chooses its share of `topk`.
@@ -115,20 +112,14 @@ class BlockSparseAttention(AttentionPolicy):
         Args:
             lane: see `select_blocks`.
         """
-        table = self._promising(q, cache, step, self.share, self._uncounted, sm_count(q.device), lane=lane)
-        return self._repeated(table, step, self.share)
+        return self.promising(q, cache, step, self.share, self._uncounted, sm_count(q.device), lane=lane)
 
-    def _promising(
+    def promising(
         self, q: Tensor, cache: LayerCache, step: Step, budget: BlockBudget, counted: Tensor, sms: int, **more: Any
     ) -> Tensor:
-        first, last, pages, *_ = self._ranges(step, budget)
+        """Chooses the blocks that promise most to this rank, within a budget."""
+        first, last, pages, *_ = self.ranges(step, budget)
         return select_blocks(
             q, cache.bounds, step.block_tables, first, last, pages, budget.topk, self.width, self.score, counted,
             sms=sms, **more,
         )  # fmt: skip
-
-    def _repeated(self, table: Tensor, step: Step, budget: BlockBudget) -> Tensor:
-        if self.repeat is not None and budget.topk:
-            first, last, *_ = self._ranges(step, budget)
-            repeat_blocks(table, step.block_tables, first, last, step.positions, budget.topk, self.repeat)
-        return table

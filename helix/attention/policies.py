@@ -30,6 +30,5 @@ def make_policy(
         )
     budget = BlockBudget(config.sink_blocks, config.local_blocks, config.topk, config.from_tokens)
     over_all = comm if config.choice == "global" else None
-    repeat = config.repeat if config.score == "replay" else None
-    given = budget, config.stored, placement, max_length, comm.device, over_all, repeat
+    given = budget, config.score, placement, max_length, comm.device, over_all
     return TieredAttention(*given, kv.ahead) if kv.tier == "host" else BlockSparseAttention(*given)

@@ -48,10 +48,9 @@ class TieredAttention(BlockSparseAttention):
         max_length: int,
         device: torch.device,
         comm: Communicator | None = None,
-        repeat: float | None = None,
         ahead: bool = False,
     ) -> None:
-        super().__init__(budget, score, placement, max_length, device, comm, repeat)
+        super().__init__(budget, score, placement, max_length, device, comm)
         self.from_tokens = 0  # sequences within the budget are fetched from the host too
         self.guesses = ahead
         on_gpu = device.type == "cuda"
@@ -67,7 +66,7 @@ class TieredAttention(BlockSparseAttention):
     def prepare(self, step: Step, windows: set[int | None]) -> None:
         super().prepare(step, windows)
         if self.guesses and step.cu_q is None and None in windows:
-            self._ranges(step, self.share)
+            self.ranges(step, self.share)
 
     def guess(self, queries: Callable[[], Tensor], cache: LayerCache, step: Step) -> None:
         """Fetches the blocks that guessed queries choose; the layer's actual choice fetches what is still missing."""
@@ -76,7 +75,7 @@ class TieredAttention(BlockSparseAttention):
         self._guessed[cache.index] = queries  # keeps its inputs' memory allocated
         with self._beside(self._ahead[lane]):
             table = self.named(queries(), cache, step, lane=1 + lane)
-            _, _, pages, hi, _ = self._ranges(step, self.share)
+            _, _, pages, hi, _ = self.ranges(step, self.share)
             resolve(
                 table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.ahead, cache.counted_ahead,
                 step.first, cache.ring_pages, True, **step.placement.grid, page_size=step.placement.page_size,
@@ -89,7 +88,7 @@ class TieredAttention(BlockSparseAttention):
         assert isinstance(cache, TieredLayer)
         if step.cu_q is not None:
             return self._prefill(q, cache, step, layer)
-        _, _, pages, hi, lo = self._ranges(step)
+        _, _, pages, hi, lo = self.ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
         if self._guessed.pop(cache.index, None):

@@ -27,7 +27,6 @@ from helix.speculation import (
     NgramDrafter,
     NoDrafts,
     SparseDrafter,
-    SyntheticDrafter,
 )
 
 
@@ -52,8 +51,6 @@ def make_drafter(
     match speculation.drafter:
         case "ngram":
             return NgramDrafter(speculation.gamma, speculation.longest)
-        case "synthetic":
-            return SyntheticDrafter(speculation.gamma, speculation.acceptance, config.seed, model.spec.vocab)
         case "sparse":
             return SparseDrafter(
                 speculation.gamma,
@@ -65,7 +62,6 @@ def make_drafter(
                 noise=speculation.noise,
                 max_batch=max_batch,
                 max_length=max_length,
-                forced=speculation.forced,
             )
         case "model":
             assert draft is not None, "loaded with the model that it drafts for"
@@ -100,7 +96,7 @@ def make_cache(
     kv, page_size = config.kv, placement.page_size
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
-    score = config.attention.stored if sparse else "bounds" if quest else None
+    score = config.attention.score if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype)
     keeps = without_long_rings(keeps if score is None else with_bounds(keeps))
     of_page = sum(page_bytes(kept, page_size) for kept in keeps) + of_draft

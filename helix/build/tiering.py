@@ -131,7 +131,7 @@ def make_tiered(
         slots=max_batch,
         rows=drafts + 1,
         chunk=chunk,
-        score=config.attention.stored,
+        score=config.attention.score,
         store=host_store((len(spec.full), pages * heads, 2, placement.page_size, dim), dtype, comm),
         hot=min(hot, max(pages, least)),
         piece_pages=piece_pages(placement.page_size),

@@ -7,7 +7,6 @@ from helix.speculation.base import Draft, Drafter, NoDrafts
 from helix.speculation.model import DraftModel, ModelDrafter, check_draft
 from helix.speculation.ngram import NgramDrafter
 from helix.speculation.sparse import DraftBudget, SparseDrafter
-from helix.speculation.synthetic import SyntheticDrafter
 
 __all__ = [
     "Draft",
@@ -18,7 +17,6 @@ __all__ = [
     "NgramDrafter",
     "NoDrafts",
     "SparseDrafter",
-    "SyntheticDrafter",
     "accepted_tokens",
     "check_draft",
 ]

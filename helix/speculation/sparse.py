@@ -34,7 +34,6 @@ from helix.steps.step import DecodeState
 from kernels.attention.flash_decode import score_planes
 from kernels.sparse.draft_ranges import MILLION
 from kernels.sparse.select_tokens import select_tokens
-from kernels.tokens.synthetic_drafts import synthetic_drafts
 
 SINK_TOKENS = 4  # first tokens of a sequence, always read
 LEAST_KEYS = 256  # least keys chosen per sequence, over all ranks
@@ -139,7 +138,6 @@ class SparseDrafter(Drafter):
         noise: shared: a draft is drawn with the target's noise of its position, so that tokens are the same as without
             drafts; own: with independent noise, and accepted by rejection sampling.
         max_batch, max_length: those of the engine.
-        forced: for benchmarks, a fixed acceptance rate; None: the model decides.
     """
 
     def __init__(
@@ -154,7 +152,6 @@ class SparseDrafter(Drafter):
         noise: str,
         max_batch: int,
         max_length: int,
-        forced: float | None = None,
     ) -> None:
         super().__init__(limit)
         check_states(cache, "sparse")
@@ -165,7 +162,6 @@ class SparseDrafter(Drafter):
         self.placement = placement
         self.budget = budget
         self.noise = noise
-        self.forced = forced
         self.tail = tail(limit)
         self.keys = budget.keys(layout.kvp)
         self.chosen: ChosenAttention | None = None
@@ -225,18 +221,14 @@ class SparseDrafter(Drafter):
 
     def propose(self, state: DecodeState, kind: StepKind) -> Draft:
         rows, drafts = kind.rows, kind.drafts
-        lengths, tokens = state.lengths[:rows], state.tokens[:rows]
-        ahead = state.steps_ahead(rows, drafts)
+        tokens, ahead = state.tokens[:rows], state.steps_ahead(rows, drafts)
         self.policy.prepare(ahead.joint, set(self.model.spec.windows))
         drawing = DraftDrawing(self.model, self.comm, self.noise == "shared", kind)
         for n in range(drafts):
             step = ahead.step(n, tokens)
             hidden = self.model.hidden(self.cache, step, self.policy)
             tokens = drawing.draw(hidden, state, step.positions + 1)
-        if self.forced is None:
-            return drawing.draft()
-        tokens, outcome = synthetic_drafts(lengths, drafts, self.forced, 0, self.model.spec.vocab)
-        return Draft(tokens, outcome=outcome)
+        return drawing.draft()
 
     def taken(self, step: Taken) -> None:
         # The last token, at `before`, is computed too; drafts after it may have been refused.

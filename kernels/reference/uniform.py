@@ -11,7 +11,6 @@ TARGET = 0  # the target's own token, also after accepted drafts
 DRAFT = 1
 ACCEPT = 2
 RECOVER = 3  # the token in place of a rejected one
-SYNTHETIC = 4  # verdict on a benchmark's draft
 
 # splitmix64: the increment, and the multipliers of its finaliser (Stafford's mix 13), as int64 writes them.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

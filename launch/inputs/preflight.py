@@ -71,8 +71,8 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
         )
 
 
-def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, timed: bool = False) -> None:
-    """Raises ValueError where queries cannot choose the blocks that they read; `timed`: as of `Work`."""
+def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
+    """Raises ValueError where queries cannot choose the blocks that they read."""
     attention = config.attention
     if attention.policy == "dense":
         return
@@ -88,16 +88,8 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, time
             f"attention.local_blocks={attention.local_blocks} blocks of attention.block={attention.block} tokens do "
             f"not hold an unfinished block and speculation.gamma={drafts} drafts: set at least {least}"
         )
-    if attention.score == "replay" and not timed and config.model.load != "random":
-        raise ValueError(
-            f"attention.score=replay keeps attention.repeat={attention.repeat} of the blocks whatever the model says, "
-            f"so that its output is not the model's: time it with `{TIMED}` or model.load=random, or set "
-            "attention.score=bounds"
-        )
     if attention.choice == "local":
         return
-    if attention.score == "replay":
-        raise ValueError("attention.score=replay takes each rank's share of topk: set attention.choice=local")
     if attention.block != config.blocks.append:
         raise ValueError(
             f"attention.choice=global compares blocks of all ranks: attention.block={attention.block} must be "
@@ -115,15 +107,9 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec, time
         )
 
 
-def check_self_drafts(config: Config, spec: DecoderSpec, timed: bool = False) -> None:
-    """Raises ValueError where a model cannot draft for itself over few of its keys; `timed`: as of `Work`."""
-    speculation = config.speculation
-    if speculation.forced is not None and not timed and config.model.load != "random":
-        raise ValueError(
-            f"speculation.forced={speculation.forced} keeps drafts whatever the model says, so that its output is not "
-            f"the model's: time it with `{TIMED}` or model.load=random, or leave it unset"
-        )
-    if speculation.drafter != "sparse":
+def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
+    """Raises ValueError where a model cannot draft for itself over few of its keys."""
+    if config.speculation.drafter != "sparse":
         return
     what = "speculation.drafter=sparse"
     if spec.attention.latent is not None:
@@ -222,13 +208,8 @@ def preflight(
     if auto:
         layout, reason = choose(config, spec, prompts, world_size, device, work.load)
     check_layout(layout, spec)
-    check_attention(config, layout, spec, work.timed)
-    check_self_drafts(config, spec, work.timed)
-    if config.speculation.drafter == "synthetic" and not work.timed and config.model.load != "random":
-        raise ValueError(
-            "speculation.drafter=synthetic keeps drafts whatever the model says, so that its output is not the "
-            f"model's: time it with `{TIMED}` or model.load=random, or use speculation.drafter=ngram"
-        )
+    check_attention(config, layout, spec)
+    check_self_drafts(config, spec)
     work.check(prompts)
     checkpoint, spec = make_checkpoint(config.model, spec, layout, rank)
     draft = make_draft(config, layout, spec, rank) if config.speculation.drafter == "model" else None

@@ -21,7 +21,7 @@ class Work:
         module: whose `run(task)` does it, on every rank.
         name: of its phase in the record.
         prompts: whether decode.prompts are needed, taken where they are given, or none of its business.
-        timed: only its time means something, so that drafts and blocks may be kept whatever the model says.
+        timed: only its time means something, so that ranks may be emulated.
         load: sequences and tokens of each, by which layout=auto chooses where there are no prompts.
         files: that it writes, by key, beside decode.output and record.
         check: raises ValueError where keys of its own are wrong; called with the prompts.

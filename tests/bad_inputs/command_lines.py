@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 BAD_BENCHMARKS = [
+    (["speculation=ngram", "bench.acceptance=1.5"], 1, "bench.acceptance=1.5 must be from 0 to 1"),
+    (["bench=decode", "bench.repeat=-0.1"], 1, "bench.repeat=-0.1 must be from 0 to 1"),
+    (
+        ["speculation=ngram", "bench.acceptance=0.8"],
+        1,
+        "bench.acceptance=0.8 holds whatever the model says, so that its output is not the model's: time it",
+    ),
+    (
+        ["bench=decode", "bench.acceptance=0.8"],
+        1,
+        "bench.acceptance=0.8 keeps drafts, and there are none: set speculation=ngram",
+    ),
     (["bench=decode", "bench.steps=10000000000"], 1, "bench.steps=10000000000 must be from 1 to 1048576"),
     (["bench.steps=9223372036854775807"], 1, "bench.steps=9223372036854775807 must be from 1 to 1048576"),
     (
@@ -393,7 +405,7 @@ BAD_COMMAND_LINES = [
     (["attention.policy=sparse"], 1, "attention.policy='sparse' is unknown; choose one of dense, block_sparse"),
     (["attention.topk=129"], 1, "attention.topk=129 must be from 0 to 128"),
     (["attention.local_blocks=0"], 1, "attention.local_blocks=0 must be from 1 to 1048576"),
-    (["attention.score=max"], 1, "attention.score='max' is unknown; choose one of bounds, mean, replay"),
+    (["attention.score=max"], 1, "attention.score='max' is unknown; choose one of bounds, mean"),
     (["attention.choice=any"], 1, "attention.choice='any' is unknown; choose one of local, global"),
     (
         ["attention=sparse"],
@@ -403,22 +415,16 @@ BAD_COMMAND_LINES = [
     (
         ["speculation=oracle"],
         1,
-        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, sparse, synthetic",
+        "speculation=oracle: speculation has no option oracle; known: model, ngram, none, sparse",
     ),
     (
         ["speculation.drafter=oracle"],
         1,
-        "speculation.drafter='oracle' is unknown; choose one of none, ngram, model, sparse, synthetic",
+        "speculation.drafter='oracle' is unknown; choose one of none, ngram, model, sparse",
     ),
     (["speculation.gamma=0"], 1, "speculation.gamma=0 must be from 1 to 31"),
     (["speculation.gamma=32"], 1, "speculation.gamma=32 must be from 1 to 31"),
     (["speculation.longest=9"], 1, "speculation.longest=9 must be from 1 to 8"),
-    (["speculation.acceptance=1.5"], 1, "speculation.acceptance=1.5 must be from 0 to 1"),
-    (
-        ["speculation=synthetic"],
-        1,
-        "speculation.drafter=synthetic keeps drafts whatever the model says, so that its output is not",
-    ),
     (
         ["speculation=model"],
         1,

@@ -415,9 +415,6 @@ SPOILT: dict[str, tuple[Callable[[DecoderSpec], bool], Settings]] = {
         _whole,
         BLOCKS | {"speculation.drafter": "ngram", "speculation.gamma": 7, "attention.local_blocks": 1},
     ),
-    "attention.score=replay attention.repeat": (_whole, BLOCKS | {"attention.score": "replay"}),
-    "speculation.forced=0.9": (_any, PLAIN | {"speculation.forced": 0.9}),
-    "speculation.drafter=synthetic": (_any, PLAIN | {"speculation.drafter": "synthetic"}),
     "layout.tpa=5": (_any, {"layout.mode": "helix", "layout.kvp": 1, "layout.tpa": 5, "layout.ep": 1}),
     "layout.ep=2 experts": (_dense, TWO_RANKS | {"layout.ep": 2}),
     "speculation.layout.kvp=2 kv.page_size=1": (

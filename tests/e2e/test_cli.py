@@ -277,8 +277,8 @@ def test_random_weights_and_timed_steps_need_no_checkpoint(tmp_path: Path) -> No
     record = tmp_path / "record.json"
     ended = run(
         tmp_path, f"model.path={directory}", "model.load=random", "bench=decode", "bench.points=[3x400,1x510]",
-        "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=synthetic", "speculation.gamma=3",
-        "speculation.acceptance=1", "layout.kvp=2", "attention=block_sparse", "attention.from_tokens=0",
+        "bench.steps=5", "bench.gammas=[3,0,1]", "speculation=ngram", "speculation.gamma=3",
+        "bench.acceptance=1", "layout.kvp=2", "attention=block_sparse", "attention.from_tokens=0",
         "attention.topk=4", "attention.block=16", "attention.local_blocks=2", f"record={record}",
         'bench.variants=["attention.topk=4","attention.topk=2"]', command=LABORATORY,
     )  # fmt: skip

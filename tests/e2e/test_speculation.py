@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.copy_prompts import copy_prompts
+from benchmarks.ranks.kept import keep_drafts
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.symm_mem import SymmMemCommunicator
@@ -22,7 +23,7 @@ from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from helix.layout import HelixLayout
 from helix.run.autotune import fill, step_seconds
-from helix.speculation import Draft, Drafter, NgramDrafter, SyntheticDrafter
+from helix.speculation import Draft, Drafter, NgramDrafter
 from helix.speculation.adaptive import DraftPolicy
 from helix.steps.step import DecodeState
 from tests.e2e.checkpoints import DEMO, checkpoint, oracle
@@ -137,10 +138,11 @@ def test_sampled_tokens_and_fewer_steps() -> None:
 
 
 @pytest.mark.parametrize("acceptance, adaptive", [(0.0, False), (0.6, False), (1.0, False), (0.6, True)])
-def test_synthetic_drafts_hold_at_their_rate(acceptance: float, adaptive: bool) -> None:
+def test_drafts_hold_at_a_set_rate(acceptance: float, adaptive: bool) -> None:
     def body(world: LoopbackWorld, rank: int) -> tuple[Tokens, Engine]:
         comm = world.communicator(rank, (0, 1))
-        drafter = SyntheticDrafter(3, acceptance, 5, 256)
+        drafter = NgramDrafter(3, 2)
+        keep_drafts(drafter, acceptance, 5, 256)
         engine = build_engine(
             checkpoint("qwen2"), HelixLayout.create("helix", 2), comm, 16, drafter=drafter, adaptive=adaptive
         )

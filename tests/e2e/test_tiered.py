@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.ranks.kept import keep_blocks
 from comm.loopback import LoopbackWorld, run_ranks
 from comm.torch_dist import TorchDistCommunicator
 from helix.attention import tiered
@@ -124,7 +125,7 @@ def test_a_right_guess_leaves_nothing_to_fetch() -> None:
 
     def repeating(engine: Engine) -> None:
         assert isinstance(engine.runner.policy, BlockSparseAttention) and isinstance(engine.runner.cache, TieredCache)
-        engine.runner.policy.repeat = 0.5
+        keep_blocks(engine.runner, 0.5)
         cache = engine.runner.cache
         counts.append([[len(engine.runner.model.spec.full)], cache.counted, cache.counted_ahead])  # type: ignore[list-item]
 
@@ -168,7 +169,7 @@ def test_a_set_pattern_of_blocks() -> None:
 
     def repeating(engine: Engine) -> None:
         assert isinstance(engine.runner.policy, BlockSparseAttention)
-        engine.runner.policy.repeat = 0.5
+        keep_blocks(engine.runner, 0.5)
 
     local = Sparse(SHORT_WINDOW, choice="local")
     found = [

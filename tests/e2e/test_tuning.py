@@ -156,7 +156,7 @@ def test_a_second_start_measures_what_is_missing(prompts: Path, monkeypatch: pyt
 
 
 def test_forced_drafts_are_timed_over_random_keys(prompts: Path) -> None:
-    given = settings(prompts, "speculation.forced=0.9", "bench.points=[2x96]", "bench.steps=3", "decode.prompts=null")
+    given = settings(prompts, "bench.acceptance=0.9", "bench.points=[2x96]", "bench.steps=3", "decode.prompts=null")
     config = composed(*given)
 
     def body(world: LoopbackWorld, rank: int) -> Any:

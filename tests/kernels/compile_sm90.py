@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from benchmarks.papers.verification_kernels import _naive_kernel, _one_block_kernel, _pack_kernel, _verify_kernel
+from benchmarks.ranks.kept_kernels import _repeat_blocks_kernel, _replay_kernel
 from kernels.attention.flash_decode import _flash_decode_kernel, decode_tile
 from kernels.attention.flash_prefill import _flash_prefill_kernel
 from kernels.attention.flash_prefill_sm90 import _flash_prefill_sm90_kernel
@@ -63,7 +64,6 @@ from kernels.peers.merge_exchange import _merge_exchange_kernel
 from kernels.sm90 import SHARED
 from kernels.sparse.block_bounds import _fold_blocks_kernel
 from kernels.sparse.keep_best import _keep_best_kernel
-from kernels.sparse.repeat_blocks import _repeat_blocks_kernel
 from kernels.sparse.select_blocks import LANES, TILE, _choose_kernel, _select_blocks_kernel
 from kernels.sparse.select_tokens import TILE as TOKENS
 from kernels.sparse.select_tokens import _select_tokens_kernel
@@ -73,7 +73,6 @@ from kernels.tier.write_back import _write_back_kernel
 from kernels.tokens.accept import _accept_kernel, _kept_mass_kernel
 from kernels.tokens.commit import _commit_kernel
 from kernels.tokens.shape_logits import _shape_logits_kernel
-from kernels.tokens.synthetic_drafts import _replay_kernel
 from kernels.tokens.top_tokens import _merge_tops_kernel, _top_of_blocks_kernel
 from kernels.tokens.verify import _verify_and_pack_kernel
 

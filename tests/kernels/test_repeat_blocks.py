@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.reference.repeat_blocks import repeat_blocks as reference
-from kernels.sparse.repeat_blocks import repeat_blocks
+from benchmarks.ranks.kept_kernels import reference_blocks as reference
+from benchmarks.ranks.kept_kernels import repeat_blocks
 
 SINK, LOCAL, HEADS = 1, 3, 2
 

@@ -1,12 +1,12 @@
-"""replay: kernel against reference, and both against the rate that was asked for."""
+"""synthetic_drafts: kernel against reference, and both against the rate that was asked for."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels.reference.synthetic_drafts import synthetic_drafts as reference
-from kernels.tokens.synthetic_drafts import synthetic_drafts
+from benchmarks.ranks.kept_kernels import reference_drafts as reference
+from benchmarks.ranks.kept_kernels import synthetic_drafts
 
 
 @pytest.mark.parametrize(

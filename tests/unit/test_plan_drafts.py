@@ -190,7 +190,7 @@ def test_the_command_runs_what_was_planned(capsys: pytest.CaptureFixture[str]) -
     ]
     ranking, overrides = answer(parse(arguments, KEYS, NEEDED))
     command = overrides(ranking.choices[0])
-    assert {"speculation=sparse", "speculation.sparsity=0.07", "speculation.gamma=8", "speculation.forced=0.9"} <= {
+    assert {"speculation=sparse", "speculation.sparsity=0.07", "speculation.gamma=8", "bench.acceptance=0.9"} <= {
         *command
     }
     preflight(composed(*command), 0, 8)

@@ -74,8 +74,7 @@ def test_a_shape_has_no_weights_until_somebody_says_which(name: str, tmp_path: P
 
 def test_a_good_plan(model: Path, prompts: Path) -> None:
     plan(model, prompts, "layout.tpa=3", world=6)
-    plan(model, prompts, "speculation=synthetic", "bench=decode")
-    plan(model, prompts, "speculation=synthetic", "model.load=random")
+    plan(model, prompts, "speculation=ngram", "bench.acceptance=0.8", "bench=decode")
     plan(model, prompts, "comm=emulated", "bench=decode", "layout.tpa=3")
     plan(model, prompts, "comm=emulated", "bench=decode", world=1)
 
@@ -96,7 +95,7 @@ def test_a_good_plan(model: Path, prompts: Path) -> None:
         (("comm=emulated", "layout.tpa=3"), 2, ["comm.backend=emulated", "tokens mean nothing", "bench=decode"]),
         (("comm=emulated", "bench=decode"), 2, ["comm.backend=emulated", "2 processes", "helix kvp=2 tpa=1"]),
         (("comm=emulated", "bench=decode", "layout.tpa=3"), 3, ["3 processes", "start 2 at most"]),
-        (("speculation=synthetic",), 2, ["speculation.drafter=synthetic", "not the model's", "bench=decode"]),
+        (("speculation=ngram", "bench.acceptance=0.8"), 2, ["bench.acceptance=0.8", "not the model's", "bench=decode"]),
         (("decode.prompts=null",), 2, ["nothing to do", "decode.prompts", "bench=decode"]),
         (("model.path=null",), 2, ["no model", "model.path=DIR"]),
         (("decode.temperature=-1",), 2, ["decode: ", "temperature = -1", ">= 0"]),
@@ -287,15 +286,15 @@ def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:
         ),
         ("qwen3", ["kv.page_size=64"], ["kv.page_size=64", "attention.block=128", "leave out kv.page_size"]),
         ("qwen3", ["attention.choice=global", "hopb.chunks=2"], ["attention.choice=global", "hopb.chunks=2"]),
-        ("qwen3", ["attention.score=replay"], ["attention.score=replay", "not the model's", "bench=decode"]),
+        ("qwen3", ["bench.repeat=0.8"], ["bench.repeat=0.8", "not the model's", "bench=decode"]),
         (
             "qwen3",
-            ["attention.score=replay", "attention.choice=global", "model.load=random"],
-            ["replay", "choice=local"],
+            ["bench.repeat=0.8", "attention.choice=global", "bench=decode"],
+            ["bench.repeat=0.8", "choice=local"],
         ),
         ("qwen3", ['bench.variants=["attention.score=mean"]'], ["bench.variants", "attention.score=mean", "topk"]),
         ("qwen3", ['bench.variants=["attention.topk=many"]'], ["bench.variants", "attention.topk=many"]),
-        ("qwen3", ['bench.variants=["attention.repeat=2"]'], ["bench.variants", "attention.repeat=2", "0 to 1"]),
+        ("qwen3", ['bench.variants=["bench.repeat=2"]'], ["bench.variants", "bench.repeat=2", "0 to 1"]),
         ("qwen3", ['bench.variants=["attention.topk=33"]'], ["bench.variants", "attention.topk=32", "the most"]),
         ("qwen3", ["attention=dense", 'bench.variants=[""]'], ["bench.variants", "attention=block_sparse"]),
         (
@@ -333,7 +332,7 @@ def test_a_model_can_draft_for_itself(model: Path, prompts: Path) -> None:
         ("mistral-windowed", [], ["speculation.drafter=sparse", "every layer", "sliding window"]),
         ("qwen3", ["attention=block_sparse"], ["speculation.drafter=sparse", "attention.policy=block_sparse"]),
         ("qwen3", ["kv.page_size=48"], ["speculation.drafter=sparse", "kv.page_size=48", "power of two"]),
-        ("qwen3", ["speculation.forced=0.9"], ["speculation.forced=0.9", "not the model's"]),
+        ("qwen3", ["bench.acceptance=0.9"], ["bench.acceptance=0.9", "not the model's"]),
     ],
 )
 def test_a_model_cannot_draft_for_itself(family: str, overrides: list[str], words: list[str], prompts: Path) -> None:

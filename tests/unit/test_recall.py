@@ -130,7 +130,7 @@ def test_hits_are_those_of_a_cache_that_forgets_what_was_chosen_longest_ago(monk
     held = torch.full((1,), pages, dtype=torch.int32)
     hi = torch.full((1,), 7 * PAGE - 1, dtype=torch.int32)
     first, last = held * 0 + 1, held - 1
-    monkeypatch.setattr(meter, "_ranges", lambda step, budget: (first, last, held, hi, held))
+    monkeypatch.setattr(meter, "ranges", lambda step, budget: (first, last, held, hi, held))
     guesses = [tables[i // 2 * 2] for i in range(len(tables))]
     for chosen, guess in zip(tables, guesses, strict=True):
         monkeypatch.setattr(BlockSparseAttention, "choose", lambda *args, chosen=chosen: chosen)
