@@ -10,11 +10,11 @@ from typing import Any, get_type_hints
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """Reads the text of each attribute in a dataclass's docstring; attributes that share a text have it each."""
-    section = inspect.cleandoc((schema.__doc__ or "").partition("Attributes:")[2])
+    """Reads the text of each attribute in the docstrings of a dataclass and its bases; some share one."""
+    sections = (inspect.cleandoc((kind.__doc__ or "").partition("Attributes:")[2]) for kind in schema.__mro__)
     texts: dict[str, str] = {}
     names: list[str] = []
-    for line in section.splitlines():
+    for line in "\n".join(sections).splitlines():
         if start := re.match(r"(\w+(?:, \w+)*): (.*)", line):
             names = start[1].split(", ")
             texts |= dict.fromkeys(names, start[2])

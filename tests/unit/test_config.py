@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from helix.config import Config, check
-from launch.inputs import compose
-from launch.inputs.compose import ROOT, RUN, sweep_points, told
+from launch.inputs import compose, front
+from launch.inputs.compose import ROOT, RUN, sweep_points
+from launch.inputs.keys import keys
 
 CONF = Path(ROOT) / "conf"
 
@@ -53,18 +55,112 @@ def test_unknown_keys_are_refused() -> None:
     assert composed("+model.config.num_hidden_layers=3").model.config == {"num_hidden_layers": 3}
 
 
-def test_help_names_every_group() -> None:
-    text = told(["--help", "layout=tp"])
+def told(*arguments: str) -> str | None:
+    line = front.read(arguments, front.RUN)
+    return compose.told(line, front.RUN, RUN.of(line))
+
+
+def test_info_names_every_group_and_key() -> None:
+    text = told("--info", "layout=tp")
     assert text is not None and "  layout: auto, helix, medha, tp\n" in text and "mode: tp\n" in text
-    for group in [*RUN.groups, "record", "seed"]:
-        assert f"\n  {group} " in text or group == "experiment", group
-    assert "hardware" not in text, "the simulator's alone"
+    assert all(f"\n  {group}: " in text for group in RUN.groups)
+    assert all(f"\n  {key} ({default})\n" in text for key, default, _ in keys(Config))
+    assert "hardware" not in text.partition("Keys,")[0], "the simulator's alone"
 
 
 def test_the_composed_config_is_shown() -> None:
-    text = told(["--cfg", "job", "layout.kvp=3"])
-    assert text is not None and "  kvp: 3\n" in text and "hydra" not in text
-    assert told(["layout.kvp=3"]) is None
+    text = told("--cfg", "job", "layout.kvp=3")
+    assert text is not None and "  kvp: 3\n" in text and "hydra" not in text and "${root:}" in text
+    assert told("layout.kvp=3") is None
+    assert told("--cfg", "job", "--package", "layout", "-tp", "2") == "mode: tp\nkvp: 1\ntpa: 2\ntpf: null\nep: 1\n"
+    resolved = told("--cfg=job", "--resolve")
+    assert resolved is not None and "${root:}" not in resolved and str(ROOT) in resolved
+    points = told("-c", "job", "-m", "-p", "layout", "layout.kvp=1,2")
+    assert points is not None and [line for line in points.splitlines() if "kvp" in line] == [
+        "# point 0: layout.kvp=1", "kvp: 1", "# point 1: layout.kvp=2", "kvp: 2",
+    ]  # fmt: skip
+
+
+def test_groups_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout" / "mine.yaml").write_text("mode: medha\nkvp: 3\n")
+    (tmp_path / "night.yaml").write_text("defaults:\n  - config\n  - override layout: mine\n  - _self_\nseed: 7\n")
+    given = "--config-dir", str(tmp_path)
+    shown = told("--cfg", "job", "-p", "layout", *given, "layout=mine")
+    assert shown is not None and "mode: medha" in shown and "kvp: 3" in shown
+    line = front.read([*given, "--config-name", "night", "layout.tpa=2"], front.RUN)
+    config = compose.composed(line.overrides, RUN.of(line))
+    assert (config.layout.mode, config.layout.kvp, config.layout.tpa, config.seed) == ("medha", 3, 2, 7)
+    assert line.arguments == [*given, "--config-name", "night", "layout.tpa=2"]
+    info = told("--info", *given)
+    assert info is not None and "layout: auto, helix, medha, mine, tp" in info and str(tmp_path) in info
+    for wrong, said in (
+        (["--config-dir", str(tmp_path / "none")], "none is not a directory"),
+        (["--config-name", "day"], "no day.yaml in"),
+        (["--config-path", "x"], "--config-path is refused: another folder of groups is --config-dir DIR"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            told("--info", *wrong)
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("demo p.jsonl -o r.jsonl", "model=demo decode.prompts=p.jsonl decode.output=r.jsonl"),
+        (". --output=r.jsonl kv.tokens=1M", "model.path=. decode.output=r.jsonl kv.tokens=1048576"),
+        ("org/name@v1.2 --dtype half", "model.path=org/name@v1.2 model.dtype=float16"),
+        ("-tp 4 --max-model-len 128K", "layout=tp layout.tpa=4 decode.max_length=131072"),
+        ("--tensor-parallel-size=4", "layout=tp layout.tpa=4"),
+        ("--max-num-seqs 32 --gpu-memory-utilization 0.8", "decode.max_batch=32 kv.memory_fraction=0.8"),
+        ("--kv-cache-dtype auto --seed 3", "decode.seed=3"),
+        ("decode.prefill_chunk=4K --max-tokens 2K", "decode.prefill_chunk=4096 decode.max_new_tokens=2048"),
+        ("layout.kvp=2 demo layout.tpa=2", "layout.kvp=2 model=demo layout.tpa=2"),
+    ],
+)
+def test_what_stands_for_keys(typed: str, meant: str) -> None:
+    line = front.read(typed.split(), front.RUN)
+    assert composed(*line.overrides) == composed(*meant.split())
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("--trust-remote-code", "--trust-remote-code is refused: no code of a checkpoint is ever run"),
+        ("--kv-cache-dtype fp8", "keys and values are kept in the model's type"),
+        ("--quantization awq", "--quantization is refused: the checkpoint says"),
+        ("--max-model-length 5", "not an option of helix run; did you mean --max-model-len?"),
+        ("--output", "--output has no value behind it"),
+        ("-o a -o b", "--output is given twice"),
+        ("--info=x", "--info takes no value"),
+        ("llama-3.1-8", "nor one of conf/model/ (deepseek-r1, "),
+        ("llama-3.1-8", "did you mean llama-3.1-8b?"),
+        ("demo a.jsonl b.jsonl", "'b.jsonl': a setting is KEY=VALUE, and helix run takes MODEL and PROMPTS.jsonl"),
+        ("--resolve", "--resolve is of --cfg job"),
+        ("--cfg hydra", "take --cfg job"),
+        ("--cfg job --package nowhere", "--package nowhere: there is no such part; parts are model, layout"),
+        ("--port 80", "--port 80 is not an option of helix run"),
+    ],
+)
+def test_wrong_flags_and_words_are_named(typed: str, said: str) -> None:
+    arguments = typed.replace("--port 80", "--port=80").split()
+    with pytest.raises(ValueError, match=re.escape(said.replace("--port 80", "--port=80"))) as caught:
+        told(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", front.COMMANDS.values(), ids=lambda command: command.name)
+def test_the_help_of_a_command_is_its_own(command: front.Command) -> None:
+    line = front.read(["--help"], command)
+    text = compose.told(line, command)
+    assert text is not None and text.startswith(command.about) and all(example in text for example in command.examples)
+    known = {key for key, _, _ in keys(Config)} | {*RUN.groups, *compose.SWEEP_DIRS, front.API_KEY}
+    for flag in command.flags:
+        assert f"{flag.names[0]}" in text and {key.partition("=")[0] for key in flag.key.split()} <= known, flag
+    for named, _ in command.keys:
+        assert {part.partition("=")[0] for part in named.split() if "=" in part} <= known | {"KEY"}, named
+    for example in command.examples:
+        front.read(shlex.split(example.replace("./smollm2-135m-instruct", "demo").replace("./", ""))[2:], command)
+    assert max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
@@ -117,8 +213,8 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
         ("layout.kvp.x=2", "layout.kvp.x is unknown: layout.kvp has no keys"),
         ("hardware=h100", "hardware is unknown; known: model, "),
         ("layout=nonsense", "layout has no option nonsense; known: auto, helix, medha, tp"),
-        ("layout.kvp=1,2", "python -m launch.sweep -m"),
-        ("layout=tp,helix", "python -m launch.sweep -m"),
+        ("layout.kvp=1,2", "for several use `helix sweep ...`, or -m"),
+        ("layout=tp,helix", "for several use `helix sweep ...`, or -m"),
         ("layout.kvp=abc", "layout.kvp=abc must be an integer of at most 64 bits"),
         ("layout.kvp=null", "layout.kvp=null must be an integer of at most 64 bits"),
         ("kv.tokens=1.5", "kv.tokens=1.5 must be an integer of at most 64 bits, or null"),
@@ -137,8 +233,6 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
         ("+layout.kvp=2", "layout.kvp is there already: leave out the +"),
         ("~layout.kvp", "only keys of model.config can be taken out"),
         ("layout.kvp", "'layout.kvp': a setting is KEY=VALUE"),
-        ("--foo", "--foo is no option: there are --help and --cfg job"),
-        ("-m", "one run has one config"),
         ("hydra.run.dir=x", "hydra is unknown"),
     ],
 )
@@ -177,9 +271,18 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
     assert {c.decode.prompts for c in found} == {"a b.jsonl", "c=d.jsonl"}
     assert [(c.layout.kvp, c.layout.mode) for c in found[::2]] == [(1, "helix"), (1, "tp"), (2, "helix"), (2, "tp")]
     assert len(sweep_points(["layout.kvp=range(1,4)", "decode.stop=[a,b]"])[0]) == 3
+    assert sweep_points(["layout=glob([h*,t*])", "kv.tokens=choice(128K,1M)", "hydra.run.dir=d"]) == (
+        [
+            [layout, tokens]
+            for layout in ("layout=helix", "layout=tp")
+            for tokens in ("kv.tokens=131072", "kv.tokens=1048576")
+        ],
+        Path("d"),
+    )
     for text, words in (
         ("layout=tp,no", "layout has no option no"),
         ("layout.kvp=1,x", "layout.kvp=x must be an integer"),
+        ("layout=glob(x*)", "glob takes options of layout; known: auto, helix"),
     ):
         with pytest.raises(ValueError, match=words):
             sweep_points([text])

@@ -12,8 +12,8 @@ from benchmarks.program import MODULES, PROGRAM
 from benchmarks.schema import SETTINGS, BenchConfig, LabConfig, bench_points
 from helix.config import check
 from launch import cli
-from launch.inputs import compose
-from launch.inputs.compose import RUN, told
+from launch.inputs import compose, front
+from launch.inputs.compose import RUN
 from launch.inputs.work import DECODE
 from tests.laboratory import composed
 
@@ -38,10 +38,17 @@ def test_every_option_of_its_own_composes(override: str) -> None:
 
 
 def test_its_help_and_config_are_its_own() -> None:
-    text = told(["--help", "layout=tp"], SETTINGS)
-    assert text is not None and "  bench: comm, decode, hopb" in text and "mode: tp\n" in text and "\n  bench  " in text
-    shown = told(["--cfg", "job", "bench=decode"], SETTINGS)
-    assert shown is not None and "  kind: decode\n" in shown and "hydra" not in shown
+    def shown(*arguments: str) -> str:
+        line = front.read(arguments, PROGRAM.typed)
+        text = compose.told(line, PROGRAM.typed, SETTINGS.of(line))
+        assert text is not None
+        return text
+
+    assert "bench=KIND" in shown("--help")
+    info = shown("--info", "layout=tp")
+    assert "  bench: comm, decode, hopb" in info and "mode: tp\n" in info and "\n  bench.points (" in info
+    job = shown("--cfg", "job", "bench=decode")
+    assert "  kind: decode\n" in job and "hydra" not in job
 
 
 @pytest.mark.parametrize("text", ["bench=decode", "bench.points=[1x64]", "bench.pints=3", "++bench.kind=decode"])
