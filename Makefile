@@ -39,7 +39,7 @@ test-all: $(VENV)/.installed lint  ## Run all of them, the slow ones and full pr
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not real" $(ARGS)
 
 test-real: $(SMOLLM2)  ## Compare SmolLM2 with transformers, token for token, and talk to it over HTTP.
-	$(BIN)/python -m pytest tests/real -m real --durations=5 $(ARGS)
+	$(BIN)/python -m pytest tests/real tests/serving/test_terminal_chat.py -m real --durations=5 $(ARGS)
 
 test-gpu: $(VENV)/.installed  ## Run the tests that need GPUs, and the kernels' tests on a GPU.
 	$(BIN)/python -m pytest tests/kernels $(ARGS)

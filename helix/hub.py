@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
+ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
 INDEX = "model.safetensors.index.json"
 

@@ -208,4 +208,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # other commands end at once (`launch/__init__.py`)
     sys.exit(main(sys.argv[1:]))

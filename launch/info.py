@@ -52,9 +52,9 @@ def kernels(capability: tuple[int, int] | None) -> str:
         return "plain torch (kernels/reference/)" + (
             ", TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") else ""
         )
-    if capability >= (10, 0):
-        return "general Triton kernels: those for Hopper need compute capability 9.0"
-    return "Hopper's, and Triton's" if capability == HOPPER else "general Triton kernels: Hopper's need 9.0"
+    if capability == HOPPER:
+        return "Hopper's, and Triton's"
+    return "general Triton kernels: Hopper's need compute capability 9.0"
 
 
 def described(name: str) -> str:

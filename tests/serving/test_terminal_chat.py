@@ -1,0 +1,147 @@
+"""`helix chat`: a conversation in the terminal, with a model that it serves and with a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from launch.chat import Chat, converse
+from tests.e2e.cli import ROOT
+from tests.real.smollm2 import MODEL
+
+
+class Double:
+    """A server whose answers are the words that it was asked, one a piece; `slow` never ends."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.ended = Event()
+        double = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *of: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                double.keys.append(self.headers.get("Authorization"))
+                self.reply(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                double.bodies.append(body)
+                question = body["messages"][-1]["content"]
+                if question == "wrong":
+                    return self.reply(400, b'{"error": {"message": "no such word"}}')
+                self.send_response(200)
+                self.end_headers()
+                for word in question.split():
+                    self.event({"choices": [{"delta": {"content": word + " "}}]})
+                if question == "halfway":
+                    self.event({"error": {"message": "the ranks died"}})
+                try:
+                    while question == "slow":
+                        self.event({"choices": [{"delta": {"content": "."}}]})
+                        time.sleep(0.01)
+                except OSError:
+                    double.ended.set()
+                    return None
+                self.wfile.write(b"data: [DONE]\n\n")
+                return None
+
+            def event(self, of: dict[str, Any]) -> None:
+                self.wfile.write(f"data: {json.dumps(of)}\n\n".encode())
+
+            def reply(self, code: int, data: bytes) -> None:
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def double() -> Iterator[Double]:
+    made = Double()
+    yield made
+    made.server.shutdown()
+
+
+def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = iter(["/system be brief", "one two", "", "three", "/retry", "wrong", "halfway", "/help", "/new", "four"])
+
+    def read(prompt: str) -> str:
+        if (text := next(typed, None)) is None:
+            raise EOFError
+        return text
+
+    monkeypatch.setattr("builtins.input", read)
+    converse(Chat(double.url + "/v1", "secret", {"temperature": 0.0, "max_tokens": 9}))
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"tiny at {double.url}\n") and "one two \n[" in shown
+    assert "error: " in shown and "no such word" in shown and "the ranks died" in shown
+    told = [[turn["content"] for turn in body["messages"]] for body in double.bodies]
+    brief, first = "be brief", ["one two", "one two "]
+    again = [brief, *first, "three"]
+    assert told == [
+        [brief, "one two"], again, again, [*again, "three ", "wrong"], [*again, "three ", "halfway"], [brief, "four"],
+    ]  # fmt: skip
+    assert all(body["stream"] and body["max_tokens"] == 9 and body["temperature"] == 0 for body in double.bodies)
+    assert double.keys == ["Bearer secret"]
+
+
+def test_what_is_said_where_nobody_answers() -> None:
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not answer: .*refused"):
+        Chat("http://127.0.0.1:9", None, {})
+
+
+def test_control_c_stops_an_answer_and_control_d_ends(double: Double) -> None:
+    here, there = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.chat", "--url", double.url], cwd=ROOT, stdin=there, stdout=there, stderr=there
+    )
+    os.close(there)
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(here, 4096)
+        seen = seen[seen.index(text) + len(text) :]
+
+    until(b"> ")
+    os.write(here, b"slow\n")
+    until(b"....")
+    process.send_signal(signal.SIGINT)
+    until(b"(stopped)")
+    assert double.ended.wait(10), "the server is not asked for more"
+    until(b"> ")
+    os.write(here, b"\x04")
+    assert process.wait(30) == 0
+    os.close(here)
+
+
+@pytest.mark.real
+def test_a_model_is_served_for_a_chat_and_ends_with_it() -> None:
+    command = [sys.executable, "-m", "launch.chat", str(MODEL), "--max-tokens", "8", "--temperature", "0"]
+    done = subprocess.run(
+        command, cwd=ROOT, input="What is the capital of France?\n", capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0 and "Paris" in done.stdout, done
+    assert "is served at" in done.stdout

@@ -1,0 +1,137 @@
+"""Models of the Hugging Face Hub: from a cache, from a double of the Hub, and what is said where neither has them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from helix.hub import is_hub_id, local_directory, missing_files
+from tests.e2e.checkpoints import checkpoint
+from tests.e2e.cli import ROOT
+
+COMMIT = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
+OTHERS = {"pytorch_model.bin": b"a program, maybe", "README.md": b"# words", "consolidated.pth": b"more"}
+
+
+class Hub:
+    """A double of the Hub that serves one repository, `org/tiny`, in the few forms that `huggingface_hub` asks for."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.asked = files, []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *of: object) -> None:
+                pass
+
+            def do_HEAD(self) -> None:
+                self.answer(False)
+
+            def do_GET(self) -> None:
+                self.answer(True)
+
+            def answer(self, whole: bool) -> None:
+                path = self.path.partition("?")[0]
+                hub.asked.append((self.command, path, self.headers.get("Authorization")))
+                parts = path.strip("/").split("/")
+                if path.startswith("/api/models/org/tiny"):
+                    if "revision" in parts and parts[-1] not in ("main", "v1", COMMIT):
+                        return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                    if "tree" in parts:
+                        listed = [
+                            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                            for name, data in hub.files.items()
+                        ]
+                        return self.send(200, json.dumps(listed).encode(), {})
+                    about = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
+                    return self.send(200, json.dumps(about).encode(), {})
+                if path.startswith("/api/models/org/gated"):
+                    return self.send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+                if path.startswith("/org/tiny/resolve/") and (data := hub.files.get("/".join(parts[4:]))) is not None:
+                    etag = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+                    return self.send(200, data if whole else b"", etag, len(data))
+                return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+            def send(self, code: int, data: bytes, headers: dict[str, str], size: int | None = None) -> None:
+                self.send_response(code)
+                for name, value in (headers | {"Content-Length": str(len(data) if size is None else size)}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    directory = checkpoint("qwen3")
+    made = Hub({path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()} | OTHERS)
+    yield made
+    made.server.shutdown()
+
+
+def resolved(hub: str, home: Path, name: str, weights: bool = True, **variables: str) -> tuple[Path | None, str]:
+    """What a fresh process makes of a name: huggingface_hub reads its variables when it is imported."""
+    code = "import sys; from helix.hub import local_directory as f; print('=', f(sys.argv[1], sys.argv[2] == 'True'))"
+    environment = {"PATH": "/usr/bin", "HF_HOME": str(home), "HF_ENDPOINT": hub, "PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", code, name, str(weights)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    found = [line[2:] for line in done.stdout.splitlines() if line.startswith("= ")]
+    return (Path(found[0]) if found else None), done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+
+
+def test_ids_and_directories_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_hub_id("Qwen/Qwen3-8B") and is_hub_id("org/name@refs/pr/3") and not is_hub_id("llama")
+    assert not any(map(is_hub_id, ("/a/b", "./b", "a/b/c", "a b/c", "../b", "a/.b")))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert not is_hub_id("org/name") and local_directory("org/name") == Path("org/name")
+
+
+def test_it_is_downloaded_once_and_safetensors_alone(hub: Hub, tmp_path: Path) -> None:
+    path, _ = resolved(hub.url, tmp_path, "org/tiny@v1", HF_TOKEN="mine")
+    assert path is not None and missing_files(path) == [] and path.name == COMMIT
+    wanted = {name for name in hub.files if name.endswith((".safetensors", ".json"))}
+    assert {file.name for file in path.iterdir()} == wanted and not wanted & OTHERS.keys()
+    assert all((path / name).read_bytes() == hub.files[name] for name in wanted)
+    assert "Bearer mine" in {key for _, _, key in hub.asked}
+    count = len(hub.asked)
+    again, _ = resolved(hub.url, tmp_path, "org/tiny@v1")
+    offline, _ = resolved("http://127.0.0.1:9", tmp_path, "org/tiny@v1", HF_HUB_OFFLINE="1")
+    assert again == offline == path and len(hub.asked) == count, "what is there is not asked for"
+
+
+def test_a_shape_needs_no_weights(hub: Hub, tmp_path: Path) -> None:
+    path, _ = resolved(hub.url, tmp_path, "org/tiny", weights=False)
+    assert path is not None and not [*path.glob("*.safetensors")] and (path / "config.json").exists()
+    whole, _ = resolved(hub.url, tmp_path, "org/tiny")
+    assert whole is not None and missing_files(whole) == []
+
+
+def test_what_cannot_be_had_is_said_in_a_line(hub: Hub, tmp_path: Path) -> None:
+    none = "http://127.0.0.1:9"  # nobody listens there
+    for at, name, variables, said in (
+        (none, "org/tiny", {"HF_HUB_OFFLINE": "1"}, "hub lacks config.json of org/tiny, and HF_HUB_OFFLINE=1 forbids"),
+        (none, "org/tiny", {}, "hub lacks config.json of org/tiny, and http://127.0.0.1:9 cannot be reached"),
+        (hub.url, "org/nothing", {}, "org/nothing is not a directory here, nor a model at"),
+        (hub.url, "org/tiny@v9", {}, "org/tiny has no revision v9"),
+        (hub.url, "org/gated", {}, "org/gated is for those who agreed to its terms"),
+    ):
+        path, line = resolved(at, tmp_path, name, **variables)
+        assert path is None and said in line, line
+    hub.files = {name: data for name, data in hub.files.items() if not name.endswith("safetensors")}
+    path, line = resolved(hub.url, tmp_path, "org/tiny")
+    assert path is None and "has no model" in line and "safetensors alone are read" in line, line

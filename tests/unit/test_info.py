@@ -1,0 +1,41 @@
+"""What `helix info` says of a machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from launch import info
+
+
+def test_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    info.main(["json=-"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] == "gloo" and found["gpus"] == [] and found["versions"]["torch"] == torch.__version__
+    info.main([])
+    shown = capsys.readouterr().out
+    assert "no GPU" in shown and "gloo, on CPUs" in shown and "helix-runtime" in shown
+
+
+@pytest.mark.parametrize("count, peers, wanted", [(1, True, "nccl"), (2, True, "symm_mem"), (2, False, "nccl")])
+def test_collectives_follow_the_links(count: int, peers: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
+    assert info.backend(count) == wanted
+
+
+def test_kernels_follow_the_capability() -> None:
+    assert "plain torch" in info.kernels(None) and "Hopper's, and" in info.kernels((9, 0))
+    assert all("general" in info.kernels(c) for c in ((8, 0), (8, 9), (10, 0), (12, 0)))
+
+
+def test_the_planner_s_description() -> None:
+    assert info.described("NVIDIA H200").startswith("NVIDIA H200, 149 GB")
+    assert "helix calibrate" in info.described("NVIDIA X9")
+
+
+def test_other_arguments_are_refused() -> None:
+    with pytest.raises(SystemExit, match="jsn is unknown; known: json"):
+        info.main(["jsn=-"])
