@@ -56,7 +56,7 @@ from helix.models import DecoderSpec
 from helix.simulate import drafting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
-from helix.simulate.plan import Choice, Question, Ranking, plan
+from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
 from helix.simulate.points import Tier
 from launch.inputs.arguments import helped, one_of, parse
 from launch.inputs.auto_layout import planned
@@ -167,7 +167,7 @@ def drafted_share(given: dict[str, Any]) -> float | None:
     return SpeculationConfig().sparsity if share is None else share
 
 
-def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]]]:
+def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], list[str]]]:
     """The ranking, and the runtime's overrides for each of its choices.
 
     Raises:
@@ -194,7 +194,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
     )
     model += ["comm.backend=nccl"] if backend == "nccl" else []
 
-    def overrides(choice: Choice) -> list[str]:
+    def overrides(choice: PlannedLayout) -> list[str]:
         layout, chunks = choice.layout, choice.chunks
         settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
@@ -226,7 +226,7 @@ def command(gpus: int, overrides: Sequence[str]) -> str:
     return f"torchrun --nproc-per-node={gpus} {entry} {shlex.join(overrides)}"
 
 
-def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: dict[str, Any]) -> dict[str, Any]:
+def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], given: dict[str, Any]) -> dict[str, Any]:
     """Everything that the tables show, and more."""
     q, gpus = ranking.question, ranking.question.gpus
     return {
@@ -246,7 +246,7 @@ def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: d
     }
 
 
-def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
+def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> None:
     """The tables, the reasons and the command on the terminal."""
     q = ranking.question
     speculates = q.acceptance is not None

@@ -31,7 +31,7 @@ CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may t
 
 
 @dataclass(frozen=True)
-class Setting:
+class Subject:
     """A checkpoint and its ranks.
 
     Attributes:
@@ -44,7 +44,7 @@ class Setting:
     device: str
 
     @classmethod
-    def create(cls, model: str, kvp: int, dtype: str | None) -> Setting:
+    def create(cls, model: str, kvp: int, dtype: str | None) -> Subject:
         """The demo model (`demo`) or a directory's, on a GPU where there is one.
 
         Args:

@@ -17,7 +17,7 @@ from helix.simulate.plan import Question, plan
 from helix.simulate.points import Options, Sparse, Tier
 from launch.inputs import parts
 from launch.inputs.hardware import hardware_of
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
 
@@ -48,7 +48,7 @@ def ranks(config: Config) -> int:
 def choose(
     config: Config,
     spec: DecoderSpec,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptLine],
     world_size: int,
     device: str | None,
     load: tuple[int, int],
@@ -83,7 +83,7 @@ def choose(
     return ranking.choices[0].layout, f"{work}: {ranking.reason} {ranking.verdict}"
 
 
-def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
+def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
     """Sequences at a time and tokens of each: of the longest prompt with its new tokens."""
     new = config.decode.max_new_tokens
     # What is no number will be refused, with its request.
@@ -119,5 +119,5 @@ def budget(config: Config) -> Sparse | None:
     return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens)
 
 
-def _tokens(prompt: Prompt) -> int:
+def _tokens(prompt: PromptLine) -> int:
     return len(prompt.ids) if prompt.ids is not None else -(-len((prompt.text or "").encode()) // TEXT_BYTES)

@@ -21,7 +21,7 @@ from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.parts import check_weights, make_checkpoint, make_draft_layout, make_layout, make_spec
-from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
+from launch.inputs.prompts import PromptLine, check_defaults, kept_results, read_prompts
 from launch.inputs.work import Work, work_of
 
 TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, which says only what takes how long
@@ -53,7 +53,7 @@ class CheckedRun:
     spec: DecoderSpec
     checkpoint: Checkpoint | None
     draft: CheckedDraft | None
-    prompts: list[Prompt]
+    prompts: list[PromptLine]
     finished: bool
     reason: str | None
 
@@ -277,7 +277,7 @@ def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: 
         )
 
 
-def _prompts(config: Config, work: Work) -> list[Prompt]:
+def _prompts(config: Config, work: Work) -> list[PromptLine]:
     """What is to be decoded."""
     if work.prompts == "none" or (work.prompts == "taken" and config.decode.prompts is None):
         return []

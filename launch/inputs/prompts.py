@@ -37,7 +37,7 @@ KINDS |= {
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptLine:
     """One line of a prompt file: either `text` or `ids` is set.
 
     Attributes:
@@ -50,7 +50,7 @@ class Prompt:
     options: Mapping[str, Any]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[PromptLine]:
     """The prompts of a JSON-lines file; blank lines do not count, and a missing id is the prompt's number from 0.
 
     Raises:
@@ -60,7 +60,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines = read_text(path).split("\n")  # other line ends may stand inside of JSON's texts
     except ValueError as error:
         raise ValueError(f"decode.prompts={error}") from error
-    prompts: list[Prompt] = []
+    prompts: list[PromptLine] = []
     seen: dict[str | int, int] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -77,7 +77,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, index: int) -> Prompt:
+def _parse(line: str, index: int) -> PromptLine:
     entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
@@ -112,7 +112,7 @@ def _parse(line: str, index: int) -> Prompt:
         if wrong := [token for token in bias if not re.fullmatch("[0-9]{1,10}", token)]:
             raise ValueError(f'"logit_bias" must be {KINDS["logit_bias"][1]}, and {wrong[0]!r:.60} is no token id')
         options["logit_bias"] = {int(token): value for token, value in bias.items()}
-    return Prompt(name, text, None if ids is None else tuple(ids), options)
+    return PromptLine(name, text, None if ids is None else tuple(ids), options)
 
 
 def check_defaults(config: DecodeConfig) -> None:
@@ -123,7 +123,7 @@ def check_defaults(config: DecodeConfig) -> None:
         raise ValueError(f"decode: {error}") from error
 
 
-def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
+def to_request(prompt: PromptLine, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
     """A request for the engine, or the output that refuses it where its parameters are out of range."""
     ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
     options = {key: prompt.options.get(key, getattr(defaults, key)) for key in DEFAULTED}
@@ -145,7 +145,7 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
     return ids
 
 
-def digest(prompt: Prompt, config: Config) -> str:
+def digest(prompt: PromptLine, config: Config) -> str:
     """What a result line says of its request: 16 hex digits of the prompt, all options, model and attention policy."""
     options = {key: getattr(config.decode, key) for key in DEFAULTED} | dict(prompt.options)
     model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
@@ -159,7 +159,7 @@ def digest(prompt: Prompt, config: Config) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:
+def kept_results(config: Config, prompts: Sequence[PromptLine]) -> dict[str | int, dict[str, Any]]:
     """The results that `decode.output` already holds, by id, but for errors; none without `decode.resume`.
 
     Raises:
@@ -219,7 +219,7 @@ class ResultFile:
         ValueError: as `kept_results`, or the file cannot be written.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, prompts: Sequence[PromptLine]) -> None:
         self._path = None if config.decode.output is None else Path(config.decode.output)
         self._prompts = prompts
         self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
@@ -238,7 +238,7 @@ class ResultFile:
             raise ValueError(f"decode.output={self._path} cannot be written: {error.strerror}") from error
 
     @property
-    def remaining(self) -> list[Prompt]:
+    def remaining(self) -> list[PromptLine]:
         return [p for p in self._prompts if p.id not in self.lines]
 
     def add(self, output: Output) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from helix.config import Config
 from launch.inputs.compose import ROOT, RUN, Settings
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Work:
     timed: bool = False
     load: tuple[int, int] = (1, 1 << 17)
     files: dict[str, str] = field(default_factory=dict)
-    check: Callable[[Sequence[Prompt]], None] = lambda prompts: None
+    check: Callable[[Sequence[PromptLine]], None] = lambda prompts: None
 
 
 DECODE = Work("launch.job.decode", "decode", "needed")
