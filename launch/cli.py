@@ -34,7 +34,7 @@ LABORATORY = {
 
 
 def main() -> None:
-    """Hands over to the command that the first argument names; with `--help`, lists them."""
+    """Runs the command that the first argument names; lists all with `--help`."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         listed = "\n".join(f"  {command:<10} {what}" for command, what in (COMMANDS | LABORATORY).items())

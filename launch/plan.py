@@ -1,4 +1,4 @@
-"""The planner: which layout should a model take on these GPUs, and what will it be like?
+"""The planner: the best layout of a model on these GPUs, and a prediction for it.
 
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 batch=8
   python -m launch.plan model=qwen2.5-7b gpus=8 length=1048576 ttl_ms=20             the largest batch within 20 ms
@@ -76,10 +76,10 @@ PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
 def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, DecoderSpec, list[str]]:
-    """A model's config and shape, and what names it on the runtime's command line.
+    """Loads a model's config and spec; returns them with the override that names it on the runtime's command line.
 
     Args:
-        attention: overrides that the config has as well.
+        attention: further overrides of the config.
 
     Raises:
         ValueError: it is neither in conf/model/ nor a directory with a checkpoint that the runtime knows.
@@ -97,10 +97,10 @@ def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, Decode
 
 
 def pick_hardware(name: str | None, backend: str) -> Hardware:
-    """The description of this name; None: this machine's GPU, on a machine without one an H200's.
+    """Loads the hardware description of this name; None: that of this machine's GPU, or of an H200 without a GPU.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the name is unknown.
     """
     if name is not None:
         hardware = load_hardware(name)
@@ -112,10 +112,10 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
 
 
 def sparse_overrides(given: dict[str, Any]) -> list[str]:
-    """The runtime's overrides for block-sparse attention; none where the question has none.
+    """Returns the runtime's overrides for block-sparse attention; empty if the question has none.
 
     Raises:
-        ValueError: conf/attention/ has no such file, or it is dense attention's.
+        ValueError: conf/attention/ has no such file, or it is that of dense attention.
     """
     if "sparse" not in given and "attention" not in given:
         return []
@@ -127,10 +127,10 @@ def sparse_overrides(given: dict[str, Any]) -> list[str]:
 
 
 def tier_of(given: dict[str, Any]) -> Tier | None:
-    """What is said of a cache in host memory; None where there is none.
+    """Returns the cache in host memory that arguments describe; None without one.
 
     Raises:
-        ValueError: it is said without tier=host, or tier=host without sparse; or a number is out of range.
+        ValueError: it is described without tier=host, or tier=host without sparse; or a number is out of range.
     """
     said = [key for key in ("hits", "ahead", "host_bytes", "gpu_bytes") if key in given]
     if "tier" not in given:
@@ -148,10 +148,10 @@ def tier_of(given: dict[str, Any]) -> Tier | None:
 
 
 def drafted_share(given: dict[str, Any]) -> float | None:
-    """Share of its keys with which the model drafts for itself; None where somebody else drafts.
+    """Returns the share of its keys with which the model drafts for itself; None with another drafter.
 
     Raises:
-        ValueError: a share is given, and nobody to use it; or it is none.
+        ValueError: a share is given for another drafter, or it is not a share.
     """
     share = given.get("sparsity")
     if given.get("drafter") != "sparse":
@@ -168,7 +168,7 @@ def drafted_share(given: dict[str, Any]) -> float | None:
 
 
 def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], list[str]]]:
-    """The ranking, and the runtime's overrides for each of its choices.
+    """Returns the ranking of layouts, with a function that gives the runtime's overrides for each.
 
     Raises:
         ValueError: a value is out of range, or nothing fits.
@@ -227,7 +227,7 @@ def command(gpus: int, overrides: Sequence[str]) -> str:
 
 
 def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], given: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the tables show, and more."""
+    """Returns everything that the tables show, and more, for JSON."""
     q, gpus = ranking.question, ranking.question.gpus
     return {
         "question": given,
@@ -247,7 +247,7 @@ def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], g
 
 
 def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> None:
-    """The tables, the reasons and the command on the terminal."""
+    """Prints the tables, the reasons and the command."""
     q = ranking.question
     speculates = q.acceptance is not None
     sparse = q.options.sparse is not None
@@ -286,7 +286,7 @@ def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> N
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answers one question; a wrong value ends with what is known."""
+    """Answers one question; ends with the known values if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if helped(arguments or ["--help"], __doc__):
         return

@@ -140,7 +140,7 @@ def test_values_out_of_range_are_named(override: str, words: list[str]) -> None:
         ("+layout.kvp=2", "layout.kvp is there already: leave out the +"),
         ("~layout.kvp", "only keys of model.config can be taken out"),
         ("layout.kvp", "'layout.kvp': a setting is KEY=VALUE"),
-        ("--foo", "--foo is no option: there are --help and --cfg job"),
+        ("--foo", "--foo is not an option: use --help, --cfg job"),
         ("-m", "one run has one config"),
         ("hydra.run.dir=x", "hydra is unknown"),
     ],

@@ -66,8 +66,8 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ({"prompt": "a", "ignore_eos": 1}, 'line 2: "ignore_eos" must be true or false, not 1'),
         ({"prompt": "a", "stop_token_ids": 5}, 'line 2: "stop_token_ids" must be a list of integers, not 5'),
         ({"prompt": "a", "logit_bias": [5, 1]}, 'line 2: "logit_bias" must be an object of token ids and numbers'),
-        ({"prompt": "a", "logit_bias": {"-1": 5}}, "and '-1' is no token id"),
-        ({"prompt": "a", "logit_bias": {"a" * 99: 5}}, "aaa is no token id"),
+        ({"prompt": "a", "logit_bias": {"-1": 5}}, "and '-1' is not a token id"),
+        ({"prompt": "a", "logit_bias": {"a" * 99: 5}}, "aaa is not a token id"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
@@ -278,7 +278,7 @@ def test_only_a_torn_result_is_dropped(tmp_path: Path, held: bytes) -> None:
     path.write_bytes(held)
     config = Config(decode=DecodeConfig(output=str(path), resume=True))
     for refused in (kept_results, ResultFile):
-        with pytest.raises(ValueError, match=r"out\.jsonl, line 1, is no result"):
+        with pytest.raises(ValueError, match=r"out\.jsonl, line 1, is not a result"):
             refused(config, prompts("a"))
     assert path.read_bytes() == held
 
