@@ -49,7 +49,7 @@ from rich.console import Console
 from benchmarks.quality.acceptance_rows import DEFAULTS, rows, ways
 from benchmarks.quality.continuations import FACTS, TASKS
 from benchmarks.quality.drafting import DRAFTERS, PAGES, run
-from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.prefilled import Subject
 from benchmarks.records.acceptance_tables import terminal_tables
 from benchmarks.records.rows import append
 from helix.config import MAX_QUERIES
@@ -113,7 +113,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         raise ValueError(f"prompts={prompts} must be at least 2")
     if metered and kvps != [1]:
         raise ValueError("meter=true computes on one rank what several choose: leave kvp out")
-    settings = {kvp: Setting.create(values["model"], kvp, values.get("dtype")) for kvp in kvps}
+    settings = {kvp: Subject.create(values["model"], kvp, values.get("dtype")) for kvp in kvps}
     setting = settings[kvps[0]]
     spec, tokenizer = setting.spec(), setting.tokenizer()
     for length in lengths:

@@ -45,7 +45,7 @@ from benchmarks.kernels import mla as bench_mla
 from benchmarks.kernels import sparse as bench_sparse
 from benchmarks.kernels import tier as bench_tier
 from benchmarks.records.recorded_steps import RECORDED, Cell, halves, measured, read_cells
-from benchmarks.runner import Given
+from benchmarks.runner import Given, Row
 from benchmarks.timer import ROTATED, K, seconds
 from helix.simulate import constants
 from helix.simulate.fit import errors, fit, quantiles
@@ -57,7 +57,6 @@ from launch.inputs.files import write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware, read_hardware
 from launch.job.report import provenance
 
-Row = dict[str, Any]
 PART_S = 15.0  # after which a part takes no further row
 JOBS_S = 60.0  # the same of collectives, whose every width is a job that has to start
 HANGS_S = 120.0  # after which a part is taken to hang, and ends the command

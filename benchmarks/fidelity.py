@@ -49,10 +49,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.quality.fidelity_tasks import TASKS, Task, policies
+from benchmarks.quality.fidelity_tasks import TASKS, FidelityTask, policies
 from benchmarks.quality.forced import Policy
 from benchmarks.quality.haystacks import KINDS
-from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.prefilled import Subject
 from benchmarks.records.columns import cells, terminal
 from benchmarks.records.fidelity_tables import COLUMNS
 from benchmarks.records.rows import append
@@ -95,7 +95,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         RuntimeError: a policy that was to leave blocks out has read them all.
     """
     task, lengths = values.get("task", "text"), values.get("length", [8192])
-    setting = Setting.create(values["model"], values.get("kvp", 1), values.get("dtype"))
+    setting = Subject.create(values["model"], values.get("kvp", 1), values.get("dtype"))
     spec, kvp, dtype = setting.spec(), setting.layout.kvp, str(setting.dtype)
     steps, count = values.get("steps", STEPS.get(task, 64)), values.get("count", COUNTS.get(task, 5))
     for key in NOT_READ.get(task, ("haystack",)):
@@ -115,7 +115,7 @@ def measure(values: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     for length in lengths:
         for haystack in haystacks if task in HAYSTACKS else haystacks[:1]:
             began = time.perf_counter()
-            given = Task(setting, tokenizer, chosen[length], length, steps, count, haystack)
+            given = FidelityTask(setting, tokenizer, chosen[length], length, steps, count, haystack)
             shared = {"kind": task, **facts, "model": setting.path.name, "length": length, "kvp": kvp}
             yield [shared | {"dtype": dtype} | row for row in TASKS[task](given)]
             what = f"{task}, {length} tokens" + f", {haystack}" * (task in HAYSTACKS)

@@ -14,7 +14,7 @@ from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig, bench_points, lab
 from helix.config import Config
 from launch.inputs.front import MODEL_FLAGS, Command
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 from launch.inputs.work import Program, Work, work_of
 
 # By bench.kind, the module whose `run` is the work of a job, which imports its own alone.
@@ -47,7 +47,7 @@ def work(config: Config) -> Work:
     return Work(MODULES[bench.kind], bench.kind, takes, True, load, files, partial(_check, config))
 
 
-def _check(config: LabConfig, prompts: Sequence[Prompt]) -> None:
+def _check(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
     if config.bench.kind == "tune":
         check_tuning(config, prompts)
     variants(config)

@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start + 1} is no part of a character") from error
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start + 1} is not part of a character") from error
 
 
 def parse_json(text: str, constant: Callable[[str], float] = float) -> Any:

@@ -124,7 +124,7 @@ class HelixLayout:
     def check_heads(self, q_heads: int, kv_heads: int) -> None:
         """Raises ValueError, with the layouts that fit, unless these heads can be split over `tpa`."""
         if q_heads % kv_heads:
-            raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
+            raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} KV heads")
         if self._heads_fit(q_heads, kv_heads):
             return
         rule = (

@@ -46,7 +46,7 @@ LOOK_S = 0.2  # interval between checks that the ranks are alive
 
 
 @dataclass(frozen=True)
-class Settings:
+class LLMSettings:
     """Settings that every rank gets; attributes as in `LLM`, and the spec of the checkpoint's config."""
 
     path: str
@@ -92,7 +92,7 @@ class LLM:
         spec = spec_from_config(read_config(Path(path)))
         layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
         max_length = min(max_length, spec.max_positions)
-        settings = Settings(str(path), spec, layout, dtype, max_batch, max_length, timeout_s)
+        settings = LLMSettings(str(path), spec, layout, dtype, max_batch, max_length, timeout_s)
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._local: Rank | None = None
@@ -217,7 +217,7 @@ def _as_ids(number: int, prompt: Any) -> list[int]:
 class Rank:
     """Part of an LLM on one rank; it uses the existing process group, or creates that of the environment."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LLMSettings) -> None:
         layout, place = settings.layout, Place.from_environment()
         assert place is not None, "a rank has its place in the environment"
         backend = choose_backend("auto", place, [gpu_facts(place)])

@@ -56,7 +56,7 @@ class Place:
         try:
             socket.getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
-            raise ValueError(f"MASTER_ADDR={host} is no host that is known here: {remedy}") from error
+            raise ValueError(f"MASTER_ADDR={host} is not a host that is known here: {remedy}") from error
         return cls(*(values[name] for name in names[:4]))
 
 

@@ -8,6 +8,7 @@ written (a ring of pages for each sequence of the batch), then those of hot bloc
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -25,6 +26,8 @@ class HotBlocks:
         turn: [Hkv] int32, 0 or 1.
         chosen: [Hkv, places] int32: scratch, 0 between launches.
         begin: the layer's first place of hot blocks.
+        ring_pages: ring size of a sequence: its local page i, unless full of committed tokens, is page i % ring_pages
+            of its ring.
     """
 
     place_of: torch.Tensor
@@ -33,9 +36,12 @@ class HotBlocks:
     turn: torch.Tensor
     chosen: torch.Tensor
     begin: int
+    ring_pages: int
 
     @classmethod
-    def create(cls, layers: int, heads: int, pages: int, places: int, begin: int, device: torch.device) -> HotBlocks:
+    def create(
+        cls, layers: int, heads: int, pages: int, places: int, begin: int, ring_pages: int, device: torch.device
+    ) -> HotBlocks:
         """Creates the state of all layers without any hot block."""
 
         def full(value: int, *shape: int) -> torch.Tensor:
@@ -43,12 +49,12 @@ class HotBlocks:
 
         order = torch.arange(places, dtype=torch.int32, device=device).repeat(layers, 2, heads, 1)
         return cls(
-            full(NOWHERE, heads, pages), full(-1, heads, places), order, full(0, heads), full(0, heads, places), begin
-        )
+            full(NOWHERE, heads, pages), full(-1, heads, places), order, full(0, heads), full(0, heads, places), begin,
+            ring_pages,
+        )  # fmt: skip
 
     def layer(self, index: int) -> HotBlocks:
-        of_layer = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "begin"}
-        return replace(self, **of_layer)
+        return replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)[:-2]})
 
     @property
     def places(self) -> int:
@@ -70,6 +76,39 @@ class BlockList:
     counts: torch.Tensor
 
     @classmethod
-    def create(cls, lists: int, most: int, device: torch.device) -> BlockList:
+    def create(cls, lists: int, most: int, device: torch.device, *more: Any) -> Self:
         source, target = (torch.zeros(lists, most, dtype=torch.int32, device=device) for _ in range(2))
-        return cls(source, target, torch.zeros(lists, dtype=torch.int32, device=device))
+        return cls(source, target, torch.zeros(lists, dtype=torch.int32, device=device), *more)
+
+
+@dataclass(frozen=True)
+class FetchList(BlockList):
+    """Blocks of a layer to fetch, and the places assigned to them, a list for each KV head.
+
+    Attributes:
+        counted: [2] int64: table entries whose blocks had a place, and blocks to fetch, of all tables so far. Pages in
+            rings count for neither.
+        guess: whether tables are a prediction; the actual choice will be resolved later.
+    """
+
+    counted: torch.Tensor
+    guess: bool = False
+
+
+class Readers(NamedTuple):
+    """The N queries of a step that read pages, `of_sequence` of each sequence.
+
+    Attributes:
+        hi: [N] int32, contiguous: one past the last key in a query's table.
+        pages: [N] int32, contiguous: pages of the query's sequence on this rank.
+        positions: [N] int64, contiguous: the first of a sequence at its committed length.
+        starts: [N] int64, contiguous: kvp rank of the sequence's first block.
+        first_row: row of the first sequence in the batch.
+    """
+
+    hi: torch.Tensor
+    pages: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor
+    of_sequence: int
+    first_row: int = 0

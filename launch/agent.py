@@ -28,10 +28,10 @@ GRACE_S = 5  # between asking ranks to end and killing them
 
 
 def read(environment: Mapping[str, str]) -> LaunchConfig:
-    """The agent that these variables describe.
+    """Reads the agent that environment variables describe.
 
     Raises:
-        ValueError: naming the variable, its value and what to set.
+        ValueError: a variable is missing or wrong; the message names it, its value and what to set.
     """
     endpoint = environment.get("ENDPOINT", "")
     host, _, port = endpoint.rpartition(":")
@@ -58,10 +58,10 @@ def read(environment: Mapping[str, str]) -> LaunchConfig:
 
 
 def meeting_store(endpoint: str) -> dist.Store:
-    """The store at which agents meet: of the first agent on the endpoint's host, to which all others connect.
+    """Connects to the store at which agents meet; the first agent on the endpoint's host starts it.
 
     Raises:
-        RuntimeError: nothing answers there, or something else.
+        RuntimeError: nothing answers there, or no store does.
     """
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
@@ -82,7 +82,7 @@ def _store(host: str, port: int, serves: bool) -> dist.Store:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name is this host's: an address of it can be listened at."""
+    """Returns whether a name is this host's: one of its addresses can be listened at."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
             try:

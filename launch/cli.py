@@ -44,7 +44,7 @@ usage: helix COMMAND ...
 
 
 def main() -> None:
-    """Hands over to the command that the first argument names; with `--help`, lists them."""
+    """Runs the command that the first argument names; lists all with `--help`."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         for title, commands in (("Commands", COMMANDS), ("Laboratory", LABORATORY)):

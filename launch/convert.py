@@ -1,4 +1,4 @@
-"""Makes a checkpoint directory of a GGUF file, as llama.cpp has them: `helix convert FILE.gguf DIR`.
+"""Conversion of a GGUF file, as llama.cpp has them, to a checkpoint directory: `helix convert FILE.gguf DIR`.
 
   helix convert model.gguf DIR                  DIR is new, or empty
   helix serve model.path=DIR
@@ -44,16 +44,16 @@ REST_BYTES = 64 << 20  # of the files beside the weights, at most
 
 
 def convert(file: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Writes a checkpoint directory of a GGUF file; whatever fails, it is as it was before.
+    """Writes the checkpoint directory of a GGUF file; leaves it as it was if anything fails.
 
     Args:
-        dtype: of the weights; None: the file's.
+        dtype: dtype of the weights; None: the file's.
 
     Raises:
-        ValueError: the file cannot be converted, or the directory not be written.
+        ValueError: the file cannot be converted, or the directory cannot be written.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is there already, and is no empty directory: name another, or move it away")
+        raise ValueError(f"{directory} exists and is not an empty directory: name another, or move it away")
     console = Console(stderr=True)
     with console.status(f"reading {file}"):
         model = read_gguf(file)
@@ -98,7 +98,7 @@ def _tokenizer(model: GGUFModel) -> Any:
 
 
 def _write_weights(directory: Path, model: GGUFModel, dtype: torch.dtype, console: Console) -> None:
-    """Writes the weights as they are read: no more than a shard of them is in memory."""
+    """Writes the weights as they are read, with at most one shard in memory."""
     files: dict[str, str] = {}
     read = track(model.weights(dtype), "writing weights", total=model.tensors, console=console)
     for number, shard in enumerate(_shards(read), 1):
@@ -127,7 +127,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Converts the file that the first argument names; what goes wrong is one line."""
+    """Converts the file that the first argument names; reports an error in one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if helped(arguments or ["--help"], __doc__):
         return

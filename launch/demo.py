@@ -1,4 +1,4 @@
-"""What `make run` runs: the demo model over four CPU ranks, or over all GPUs of this machine."""
+"""The demo of `make run`: the demo model over four CPU ranks, or over all GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def verdict(lines: Sequence[str]) -> str:
-    """A line on whether the first of the demo's prompts got the number hidden in it; empty where it has no result."""
+    """Tells whether the answer to the demo's first prompt has the number hidden in it; empty without a result."""
     with (ROOT / "assets" / "prompts.jsonl").open(encoding="utf-8") as file:
         needle = json.loads(file.readline())["id"]
     answer = next((line for line in lines if json.loads(line)["id"] == needle), None)

@@ -1,4 +1,4 @@
-"""Makes the virtual environment that `make` uses: `python launch/make_venv.py DIR`; standard library alone.
+"""The virtual environment that `make` uses: `python launch/make_venv.py DIR`; standard library alone.
 
 Where the Python that runs this already has a torch in the range of `pyproject.toml`, the environment sees it and only
 what is missing is added. Otherwise everything is installed, pinned by `constraints.txt`.
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements() -> list[str]:
-    """Packages needed to run, to serve and to test."""
+    """Returns the packages needed to run, to serve and to test."""
     import tomllib  # not before the version of Python is known to have it
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -27,7 +27,7 @@ def requirements() -> list[str]:
 
 
 def fitting_torch(wanted: str) -> Distribution | None:
-    """The torch at hand, where `wanted` (`torch>=2.11,<2.14`) allows it."""
+    """Returns the version of the installed torch if `wanted` (`torch>=2.11,<2.14`) allows it."""
 
     def release(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("+")[0].split(".")[:2])

@@ -1,4 +1,4 @@
-"""The planner: which layout should a model take on these GPUs, and what will it be like?
+"""The planner: the best layout of a model on these GPUs, and a prediction for it.
 
   helix plan llama-3.1-8b gpus=8 context=1M batch=8
   helix plan qwen2.5-7b gpus=8 context=1M ttl_ms=20                      the largest batch within 20 ms
@@ -56,7 +56,7 @@ from helix.models import DecoderSpec
 from helix.simulate import drafting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.hardware import Hardware
-from helix.simulate.plan import Choice, Question, Ranking, plan
+from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
 from helix.simulate.points import Tier
 from launch.inputs import front
 from launch.inputs.arguments import helped, one_of, parse, tokens
@@ -77,10 +77,10 @@ PROMPTS = "PROMPTS.jsonl"  # in the command of a checkpoint: the user's own file
 
 
 def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, DecoderSpec, list[str]]:
-    """A model's config and shape, and what names it on the runtime's command line.
+    """Loads a model's config and spec; returns them with the override that names it on the runtime's command line.
 
     Args:
-        attention: overrides that the config has as well.
+        attention: further overrides of the config.
 
     Raises:
         ValueError: there is no such model, or the runtime does not know its family.
@@ -97,10 +97,10 @@ def load_model(name: str, attention: Sequence[str] = ()) -> tuple[Config, Decode
 
 
 def pick_hardware(name: str | None, backend: str) -> Hardware:
-    """The description of this name; None: this machine's GPU, on a machine without one an H200's.
+    """Loads the hardware description of this name; None: that of this machine's GPU, or of an H200 without a GPU.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the name is unknown.
     """
     if name is not None:
         hardware = load_hardware(name)
@@ -112,10 +112,10 @@ def pick_hardware(name: str | None, backend: str) -> Hardware:
 
 
 def sparse_overrides(given: dict[str, Any]) -> list[str]:
-    """The runtime's overrides for block-sparse attention; none where the question has none.
+    """Returns the runtime's overrides for block-sparse attention; empty if the question has none.
 
     Raises:
-        ValueError: conf/attention/ has no such file, or it is dense attention's.
+        ValueError: conf/attention/ has no such file, or it is that of dense attention.
     """
     if "sparse" not in given and "attention" not in given:
         return []
@@ -127,10 +127,10 @@ def sparse_overrides(given: dict[str, Any]) -> list[str]:
 
 
 def tier_of(given: dict[str, Any]) -> Tier | None:
-    """What is said of a cache in host memory; None where there is none.
+    """Returns the cache in host memory that arguments describe; None without one.
 
     Raises:
-        ValueError: it is said without tier=host, or tier=host without sparse; or a number is out of range.
+        ValueError: it is described without tier=host, or tier=host without sparse; or a number is out of range.
     """
     said = [key for key in ("hits", "ahead", "host_bytes", "gpu_bytes") if key in given]
     if "tier" not in given:
@@ -148,10 +148,10 @@ def tier_of(given: dict[str, Any]) -> Tier | None:
 
 
 def drafted_share(given: dict[str, Any]) -> float | None:
-    """Share of its keys with which the model drafts for itself; None where somebody else drafts.
+    """Returns the share of its keys with which the model drafts for itself; None with another drafter.
 
     Raises:
-        ValueError: a share is given, and nobody to use it; or it is none.
+        ValueError: a share is given for another drafter, or it is not a share.
     """
     share = given.get("sparsity")
     if given.get("drafter") != "sparse":
@@ -167,8 +167,8 @@ def drafted_share(given: dict[str, Any]) -> float | None:
     return SpeculationConfig().sparsity if share is None else share
 
 
-def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]]]:
-    """The ranking, and the runtime's overrides for each of its choices.
+def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[PlannedLayout], list[str]]]:
+    """Returns the ranking of layouts, with a function that gives the runtime's overrides for each.
 
     Raises:
         ValueError: a value is out of range, or nothing fits.
@@ -194,7 +194,7 @@ def answer(given: dict[str, Any]) -> tuple[Ranking, Callable[[Choice], list[str]
     )
     model += ["comm.backend=nccl"] if backend == "nccl" else []
 
-    def overrides(choice: Choice) -> list[str]:
+    def overrides(choice: PlannedLayout) -> list[str]:
         layout, chunks = choice.layout, choice.chunks
         settings = [*model, f"layout={layout.mode}", f"layout.kvp={layout.kvp}", f"layout.tpa={layout.tpa}"]
         settings += [f"layout.ep={layout.ep}"] if layout.ep > 1 else []
@@ -226,8 +226,8 @@ def command(gpus: int, overrides: Sequence[str]) -> str:
     return f"torchrun --nproc-per-node={gpus} {entry} {shlex.join(overrides)}"
 
 
-def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the tables show, and more."""
+def as_json(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns everything that the tables show, and more, for JSON."""
     q, gpus = ranking.question, ranking.question.gpus
     return {
         "question": given,
@@ -246,8 +246,8 @@ def as_json(ranking: Ranking, overrides: Callable[[Choice], list[str]], given: d
     }
 
 
-def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
-    """The tables, the reasons and the command on the terminal."""
+def show(ranking: Ranking, overrides: Callable[[PlannedLayout], list[str]]) -> None:
+    """Prints the tables, the reasons and the command."""
     q = ranking.question
     speculates = q.acceptance is not None
     sparse = q.options.sparse is not None
@@ -286,7 +286,7 @@ def show(ranking: Ranking, overrides: Callable[[Choice], list[str]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answers one question; a wrong value ends with what is known."""
+    """Answers one question; ends with the known values if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if helped(arguments or ["--help"], __doc__):
         return

@@ -1,4 +1,4 @@
-"""From a config to tokens: the whole of a run, on every rank."""
+"""A run, from a config to tokens, on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from launch.job.task import Done, Task
 
 
 def entry(arguments: Sequence[str], program: Program = RUNTIME) -> int:
-    """`main` as the whole of a process."""
+    """Runs `main` as the whole of a process."""
     import_transformers()
     return main(arguments, program)
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
     """Runs a command line on this rank, or on new ranks where no launcher started this process.
 
     Returns:
-        The exit code; what is wrong with the arguments has been said on stderr, in one line.
+        The exit code; errors of the arguments were printed to stderr, in one line.
     """
     place = None
     try:
@@ -168,7 +168,7 @@ def _load(
 
 
 def _check_room(plan: CheckedRun | CheckedDraft, dtype: torch.dtype, comm: Communicator) -> None:
-    """Raises ConfigError where the weights of a rank take more than the memory it has free, before any is taken."""
+    """Raises ConfigError, before memory is taken, if a rank's weights take more than its free memory."""
     needed = weights_of(plan.spec, plan.layout, comm.rank, dtype).bytes
     ranks = comm.all_gather_object((needed, free_bytes(comm.device), comm.rank))
     needed, free, rank = max(ranks, key=lambda r: r[0] - r[1])

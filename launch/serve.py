@@ -1,4 +1,4 @@
-"""Serves a model over HTTP, with OpenAI's interface: `helix serve DIR --port 8000 layout.kvp=4 ...`.
+"""A server with OpenAI's HTTP interface: `helix serve DIR --port 8000 layout.kvp=4 ...`.
 
 Without settings it serves the demo model over two ranks. The ranks are processes of their own, which this one starts,
 and starts again where they fail.
@@ -40,7 +40,7 @@ LOOK_S = 0.1  # between two looks at what is still running
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until a signal; returns the exit code: 0, or 1 where something is wrong that was said in one line."""
+    """Serves until a signal; returns the exit code: 0, or 1 after an error, which was printed in one line."""
     try:
         line = front.read(arguments, front.SERVE)
         settings = compose.RUN.of(line)
@@ -103,7 +103,7 @@ async def _serve(serve: ServeConfig, keys: Keys, listener: socket, arguments: Se
 
 
 def _defaults(arguments: Sequence[str]) -> list[str]:
-    """What is served where nobody says: over all GPUs, or two CPU ranks, whose memory is not all the cache's."""
+    """Returns the default settings: all GPUs, or two CPU ranks whose cache takes a part of the memory."""
     keys = {text.partition("=")[0].lstrip("+") for text in arguments}
     if Path("/dev/nvidia0").exists():
         return [] if any(key.startswith("layout") for key in keys) else ["layout=auto"]
@@ -112,7 +112,7 @@ def _defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: asyncio.AbstractEventLoop) -> None:
-    """Reads what goes with the model, and tells the terminal where it is served; in a thread beside the loop."""
+    """Reads the model's tokenizer and template, and prints the address; in a thread beside the loop."""
     api.know(ready)
     loop.call_soon_threadsafe(api.start)
     gc.freeze()  # what stays: to look through it again would stop everybody for some 50 ms
@@ -131,7 +131,7 @@ def _begin(api: Api, ready: Ready, serve: ServeConfig, listener: socket, loop: a
 
 
 async def _drain(core: Core, drain_s: float, keeping: asyncio.Task[None], hurry: asyncio.Event) -> None:
-    """Waits until nothing runs, for so long at most, or a second signal; time without ranks does not count."""
+    """Waits until nothing runs, a second signal, or the deadline; time without ranks does not count."""
     core.draining = True
     left = drain_s
     while core.flights and left > 0 and not keeping.done() and not hurry.is_set():

@@ -47,10 +47,10 @@ KEYS: dict[str, Callable[[str], Any]] = {
 
 
 def print_point(arguments: Sequence[str]) -> None:
-    """One decode step, phase by phase.
+    """Prints one decode step, phase by phase.
 
     Raises:
-        ValueError: a value is wrong or, once all is printed, there is no memory for the batch.
+        ValueError: a value is wrong; or, after printing, memory does not suffice for the batch.
     """
     given = DEFAULTS | parse(arguments, KEYS, needed=("hardware", "model"), words=("model",))
     dtype = given["dtype"]
@@ -85,7 +85,7 @@ COMMANDS = {"point": print_point}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one of the commands; a wrong value ends with what is known."""
+    """Runs one of the commands; ends with the known values if a value is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if helped(arguments or ["--help"], __doc__):
         return

@@ -45,15 +45,15 @@ LAYOUT = ("mode", "kvp", "tpa", "tpf", "ep", "world_size")
 
 @dataclass
 class Point:
-    """One point of the sweep and what became of it.
+    """A point of the sweep, and its outcome.
 
     Attributes:
-        overrides: what the command line set for it.
-        config: of its job, with the files that are its own.
-        work: of its job.
+        overrides: its overrides from the command line.
+        config: config of its job, with files of its own.
+        work: work of its job.
         status: ok, refused (some requests were), skipped, failed or interrupted; waiting before it ran.
-        reason: why it was skipped or failed.
-        record: what the run measured.
+        reason: reason why it was skipped or failed.
+        record: measurements of the run.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Point:
     record: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the run measured: a row, or one for each of `bench.points`."""
+        """Returns the run's measurements: a row, or one for each of `bench.points`."""
         layout = self.record.get("layout", {})
         return [
             {
@@ -82,7 +82,7 @@ class Point:
 
 
 def read(line: Line, program: Program = RUNTIME) -> list[Point]:
-    """The points of a command line, each with files of its own.
+    """Reads the points of a command line, each with files of its own.
 
     Raises:
         ValueError: a mistake in the arguments.
@@ -111,10 +111,10 @@ def read(line: Line, program: Program = RUNTIME) -> list[Point]:
 
 
 def check(points: Sequence[Point]) -> None:
-    """Finds out which points cannot run here, without running any.
+    """Finds the points that cannot run here, without running any.
 
     Raises:
-        ValueError: all points that are not skipped have this one mistake.
+        ValueError: all points that are not skipped have the same mistake.
     """
     for point in points:
         if (reason := skip_reason(point.config)) is not None:
@@ -130,7 +130,7 @@ def check(points: Sequence[Point]) -> None:
 
 
 def run(point: Point, program: Program = RUNTIME) -> int:
-    """Runs a point that nothing is known to be wrong with, and notes what became of it; its exit code."""
+    """Runs a point and records its outcome; returns its exit code."""
     config = point.config
     files = [f"record={config.record}", *([f"decode.output={config.decode.output}"] if config.decode.output else [])]
     with heard() as lines:
@@ -144,7 +144,7 @@ def run(point: Point, program: Program = RUNTIME) -> int:
 
 
 def skip_reason(config: Config) -> str | None:
-    """Why a point is no layout of the model, or one of too many ranks for this host; None where it is neither."""
+    """Returns the reason if a point is not a layout of the model or has too many ranks for this host; else None."""
     if config.layout.mode == "auto":
         return None
     try:
@@ -175,7 +175,7 @@ def write_csv(path: Path, points: list[Point]) -> None:
 
 
 def plot(path: Path, points: list[Point]) -> None:
-    """Throughput of a rank over what one user sees, a mark for each point that ran."""
+    """Plots throughput per rank over that of one user, a mark for each point that ran."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for row in (row for point in points for row in point.rows()):
         x, y, number = row["tokens_per_s_user"], row["tokens_per_s_gpu"], row["point"]
@@ -193,14 +193,14 @@ def plot(path: Path, points: list[Point]) -> None:
 
 
 def _timed(row: dict[str, Any]) -> str:
-    """Which of `bench.points` a row is of; empty in a run over prompts."""
+    """Returns the name of a row's point in `bench.points`; empty in a run over prompts."""
     if row["batch"] is None:
         return ""
     return f" {row['batch']} x {row['length']}" + (f", {row['gamma']} drafts" if row["gamma"] else "")
 
 
 def show(points: list[Point]) -> None:
-    """A table of all points, by what varies between them, and why some have no figures."""
+    """Prints a table of all points, by the keys that vary, with the reasons of those without figures."""
     varying = {o for p in points for o in p.overrides if any(o not in other.overrides for other in points)}
     table = Table("point", "overrides", "status", "TTL p50", "tok/s/user", "tok/s/rank")
     for point in points:
@@ -223,7 +223,7 @@ def show(points: list[Point]) -> None:
 
 
 def main(arguments: Sequence[str], program: Program = RUNTIME) -> int:
-    """Runs the sweep; returns 0 where some point ran and none failed, 130 after control-C, otherwise 1."""
+    """Runs the sweep; returns 0 if a point ran and none failed, 130 after control-C, otherwise 1."""
     try:
         if "RANK" in os.environ:
             raise ValueError("a sweep starts the ranks of each point itself: run it without torchrun")

@@ -16,7 +16,7 @@ import numpy as np
 from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import LEAST_CHUNK, Scheduler
+from helix.control.scheduler import LEAST_CHUNK, RunnerTraits, Scheduler
 from helix.events.decision import Admission, Decision, StepPlan
 from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
@@ -143,13 +143,9 @@ class Serving:
         self.scheduler = Scheduler(
             self.tables,
             self.times,
-            max_batch=max_batch,
-            prefill_chunk=prefill_chunk,
-            drafts=drafts,
-            pace=lambda rows, without: plan,
-            remedy="raise kv.tokens",
-            schedule=schedule,
-            **options,
+            RunnerTraits(max_batch, prefill_chunk, "raise kv.tokens", drafts=drafts, **options),
+            schedule,
+            lambda rows, without: plan,
         )
         self.stall_s, share = schedule.stall_ms / 1e3, schedule.decode_share
         self.ratio = share / (1 - share)

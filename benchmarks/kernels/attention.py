@@ -24,9 +24,9 @@ from kernels.paged_keys import PagedKeys
 
 TORCH = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 PEERS = (*TORCH, "flashinfer")
-Shape = tuple[int, int, int, int, int]
+AttentionShape = tuple[int, int, int, int, int]
 ROWS: list[
-    Shape
+    AttentionShape
 ] = [  # query heads, KV heads, batch, KV length, queries: what a rank of a Helix layout sees, and models
     *[(8, 1, 1, n * K, 1) for n in (4, 16, 64, 128, 256, 1024)],
     *[(8, 1, 8, n * K, 1) for n in (4, 16, 64, 128)],
@@ -41,7 +41,7 @@ ROWS: list[
 
 
 @dataclass
-class Setting:
+class AttentionCase:
     """One row's tensors: `copies` caches over which runs rotate."""
 
     q: torch.Tensor
@@ -60,7 +60,7 @@ class Setting:
         return k, v
 
 
-def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> Setting:
+def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, device: torch.device) -> AttentionCase:
     dtype = torch.bfloat16
     bytes_each = 2 * batch * length * kv_heads * DIM * dtype.itemsize
     copies = -(-ROTATED // bytes_each) if device.type == "cuda" else 1
@@ -73,10 +73,10 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, queries: int, 
     table = torch.randperm(pages, device=device).view(batch, -1).int()
     q = torch.randn(batch, queries, q_heads, DIM, device=device, dtype=dtype)
     hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peers read them
-    return Setting(q, caches, table, torch.zeros_like(hi), hi)
+    return AttentionCase(q, caches, table, torch.zeros_like(hi), hi)
 
 
-def flashinfer(s: Setting) -> Callable[[int], torch.Tensor]:
+def flashinfer(s: AttentionCase) -> Callable[[int], torch.Tensor]:
     """FlashInfer's paged attention of the same caches, tensor cores on; the copy's number -> the output."""
     module = importlib.import_module("flashinfer")  # a peer, no part of the project
     batch, queries, q_heads, dim = s.q.shape
@@ -154,7 +154,7 @@ def measure_ragged(given: Given) -> list[Row]:
             table[i, :count] = order[begin : begin + count]
             begin += count
         hi = torch.tensor(counts, dtype=torch.int32, device=device)[:, None] * PAGE
-        s = Setting(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
+        s = AttentionCase(q, [(caches[0], caches[1])], table, torch.zeros_like(hi), hi)
         times[name] = seconds(s.ours, 1, device) * 1e6
     return [{"kind": "ragged", "heads": "8/1", "us": times["ragged"], "uniform_us": times["uniform"]}]
 

@@ -35,7 +35,7 @@ ROWS = [  # heads, batch, KV length, queries
 
 
 @dataclass
-class Setting:
+class MLACase:
     """One row's tensors: `caches` are copies over which runs rotate."""
 
     q: torch.Tensor
@@ -75,7 +75,7 @@ class Setting:
         )
 
 
-def setting(heads: int, batch: int, length: int, queries: int, device: torch.device) -> Setting:
+def setting(heads: int, batch: int, length: int, queries: int, device: torch.device) -> MLACase:
     dtype = torch.bfloat16
     pages = batch * length // PAGE
     bytes_each = pages * PAGE * (LATENT + ROPE) * dtype.itemsize
@@ -85,7 +85,7 @@ def setting(heads: int, batch: int, length: int, queries: int, device: torch.dev
     table = torch.randperm(pages, device=device).view(batch, -1).int()
     q = torch.randn(batch, queries, heads, LATENT + ROPE, device=device, dtype=dtype)
     hi = torch.full((batch, queries), length, dtype=torch.int32, device=device)  # all keys, as the peer reads them
-    return Setting(q, caches, table, torch.zeros_like(hi), hi)
+    return MLACase(q, caches, table, torch.zeros_like(hi), hi)
 
 
 def measure(given: Given, heads: int, batch: int, length: int, queries: int) -> list[Row]:

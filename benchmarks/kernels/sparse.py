@@ -40,7 +40,7 @@ CHOSEN = (8, 32)
 
 
 @dataclass
-class Setting:
+class SparseCase:
     """Sequences of one length in one pool of pages: `copies` batches of them, each with queries of its own."""
 
     q: list[torch.Tensor]
@@ -87,7 +87,7 @@ def read_bytes(kv_heads: int, batch: int, length: int, topk: int) -> int:
     return bounds_bytes(kv_heads, batch, length) + batch * kv_heads * DIM * 4 * read_keys(length // PAGE, topk)
 
 
-def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> Setting:
+def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.device) -> SparseCase:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     held = batch * length // PAGE  # pages of a batch
     read = held * kv_heads * 2 * DIM * dtype.itemsize  # of bounds alone
@@ -105,7 +105,7 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
     pages = torch.full((batch,), length // PAGE, dtype=torch.int32, device=device)
     ranges = torch.full_like(pages, SINK), pages - LOCAL, pages
     counted = torch.zeros(2, dtype=torch.int64, device=device)
-    return Setting(
+    return SparseCase(
         q,
         k,
         v,
@@ -117,7 +117,7 @@ def setting(q_heads: int, kv_heads: int, batch: int, length: int, device: torch.
     )
 
 
-def check(s: Setting, topk: int) -> None:
+def check(s: SparseCase, topk: int) -> None:
     """Raises AssertionError unless the blocks that are chosen promise as much as the best by torch."""
     table = s.select(topk, 0)
     for b, row in enumerate(s.tables[0].long()):
@@ -162,7 +162,7 @@ def measure(given: Given, q_heads: int, kv_heads: int, batch: int, length: int) 
     return rows
 
 
-def torchs(s: Setting, copies: int, device: torch.device) -> Row:
+def torchs(s: SparseCase, copies: int, device: torch.device) -> Row:
     """Torch's dense attention over contiguous copies of as many batches as rotation needs."""
     found: Row = {f"{name}_us": None for name in TORCH}
     k, v = (

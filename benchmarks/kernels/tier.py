@@ -25,7 +25,7 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 from benchmarks.timer import DIM, seconds
 from helix.memory.host_store import HostStore
 from helix.run.clock import Moment
-from kernels.hot_blocks import BlockList, HotBlocks
+from kernels.hot_blocks import BlockList, FetchList, HotBlocks, Readers
 from kernels.reference.resolve import resolve as reference
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.resolve import resolve
@@ -129,30 +129,28 @@ def find(given: Given, batch: int, chosen: int, places: int, hot: bool) -> Itera
         (torch.arange(batch * chosen, device=device).view(batch, 1, chosen) + i * batch * chosen + 0 * lanes).int()
         for i in range(copies)
     ]
-    state = HotBlocks.create(1, HEADS, pages, places if hot else (copies - 1) * batch * chosen, 0, device)
-    misses = BlockList.create(HEADS, batch * chosen, device)
-    counted = torch.zeros(2, dtype=torch.int64, device=device)
+    state = HotBlocks.create(1, HEADS, pages, places if hot else (copies - 1) * batch * chosen, 0, 1, device)
+    misses = FetchList.create(HEADS, batch * chosen, device, torch.zeros(2, dtype=torch.int64, device=device))
     held = torch.full((batch,), chosen, dtype=torch.int32, device=device)
     starts = torch.zeros(batch, dtype=torch.int64, device=device)
-    hi, positions = held * PAGE, starts + chosen * PAGE
+    readers = Readers(held * PAGE, held, starts + chosen * PAGE, starts, 1)
     out = tables[0].clone()
 
     def run(i: int) -> None:
         out.copy_(tables[i])
-        resolve(out, hi, held, positions, starts, 1, state.layer(0), misses, counted, 0, 1, False, **GRID)
+        resolve(out, readers, state.layer(0), misses, **GRID)
 
-    known, cpu = HotBlocks.create(1, HEADS, pages, state.places, 0, torch.device("cpu")), torch.device("cpu")
-    lists, counts = BlockList.create(HEADS, batch * chosen, cpu), torch.zeros(2, dtype=torch.int64)
+    cpu = torch.device("cpu")
+    known = HotBlocks.create(1, HEADS, pages, state.places, 0, 1, cpu)
+    lists = FetchList.create(HEADS, batch * chosen, cpu, torch.zeros(2, dtype=torch.int64))
+    on_cpu = Readers(held.cpu() * PAGE, held.cpu(), starts.cpu() + chosen * PAGE, starts.cpu(), 1)
     for i in range(copies):
         run(i)
         if i < 2:  # the reference takes its time
             expected = tables[i].to(cpu, copy=True)
-            reference(
-                expected, hi.cpu(), held.cpu(), positions.cpu(), starts.cpu(), 1, known.layer(0), lists, counts, 0, 1,
-                False, **GRID,
-            )  # fmt: skip
+            reference(expected, on_cpu, known.layer(0), lists, **GRID)
             assert torch.equal(out.cpu(), expected)
-            assert all(torch.equal(getattr(state, f.name).cpu(), getattr(known, f.name)) for f in fields(state)[:-1])
+            assert all(torch.equal(getattr(state, f.name).cpu(), getattr(known, f.name)) for f in fields(state)[:-2])
     s = seconds(run, copies, device) - seconds(lambda i: out.copy_(tables[i]), copies, device)
     missing = 0 if hot else HEADS * batch * chosen
     assert int(misses.counts.sum()) == missing
@@ -174,7 +172,7 @@ def write(given: Given, batch: int, filled: bool) -> Iterator[Row]:
     pages = held.tensor.shape[1] // layers // HEADS
     host = held.tensor[0, : layers * pages * HEADS].view(layers, pages * HEADS, 2, PAGE, DIM)
     places = torch.randn(layers, batch * HEADS, 2, PAGE, DIM, device=device).to(host.dtype)
-    state = HotBlocks.create(layers, HEADS, pages, 1, batch * HEADS, device)
+    state = HotBlocks.create(layers, HEADS, pages, 1, batch * HEADS, 1, device)
     tables = torch.randperm(pages)[:batch].int().view(batch, 1).to(device)
     starts = torch.zeros(batch, dtype=torch.int64, device=device)
     before = starts + PAGE - 1

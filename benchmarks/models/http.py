@@ -63,7 +63,7 @@ COLUMNS += " p99_ttft_ms output_throughput hit_rate"
 
 
 @dataclass
-class Seen:
+class HTTPSeen:
     """What a client sees of a request, by the clock.
 
     Attributes:
@@ -75,7 +75,7 @@ class Seen:
     usage: dict[str, Any] = field(default_factory=dict)
 
 
-class Client:
+class HTTPClient:
     """Sends requests to a server.
 
     Raises:
@@ -92,7 +92,7 @@ class Client:
         ids: list[int] = self._rng.integers(0, self._vocab, count).tolist()
         return ids
 
-    async def stream(self, prompt: Sequence[int], new: int, after_s: float = 0.0, **more: Any) -> Seen:
+    async def stream(self, prompt: Sequence[int], new: int, after_s: float = 0.0, **more: Any) -> HTTPSeen:
         """Has so many tokens drawn behind a prompt, after a while."""
         await asyncio.sleep(after_s)
         wanted = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True}
@@ -100,7 +100,7 @@ class Client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
-            seen = Seen(time.perf_counter())
+            seen = HTTPSeen(time.perf_counter())
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             if b" 200 " not in (status := await reader.readline()):
                 said = (await reader.read()).partition(b"\r\n\r\n")[2]
@@ -159,7 +159,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"] - 1}))
 
 
-def row(seen: Sequence[Seen], seconds: float, step_s: float | None = None) -> Row:
+def row(seen: Sequence[HTTPSeen], seconds: float, step_s: float | None = None) -> Row:
     """What clients saw, over so many seconds."""
     gaps = [b - a for s in seen for a, b in zip(s.came, s.came[1:], strict=False)]
     new = [int(s.usage["completion_tokens"]) for s in seen]
@@ -182,7 +182,7 @@ def row(seen: Sequence[Seen], seconds: float, step_s: float | None = None) -> Ro
     return found
 
 
-async def traces(client: Client, given: Given, steps: dict[int, float]) -> list[Row]:
+async def traces(client: HTTPClient, given: Given, steps: dict[int, float]) -> list[Row]:
     """All of them.
 
     Args:
@@ -233,7 +233,7 @@ def measure(given: Given) -> list[Row]:
         done = jobs.measure(given.ranks, [*model, *timed, f"bench.steps={32 if given.gpu else 3}"])
         steps = {p["batch"]: p["ttl_p50_us"] / 1e6 for p in done["points"]}
         with serving(model) as url:
-            rows = asyncio.run(traces(Client(url, vocab - 1), given, steps))
+            rows = asyncio.run(traces(HTTPClient(url, vocab - 1), given, steps))
     name = "qwen2.5-7b" if given.gpu else "tiny"
     return [{"model": name, "layout": f"helix kvp={given.ranks}", **one} for one in rows]
 

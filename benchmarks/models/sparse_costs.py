@@ -21,29 +21,29 @@ from benchmarks.runner import Benchmark, Given, Part, Row
 MODELS = ("qwen2.5-7b",)
 SPARSE = ("attention=block_sparse", "attention.from_tokens=0")
 DRAFTS = ("speculation=ngram", "speculation.gamma=4", "bench.acceptance=0.8")
-Point = tuple[int, int]
+CostPoint = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Job:
+class Probe:
     """One of the two: settings, and the points that it is made for."""
 
     overrides: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[CostPoint, ...]
     gamma: int = 0
 
 
 SHORT = ((1, 4 * K), (1, 32 * K), (1, 128 * K), (8, 128 * K))
 ON_GPU = {
-    "short": (Job((), SHORT), Job(("attention=block_sparse", f"attention.from_tokens={2 * M}"), SHORT)),
-    "roomy": (Job(SPARSE, ((1, 4 * K),)), Job(SPARSE, ((1, 4 * K), (1, M)))),
-    "drafts": (Job(SPARSE, ((1, 4 * K), (1, M))), Job((*SPARSE, *DRAFTS), ((1, M),), gamma=4)),
+    "short": (Probe((), SHORT), Probe(("attention=block_sparse", f"attention.from_tokens={2 * M}"), SHORT)),
+    "roomy": (Probe(SPARSE, ((1, 4 * K),)), Probe(SPARSE, ((1, 4 * K), (1, M)))),
+    "drafts": (Probe(SPARSE, ((1, 4 * K), (1, M))), Probe((*SPARSE, *DRAFTS), ((1, M),), gamma=4)),
 }
-ON_CPU = {"roomy": (Job(SPARSE, ((1, K),)), Job(SPARSE, ((1, K), (1, 8 * K))))}
+ON_CPU = {"roomy": (Probe(SPARSE, ((1, K),)), Probe(SPARSE, ((1, K), (1, 8 * K))))}
 
 
 @cache
-def times_us(model: str, ranks: int, steps: int, job: Job) -> dict[Point, float]:
+def times_us(model: str, ranks: int, steps: int, job: Probe) -> dict[CostPoint, float]:
     """Time of a step at each point of a job, in the grid with the widest tpa that splits the KV."""
     spec, cut = fitting_spec(model, ranks)
     grid = [layout for layout in layouts(spec, ranks, baselines=False) if layout.ep == 1][-1]
@@ -58,14 +58,14 @@ def times_us(model: str, ranks: int, steps: int, job: Job) -> dict[Point, float]
     return {(row["batch"], row["length"]): row["ttl_p50_us"] for row in record["points"]}
 
 
-def cases(given: Given) -> Iterator[tuple[str, str, Job, Job]]:
+def cases(given: Given) -> Iterator[tuple[str, str, Probe, Probe]]:
     """A case for each model and comparison; on a CPU one."""
     for model in (given.models or MODELS) if given.gpu else ["demo"]:
         for what, pair in (ON_GPU if given.gpu else ON_CPU).items():
             yield model, what, *pair
 
 
-def measure(given: Given, model: str, what: str, one: Job, other: Job) -> Iterator[Row]:
+def measure(given: Given, model: str, what: str, one: Probe, other: Probe) -> Iterator[Row]:
     """A row for each point that both have."""
     plain, with_it = (times_us(model, given.ranks, 64 if given.gpu else 3, job) for job in (one, other))
     for point in plain.keys() & with_it.keys():

@@ -41,15 +41,17 @@ MODEL = "qwen2.5-7b"
 LINK = 55.5e9  # bytes a second of one link, in large copies
 TARGETS = {(32, 0.0): 9.8, (32, 0.8): 6.0, (8, 0.0): 6.0}  # ms a token, by blocks chosen and the share that stays
 AHEAD = "kv.ahead=true"
-Cell = tuple[int, float, str]  # blocks chosen, the share that stays, what is set beside
-ON_GPU: list[Cell] = [(32, 1.0, ""), (8, 1.0, "")]
-ON_HOST: list[Cell] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
+Choices = tuple[int, float, str]  # blocks chosen, the share that stays, what is set beside
+ON_GPU: list[Choices] = [(32, 1.0, ""), (8, 1.0, "")]
+ON_HOST: list[Choices] = [(32, 0.0, ""), (32, 0.8, ""), (8, 0.0, ""), (32, 1.0, "")]
 ON_HOST += [(32, 0.0, AHEAD), (32, 0.8, AHEAD), (32, 1.0, AHEAD)]
-SEVERAL: list[Cell] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", AHEAD)]
+SEVERAL: list[Choices] = [(32, share, switch) for share in (0.0, 0.8) for switch in ("", AHEAD)]
 HOST, SHARE = 62e9, 3e9  # bytes: of one rank that holds 1M tokens, in host memory and for the cache on its GPU
 
 
-def overrides(given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Cell], host: bool) -> list[str]:
+def overrides(
+    given: Given, layout: HelixLayout, batch: int, length: int, cells: list[Choices], host: bool
+) -> list[str]:
     """A job's, in which all cells are timed over one cache."""
     texts = (f"attention.topk={topk} bench.repeat={repeat} {more}".strip() for topk, repeat, more in cells)
     steps = ",".join(f'"{text}"' for text in texts)

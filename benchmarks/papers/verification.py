@@ -36,11 +36,11 @@ SCANS = [
 ]
 PACKS = [(b, g, a, d) for b in BATCHES for g in GAMMAS for a in ALPHAS for d in WIDTHS]
 BEYOND = [(b, g, 0.9, d) for b, g in ((128, 8), (512, 8), (128, 128)) for d in (128, 2048)]  # for the paper: batch 32
-Run = Callable[[int], Any]
+Replay = Callable[[int], Any]
 
 
 @dataclass
-class Workload:
+class VerifiedBatch:
     """Tokens and KV of a batch, and where the results go.
 
     Attributes:
@@ -60,7 +60,7 @@ class Workload:
 
 def workload(
     batch: int, gamma: int, alpha: float, width: int, dtype: torch.dtype, device: torch.device, seed: int
-) -> Workload:
+) -> VerifiedBatch:
     """Random tokens that agree exactly as far as Binomial(gamma, alpha) lengths say."""
     generator = torch.Generator().manual_seed(seed)
     accepted = (torch.rand(batch, gamma, generator=generator) < alpha).sum(1)
@@ -71,10 +71,10 @@ def workload(
     target[:, :gamma] = torch.where(j == accepted[:, None], (draft + 1) % VOCABULARY, target[:, :gamma])
     kv = torch.randn(batch, gamma, width, device=device, dtype=dtype)
     out, packed = Verified.create(batch, device), Packed.create(kv)
-    return Workload(draft.to(device), target.to(device), kv, accepted.to(device), out, packed)
+    return VerifiedBatch(draft.to(device), target.to(device), kv, accepted.to(device), out, packed)
 
 
-def check(work: Workload, name: str, scan: Callable[..., None] | None, fused: Callable[..., None] | None) -> None:
+def check(work: VerifiedBatch, name: str, scan: Callable[..., None] | None, fused: Callable[..., None] | None) -> None:
     """Bit for bit the oracle's lengths and the reference's outputs.
 
     Raises:
@@ -96,7 +96,7 @@ def check(work: Workload, name: str, scan: Callable[..., None] | None, fused: Ca
         raise RuntimeError(f"{name} differs from the reference at {tuple(work.kv.shape)}")
 
 
-def eager_seconds(run: Run, copies: int, device: torch.device) -> list[float]:
+def eager_seconds(run: Replay, copies: int, device: torch.device) -> list[float]:
     """Seconds of single runs, launched from Python between two events."""
     if device.type != "cuda":
         return seconds_of_each(lambda: run(0), 1, device)
@@ -112,7 +112,7 @@ def percentiles(name: str, seconds: Iterable[float]) -> dict[str, float]:
     return {f"{name}_us": ordered[len(ordered) // 2], f"{name}_p95_us": ordered[len(ordered) * 95 // 100]}
 
 
-def timed(runs: dict[str, Run], copies: int, device: torch.device, captured: Container[str]) -> dict[str, float]:
+def timed(runs: dict[str, Replay], copies: int, device: torch.device, captured: Container[str]) -> dict[str, float]:
     """The columns of all variants; what waits for the host is not captured.
 
     Launches from Python take turns, so that a host that gets slower or faster does so for all.
@@ -134,7 +134,7 @@ def measure_scan(given: Given, batch: int, gamma: int, alpha: float) -> list[Row
     device = given.device
     work = workload(batch, gamma, alpha, 1, torch.bfloat16, device, seed=7)
     row: dict[str, Any] = {"kind": "scan", "batch": batch, "gamma": gamma, "alpha": alpha}
-    runs: dict[str, Run] = {"torch": lambda i: reference.verify(work.draft, work.target)}
+    runs: dict[str, Replay] = {"torch": lambda i: reference.verify(work.draft, work.target)}
     for name, scan in (("naive", baselines.naive), ("scan", baselines.verify)):
         check(work, name, scan, None)
 
@@ -167,7 +167,7 @@ def measure_pack(given: Given, batch: int, gamma: int, alpha: float, width: int)
         variants["one_block"] = baselines.verify_and_pack_one_block
     row: dict[str, Any] = {"kind": "pack", "batch": batch, "gamma": gamma, "alpha": alpha, "kv_dim": width}
     row["packed_bytes"] = sum(int(w.accepted.sum()) for w in works) / copies * width * dtype.itemsize
-    runs: dict[str, Run] = {}
+    runs: dict[str, Replay] = {}
     for name, fused in variants.items():
         for work in works[:2]:
             check(work, name, None, fused)

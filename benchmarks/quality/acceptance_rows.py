@@ -8,11 +8,11 @@ from itertools import product
 from typing import Any
 
 from benchmarks.quality.agreement import mean_range, wilson
-from benchmarks.quality.drafting import Found, Outcome, Way
+from benchmarks.quality.drafting import Drafting, Found, Outcome
+from benchmarks.runner import Row
 from helix.speculation import DraftBudget
 from helix.speculation.sparse import ROWS
 
-Row = dict[str, Any]
 DEFAULTS = DraftBudget()
 SCORED = ("sparsity", "recent", "reach")  # what a policy that goes by scores is told
 READS: dict[str, tuple[str, ...]] = {
@@ -29,18 +29,18 @@ def budgets(policy: str, options: dict[str, list[Any]]) -> Iterator[DraftBudget]
         yield DraftBudget(kind, **{name: x for name, x in zip(SCORED, told, strict=True) if name in reads})
 
 
-def ways(policies: Sequence[str], options: dict[str, list[Any]]) -> list[Way]:
+def ways(policies: Sequence[str], options: dict[str, list[Any]]) -> list[Drafting]:
     """All combinations, each once: at temperature 0, and for prompt lookup, there is no noise to choose."""
-    found: list[Way] = []
+    found: list[Drafting] = []
     for temperature in options["temperature"]:
-        found.append(Way("none", temperature=temperature))
+        found.append(Drafting("none", temperature=temperature))
         for policy, gamma, noise in product(policies, options["gamma"], options["noise"]):
             drawn = noise if temperature and policy != "ngram" else "shared"
-            found += [Way(policy, gamma, budget, drawn, temperature) for budget in budgets(policy, options)]
+            found += [Drafting(policy, gamma, budget, drawn, temperature) for budget in budgets(policy, options)]
     return list(dict.fromkeys(found))
 
 
-def described(way: Way) -> Row:
+def described(way: Drafting) -> Row:
     """What names a way; None for what its policy does not read."""
     b, reads = asdict(way.budget), READS.get(way.policy, SCORED)
     noise = way.noise if way.temperature and way.policy != "ngram" else None
@@ -72,7 +72,7 @@ def counted(outcomes: Sequence[Outcome], gamma: int) -> Row:
     }
 
 
-def acceptance(way: Way, outcomes: Sequence[Outcome], plain: Sequence[Outcome], exact: bool) -> Row:
+def acceptance(way: Drafting, outcomes: Sequence[Outcome], plain: Sequence[Outcome], exact: bool) -> Row:
     """A way's row of one task.
 
     Args:
@@ -92,7 +92,7 @@ def acceptance(way: Way, outcomes: Sequence[Outcome], plain: Sequence[Outcome], 
     return described(way) | counted(outcomes, way.gamma) | {"as_plain": same if lossless else None}
 
 
-def rows(found: dict[Way, Found], tasks: Sequence[str], exact: bool) -> list[Row]:
+def rows(found: dict[Drafting, Found], tasks: Sequence[str], exact: bool) -> list[Row]:
     """Kind `acceptance`, one for each way and task; where something was metered, kind `choices`, one for each way.
 
     Of several shares of keys the kind is `sweep`.

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.quality.continuations import Continuation
 from benchmarks.quality.draft_meter import DraftMeter
 from benchmarks.quality.draft_variants import FixedBudget, JudgingDrafter, by_weights, oracle
-from benchmarks.quality.prefilled import Setting, load, prefilled
+from benchmarks.quality.prefilled import Subject, load, prefilled
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.config import MAX_QUERIES
@@ -47,7 +47,7 @@ DEADLINE_S = 6 * 3600.0
 
 
 @dataclass(frozen=True)
-class Way:
+class Drafting:
     """How drafts come about.
 
     Attributes:
@@ -68,9 +68,9 @@ class Way:
         return PAGES.get(self.policy, PAGE)
 
     @property
-    def plain(self) -> Way:
+    def plain(self) -> Drafting:
         """The same without drafts."""
-        return Way("none", temperature=self.temperature)
+        return Drafting("none", temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Found:
 S = TypeVar("S", bound=SparseDrafter)
 
 
-def _sparse(way: Way, runner: ModelRunner) -> SparseDrafter:
+def _sparse(way: Drafting, runner: ModelRunner) -> SparseDrafter:
     return _made(SparseDrafter, way, runner)
 
 
-def _made(kind: type[S], way: Way, runner: ModelRunner) -> S:
+def _made(kind: type[S], way: Drafting, runner: ModelRunner) -> S:
     # As many pages of a sequence as the runner has, whose room for drafts is that of any way.
     return kind(
         way.gamma, runner.model, runner.comm, runner.cache, runner.placement, way.budget, noise=way.noise,
@@ -109,32 +109,32 @@ def _made(kind: type[S], way: Way, runner: ModelRunner) -> S:
     )  # fmt: skip
 
 
-def _oracle(way: Way, runner: ModelRunner) -> Drafter:
+def _oracle(way: Drafting, runner: ModelRunner) -> Drafter:
     return oracle(_sparse(replace(way, budget=replace(way.budget, policy="window")), runner))
 
 
-def _by_weights(way: Way, runner: ModelRunner) -> Drafter:
+def _by_weights(way: Drafting, runner: ModelRunner) -> Drafter:
     return by_weights(_sparse(way, runner), runner.comm)
 
 
-def _judging(way: Way, runner: ModelRunner) -> Drafter:
+def _judging(way: Drafting, runner: ModelRunner) -> Drafter:
     return _made(JudgingDrafter, way, runner).judge(way.policy)
 
 
-def _fixed(way: Way, runner: ModelRunner) -> Drafter:
+def _fixed(way: Drafting, runner: ModelRunner) -> Drafter:
     keys = round(way.budget.sparsity * runner.model.spec.max_positions)
     budget = FixedBudget("any", way.budget.sparsity, way.budget.recent, way.budget.reach, fixed=keys)
     return _sparse(replace(way, budget=budget), runner)
 
 
-def _ngram(way: Way, runner: ModelRunner) -> Drafter:
+def _ngram(way: Drafting, runner: ModelRunner) -> Drafter:
     return NgramDrafter(way.gamma, LONGEST)
 
 
 # The product's, and ways that it does not have: by the mean of queries of verification (all; accepted: those whose
 # drafts held; last: the last of these), each draft by its own logits (oracle), by what verification made of keys after
 # the softmax (weights), as many keys as of a text as long as the model's context (fixed).
-DRAFTERS: dict[str, Callable[[Way, ModelRunner], Drafter]] = {
+DRAFTERS: dict[str, Callable[[Drafting, ModelRunner], Drafter]] = {
     **dict.fromkeys(ROWS, _sparse), **dict.fromkeys(("all", "accepted", "last"), _judging),
     "ngram": _ngram, "oracle": _oracle, "weights": _by_weights, "fixed": _fixed,
 }  # fmt: skip
@@ -160,12 +160,12 @@ class Told(Drafter):
 
 
 def run(
-    setting: Setting,
+    setting: Subject,
     continuations: Sequence[Continuation],
     new_tokens: int,
-    ways: Sequence[Way],
+    ways: Sequence[Drafting],
     meter: Sequence[int] = (),
-) -> dict[Way, Found]:
+) -> dict[Drafting, Found]:
     """What each way makes of the same prompts; progress goes to stderr.
 
     Args:
@@ -176,7 +176,7 @@ def run(
     room = max(len(c.prompt) + sum(map(len, c.turns)) for c in continuations) + new_tokens + MAX_QUERIES
     at_once = setting.fitting(room)
     batches = [continuations[i : i + at_once] for i in range(0, len(continuations), at_once)]
-    outcomes: dict[Way, list[Outcome]] = {way: [] for way in ways}
+    outcomes: dict[Drafting, list[Outcome]] = {way: [] for way in ways}
     meters = {way: DraftMeter(meter) for way in ways} if meter else {}
 
     @torch.inference_mode()
@@ -202,7 +202,7 @@ def run(
 
 
 def _runner(
-    model: Decoder, setting: Setting, comm: Communicator, batch: Sequence[Continuation], room: int, page: int
+    model: Decoder, setting: Subject, comm: Communicator, batch: Sequence[Continuation], room: int, page: int
 ) -> ModelRunner:
     """A runner with the prompts in its cache, and bounds of their pages where some policy looks at them."""
     placement = Placement(setting.layout, setting.layout.kvp_rank(comm.rank), APPEND_BLOCK, page)
@@ -216,7 +216,7 @@ def _runner(
 
 
 def _decode(
-    runner: ModelRunner, way: Way, batch: Sequence[Continuation], new_tokens: int, meter: DraftMeter | None
+    runner: ModelRunner, way: Drafting, batch: Sequence[Continuation], new_tokens: int, meter: DraftMeter | None
 ) -> list[Outcome]:
     """All turns of a batch, from the end of its prompts."""
     state, n, device, sampled = runner.state, len(batch), runner.device, way.temperature > 0
@@ -265,7 +265,7 @@ def _decode(
     return [Outcome(ids, [x for x in row if x >= 0]) for ids, row in zip(tokens, held, strict=True)]
 
 
-def _tell(runner: ModelRunner, drafter: Drafter, told: list[list[int]], way: Way) -> None:
+def _tell(runner: ModelRunner, drafter: Drafter, told: list[list[int]], way: Drafting) -> None:
     """Appends what sequences are told, and draws the token behind it: all of them end with the same step.
 
     For a sequence that is no part of a step nothing is chosen.

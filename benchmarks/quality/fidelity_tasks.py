@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.agreement import common_prefix, compare, paired, wilson
-from benchmarks.quality.forced import Outcome, Policy, run
+from benchmarks.quality.forced import ForcedOutcome, Policy, run
 from benchmarks.quality.haystacks import Haystack, Questions, texts
-from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.prefilled import Subject
 from benchmarks.quality.recall import RecallMeter
+from benchmarks.runner import Row
 from helix.placement import BlockBudget
 
-Row = dict[str, Any]
 FACTS = 4
 DEPTHS = 10  # parts of the text by which hits are counted
 PAGES = (128, 16)
@@ -47,7 +47,7 @@ KEPT_UP = ("bounds-8", "bounds-32", "quest-64")  # the policies whose bounds are
 
 
 @dataclass(frozen=True)
-class Task:
+class FidelityTask:
     """What a task is given.
 
     Attributes:
@@ -55,7 +55,7 @@ class Task:
         count: texts, or prompts of a cell.
     """
 
-    setting: Setting
+    setting: Subject
     tokenizer: Any
     policies: tuple[Policy, ...]
     length: int
@@ -64,14 +64,14 @@ class Task:
     haystack: str = "code"
 
 
-def described(task: Task, outcome: Outcome) -> Row:
+def described(task: FidelityTask, outcome: ForcedOutcome) -> Row:
     policy = outcome.policy
     budget = None if policy.budget is None else asdict(policy.budget)
     kind = {name: getattr(policy, name) for name in ("keys", "page", "score", "choice", "frozen", "stored", "layers")}
     return {"policy": policy.name, **kind, "budget": budget, "blocks_read": outcome.blocks_read}
 
 
-def text(task: Task) -> list[Row]:
+def text(task: FidelityTask) -> list[Row]:
     """Every step beside dense attention's, on true text."""
     ids = texts(task.tokenizer, task.count, task.length)
     found, follows = _on_text(task, ids, task.policies)
@@ -82,7 +82,7 @@ def text(task: Task) -> list[Row]:
     ]
 
 
-def generated(task: Task) -> list[Row]:
+def generated(task: FidelityTask) -> list[Row]:
     """The same with bounds of the text behind the prefill kept up, and not; `late` counts the steps from LATE on."""
     if task.steps <= LATE:
         raise ValueError(
@@ -100,7 +100,7 @@ def generated(task: Task) -> list[Row]:
     ]
 
 
-def free(task: Task) -> list[Row]:
+def free(task: FidelityTask) -> list[Row]:
     """Greedy text of each policy's own: how many tokens are dense attention's before the first that is not."""
     ids = texts(task.tokenizer, task.count, task.length)
     found = run(task.setting, [*ids[:, : -task.steps]], task.steps, task.policies)
@@ -114,17 +114,17 @@ def free(task: Task) -> list[Row]:
     return rows
 
 
-def needles(task: Task) -> list[Row]:
+def needles(task: FidelityTask) -> list[Row]:
     """One numbered line in each prompt, whose number is wanted at the end."""
     return _questions(task, [[(i + 0.5) / task.count] for i in range(task.count)])
 
 
-def facts(task: Task) -> list[Row]:
+def facts(task: FidelityTask) -> list[Row]:
     """Numbered lines, in a part of the text each; their numbers are wanted in turn, the true ones before them given."""
     return _questions(task, [[(j + (i + 0.5) / task.count) / FACTS for j in range(FACTS)] for i in range(task.count)])
 
 
-def _questions(task: Task, depths: Sequence[Sequence[float]]) -> list[Row]:
+def _questions(task: FidelityTask, depths: Sequence[Sequence[float]]) -> list[Row]:
     """Each answer counts as right where the likeliest tokens are all its own, the true ones before them."""
     haystack = Haystack(task.tokenizer, task.haystack, task.length)
     hidden = [haystack.hide(of_prompt, task.length, seed) for seed, of_prompt in enumerate(depths)]
@@ -165,7 +165,7 @@ def _right(logits: Tensor, given: Tensor, hidden: Sequence[Questions]) -> list[b
     return [bool(row[answer].all()) for row, x in zip(same, hidden, strict=True) for answer in x.answers]
 
 
-def hits(task: Task) -> list[Row]:
+def hits(task: FidelityTask) -> list[Row]:
     """Chosen blocks of true text that a hot cache would have had, or a guess named, beside what the policy loses."""
     chosen = [replace(p, hot=HOT) if p.budget is not None and p.budget.topk else p for p in task.policies]
     found, follows = _on_text(task, texts(task.tokenizer, task.count, task.length), chosen)
@@ -191,7 +191,7 @@ def _hits(hot: int, came: int, hot_ahead: int, came_ahead: int, _: int, guessed:
     }
 
 
-def recall(task: Task) -> list[Row]:
+def recall(task: FidelityTask) -> list[Row]:
     """What choices would keep of dense attention's weight, and of the blocks with most of it, on true text."""
     if {*task.setting.spec().windows} != {None}:
         raise ValueError("task=recall needs a model whose layers all have full attention")
@@ -200,13 +200,13 @@ def recall(task: Task) -> list[Row]:
     return [{"windows": task.count, "steps": task.count * task.steps} | row for row in meter.rows()]
 
 
-def _on_text(task: Task, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[str, Outcome], Tensor]:
+def _on_text(task: FidelityTask, ids: Tensor, chosen: Sequence[Policy]) -> tuple[dict[str, ForcedOutcome], Tensor]:
     """What policies make of the last `steps` tokens of texts, and these tokens."""
     follows = ids[:, -task.steps :]
     return run(task.setting, [*ids[:, : -task.steps]], task.steps, chosen, follows), follows
 
 
-TASKS: dict[str, Callable[[Task], list[Row]]] = {
+TASKS: dict[str, Callable[[FidelityTask], list[Row]]] = {
     "text": text, "needles": needles, "facts": facts, "free": free, "generated": generated, "recall": recall,
     "hits": hits
 }  # fmt: skip

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.quality.hits import HitMeter
-from benchmarks.quality.prefilled import Setting, load, prefilled
+from benchmarks.quality.prefilled import Subject, load, prefilled
 from benchmarks.quality.variants import RoundedBounds, SharedChoice
 from comm.base import Communicator
 from comm.loopback import LoopbackWorld, run_ranks
@@ -66,7 +66,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ForcedOutcome:
     """What a policy made of all prompts.
 
     Attributes:
@@ -83,12 +83,12 @@ class Outcome:
 
 
 def run(
-    setting: Setting,
+    setting: Subject,
     prompts: Sequence[Tensor],
     steps: int,
     policies: Sequence[Policy],
     given: Tensor | None = None,
-) -> dict[str, Outcome]:
+) -> dict[str, ForcedOutcome]:
     """What each policy makes of `steps` steps behind the same prompts, by its name; progress goes to stderr.
 
     Args:
@@ -123,7 +123,7 @@ def run(
         parts = found[policy.name]
         reads = [read * len(logits) for logits, read, _ in parts if read is not None]
         read = sum(reads) / len(prompts) if reads else None
-        outcome = Outcome(policy, torch.cat([p[0] for p in parts]), read, _summed([hits for *_, hits in parts]))
+        outcome = ForcedOutcome(policy, torch.cat([p[0] for p in parts]), read, _summed([hits for *_, hits in parts]))
         _check(outcome, sum(-(-len(prompt) // policy.page) for prompt in prompts) / len(prompts))
         outcomes[policy.name] = outcome
     return outcomes
@@ -135,7 +135,7 @@ def _summed(counts: Sequence[Hits]) -> Hits:
     return {share: torch.tensor([of[share] for of in counts]).sum(0).tolist() for share in shares}
 
 
-def _check(outcome: Outcome, blocks: float) -> None:
+def _check(outcome: ForcedOutcome, blocks: float) -> None:
     policy, read = outcome.policy, outcome.blocks_read
     if policy.budget is not None and (read is None or read >= blocks):
         raise RuntimeError(

@@ -16,7 +16,7 @@ from helix.attention.block_sparse import BlockSparseAttention
 from helix.memory.kv_cache import LayerCache
 from helix.placement import BlockBudget, Placement
 from helix.steps.step import Step
-from kernels.hot_blocks import BlockList, HotBlocks
+from kernels.hot_blocks import FetchList, HotBlocks, Readers
 from kernels.tier.resolve import resolve
 
 ALONE, BEHIND, GUESS = range(3)  # choices, choices behind guesses, and the guesses
@@ -96,11 +96,9 @@ class HitMeter(BlockSparseAttention):
             if key not in self._hot:
                 if places < self.width * len(table):
                     continue
-                self._hot[key] = HotBlocks.create(2, heads, pages, places, 0, table.device)
+                self._hot[key] = HotBlocks.create(2, heads, pages, places, 0, 1, table.device)
                 self._counts[key] = torch.zeros(3, 2, dtype=torch.int64, device=table.device)
             hot, counted = self._hot[key].layer(int(kind != ALONE)), self._counts[key][kind]
-            misses = BlockList.create(heads, hot.places, table.device)
-            resolve(
-                table.clone(), hi, held, step.positions, step.starts, step.max_q, hot, misses, counted, step.first, 1,
-                kind == GUESS, **step.placement.grid, page_size=step.placement.page_size,
-            )  # fmt: skip
+            misses = FetchList.create(heads, hot.places, table.device, counted, kind == GUESS)
+            readers = Readers(hi, held, step.positions, step.starts, step.max_q, step.first)
+            resolve(table.clone(), readers, hot, misses, **step.placement.grid, page_size=step.placement.page_size)

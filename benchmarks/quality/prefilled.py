@@ -16,7 +16,7 @@ from comm.base import Communicator
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
 from helix.memory.keeps import token_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, with_bounds
+from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, with_bounds
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.models.loading import Checkpoint, read_config
 from helix.placement import Placement, PromptChunk
@@ -31,7 +31,7 @@ CACHE_SHARE = 0.5  # of free memory that the cache of one batch of prompts may t
 
 
 @dataclass(frozen=True)
-class Setting:
+class Subject:
     """A checkpoint and its ranks.
 
     Attributes:
@@ -44,7 +44,7 @@ class Setting:
     device: str
 
     @classmethod
-    def create(cls, model: str, kvp: int, dtype: str | None) -> Setting:
+    def create(cls, model: str, kvp: int, dtype: str | None) -> Subject:
         """The demo model (`demo`) or a directory's, on a GPU where there is one.
 
         Args:
@@ -104,9 +104,7 @@ def prefilled(
     keeps = model.spec.keeps(layout, comm.rank, model.weights.dtype)
     keeps = keeps if score is None else with_bounds(keeps)
     rows = 1 + (0 if drafter is None else drafter.limit)
-    cache = KVCache(
-        keeps, pages, placement, comm.device, slots=n, rows=rows, chunk=TOGETHER * CHUNK, score=score
-    )  # fmt: skip
+    cache = KVCache(keeps, pages, placement, comm.device, StepSizes(n, rows, TOGETHER * CHUNK), score)
     runner = ModelRunner(model, layout, comm, cache, placement, max_batch=n, max_length=max_length, drafter=drafter)
     seats = Seats(runner)
     for slot, prompt in enumerate(prompts):

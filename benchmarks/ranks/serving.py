@@ -20,11 +20,12 @@ import numpy as np
 from benchmarks.ranks.kept import keep
 from benchmarks.schema import lab
 from helix.build.engine import build_engine
+from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.control.prefill_time import PrefillTime
-from helix.control.scheduler import Scheduler
+from helix.control.scheduler import RunnerTraits, Scheduler
 from helix.errors import ConfigError
 from helix.events.decision import StepKind
 from helix.events.request import Request
@@ -294,7 +295,7 @@ def decisions(client: Client, small: int) -> Iterator[dict[str, Any]]:
         times = PrefillTime(32_768.0)
         pages = 65 * stripes.pages_for(context + 8192)
         tables = BlockTables(PrefixTree(PagePool(pages), stripes, times.cost))
-        scheduler = Scheduler(tables, times, max_batch=64, prefill_chunk=context, remedy=KVCache.remedy)
+        scheduler = Scheduler(tables, times, RunnerTraits(64, context, KVCache.remedy), ScheduleConfig())
         times.observe(1000.0, 0.001)
         prompts = [np.full(context, i, dtype=np.int32) for i in range(64)]
         for i in range(1064):

@@ -22,7 +22,7 @@ from benchmarks.ranks.points import engine_at
 from benchmarks.ranks.seats import Seats
 from benchmarks.ranks.steps import WARM_UP, fill, rewind
 from benchmarks.ranks.tuning_file import MeasuredFile
-from benchmarks.ranks.tuning_steps import Candidates, Measured, Way
+from benchmarks.ranks.tuning_steps import Candidates, DraftSource, Measured
 from benchmarks.ranks.tuning_steps import run as search
 from benchmarks.schema import LabConfig, bench_points, lab
 from comm.base import Communicator
@@ -72,7 +72,7 @@ def run(task: Task) -> Done:
     known = {found.way: found for found in map(Measured.of, rows)}
     sample = PromptSample(task) if plan.prompts else RandomSample(task)
 
-    def measure(way: Way) -> Measured:
+    def measure(way: DraftSource) -> Measured:
         if way not in known:
             found, more = sample.measure(way)
             rows.append(found.row() | more)
@@ -106,7 +106,7 @@ class _Sample:
         self.runner = engine.runner
         self._drafts_with: tuple[str, float | None] = ("", None)
 
-    def draft_with(self, way: Way) -> None:
+    def draft_with(self, way: DraftSource) -> None:
         """Puts the drafter of a way in the place of the one before, behind the same keys."""
         kind = way.drafter, way.sparsity
         if way.drafter == "none" or kind == self._drafts_with:
@@ -156,7 +156,7 @@ class RandomSample(_Sample):
         super().__init__(task.plan, task.comm, model, engine)
 
     @torch.inference_mode()
-    def measure(self, way: Way) -> tuple[Measured, dict[str, Any]]:
+    def measure(self, way: DraftSource) -> tuple[Measured, dict[str, Any]]:
         self.draft_with(way)
         rewind(self.runner, self.batch, self.length)
 
@@ -205,7 +205,7 @@ class PromptSample(_Sample):
         return len(request.prompt) + request.max_new_tokens + self.drafts
 
     @torch.inference_mode()
-    def measure(self, way: Way) -> tuple[Measured, dict[str, Any]]:
+    def measure(self, way: DraftSource) -> tuple[Measured, dict[str, Any]]:
         timings = Timings(acceptance=Acceptance(self.drafts))
         tokens: list[float] = []
         full: list[float] = []  # seconds of steps in which every slot had a sequence

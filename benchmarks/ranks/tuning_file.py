@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from benchmarks.schema import LabConfig, bench_points
 from helix.files import parse_json
 from launch.inputs.files import claim, replace
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 
 # What a line's figures do not depend on: how the search goes, where files are, how progress is shown.
 FREE = {
@@ -26,7 +26,7 @@ HEAD = {"settings", "device", "commit"}
 ROW = {"drafter", "gamma", "sparsity", "tokens_by_prompt", "step_us"}
 
 
-def check_tuning(config: LabConfig, prompts: Sequence[Prompt]) -> None:
+def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
     """Raises ValueError where there is nothing to tune, or nowhere to keep what is measured."""
     bench, speculation = config.bench, config.speculation
     if speculation.drafter != "sparse":
@@ -66,7 +66,7 @@ def check_tuning(config: LabConfig, prompts: Sequence[Prompt]) -> None:
     read_measured(config, prompts)
 
 
-def settings(config: LabConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def settings(config: LabConfig, prompts: Sequence[PromptLine]) -> dict[str, Any]:
     """What the figures in a file depend on, by key."""
     given = _flat(asdict(config))
     if config.model.path is not None:
@@ -79,7 +79,7 @@ def settings(config: LabConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
     return parse_json(json.dumps(kept))
 
 
-def read_measured(config: LabConfig, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_measured(config: LabConfig, prompts: Sequence[PromptLine]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The first line of `bench.output`, which says where it was measured, and the rows of what was; both may be empty.
 
     Raises:
@@ -121,7 +121,7 @@ class MeasuredFile:
         OSError: it cannot be written.
     """
 
-    def __init__(self, config: LabConfig, prompts: Sequence[Prompt], about: dict[str, Any]) -> None:
+    def __init__(self, config: LabConfig, prompts: Sequence[PromptLine], about: dict[str, Any]) -> None:
         path = Path(str(config.bench.output))
         self._file: TextIO = claim(path)
         head, self.rows = read_measured(config, prompts)

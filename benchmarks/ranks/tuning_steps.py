@@ -18,7 +18,7 @@ PATIENCE = 2  # values in a row that are no better, and a series ends
 
 
 @dataclass(frozen=True)
-class Way:
+class DraftSource:
     """How a step gets its drafts.
 
     Attributes:
@@ -47,7 +47,7 @@ class Measured:
         seconds: of an iteration.
     """
 
-    way: Way
+    way: DraftSource
     tokens: tuple[float, ...]
     seconds: float
 
@@ -76,11 +76,11 @@ class Measured:
         Raises:
             KeyError, TypeError, ValueError: it is none.
         """
-        way = Way(row["drafter"], row["gamma"], row["sparsity"])
+        way = DraftSource(row["drafter"], row["gamma"], row["sparsity"])
         return cls(way, tuple(map(float, row["tokens_by_prompt"])), row["step_us"] / 1e6)
 
 
-Asking = Generator[Way, Measured, Measured]
+Asking = Generator[DraftSource, Measured, Measured]
 
 
 @dataclass(frozen=True)
@@ -125,32 +125,32 @@ class Tuned:
         return best if best.rate > (1 + LEVEL) * self.plain.rate else self.plain
 
 
-def search(candidates: Candidates) -> Generator[Way, Measured, Tuned]:
+def search(candidates: Candidates) -> Generator[DraftSource, Measured, Tuned]:
     """Yields what is to be measured, is sent what came of it, and returns what it has found."""
     c = candidates
-    plain = yield Way("none")
+    plain = yield DraftSource("none")
     level, levelled = c.forced, True
     if level is None:
         curve: list[Measured] = []
         for sparsity in c.sparsities:
-            curve.append((yield Way("sparse", c.most, sparsity)))
+            curve.append((yield DraftSource("sparse", c.most, sparsity)))
             if len(curve) - levels_at(curve) > PATIENCE:
                 break
         level, levelled = curve[levels_at(curve)].way.sparsity, levels_at(curve) < len(curve) - 1
         assert level is not None
-    best = yield from _fastest(Way("sparse", gamma, level) for gamma in c.gammas)
+    best = yield from _fastest(DraftSource("sparse", gamma, level) for gamma in c.gammas)
     ngram = None
     if c.forced is None:
         best = yield from _beside(best, c.sparsities)
-        ngram = yield from _fastest(Way("ngram", gamma) for gamma in c.gammas)
+        ngram = yield from _fastest(DraftSource("ngram", gamma) for gamma in c.gammas)
     for sparsity, gamma in product(c.sparsities, c.gammas) if c.grid else ():
-        yield Way("sparse", gamma, sparsity)
+        yield DraftSource("sparse", gamma, sparsity)
     return Tuned(plain, level if c.forced is None else None, levelled, best, ngram)
 
 
-def run(candidates: Candidates, measure: Callable[[Way], Measured]) -> Tuned:
+def run(candidates: Candidates, measure: Callable[[DraftSource], Measured]) -> Tuned:
     """Searches with what `measure` says of a way; each way is measured once."""
-    known: dict[Way, Measured] = {}
+    known: dict[DraftSource, Measured] = {}
     steps = search(candidates)
     way = next(steps)
     while True:
@@ -180,7 +180,7 @@ def half_interval(values: Sequence[float]) -> float:
     return DEVIATIONS * stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def _fastest(ways: Iterable[Way]) -> Asking:
+def _fastest(ways: Iterable[DraftSource]) -> Asking:
     """The fastest of a series that rises and falls."""
     best, behind = None, 0
     for way in ways:
@@ -199,7 +199,7 @@ def _beside(best: Measured, sparsities: Sequence[float]) -> Asking:
     for series in (sparsities[:begin][::-1], sparsities[begin + 1 :]):
         before = best
         for sparsity in series:
-            found = yield Way("sparse", best.way.gamma, sparsity)
+            found = yield DraftSource("sparse", best.way.gamma, sparsity)
             if found.rate <= best.rate:
                 break
             best = found

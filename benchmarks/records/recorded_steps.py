@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from helix.models import DecoderSpec
-from helix.simulate.fit import Measured
+from helix.simulate.fit import MeasuredSteps
 from helix.simulate.hardware import Hardware
 from helix.simulate.points import Options, Points, Sparse, Speculation
 from helix.simulate.step import predict
@@ -171,13 +171,13 @@ def halves(cells: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     return [c for c in cells if c.workload in fitted], [c for c in cells if c.workload not in fitted]
 
 
-def measured(cells: Iterable[Cell]) -> list[Measured]:
+def measured(cells: Iterable[Cell]) -> list[MeasuredSteps]:
     """Cells as `helix.simulate.fit` wants them: points of one model and length together."""
     groups: dict[tuple[str, int | None, int], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.model, cell.layers, cell.length), []).append(cell)
     return [
-        Measured(
+        MeasuredSteps(
             same[0].spec, Points.joined([c.points for c in same]), length, np.array([c.ttl_us for c in same]) / 1e6
         )
         for (_, _, length), same in groups.items()

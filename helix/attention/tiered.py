@@ -26,6 +26,7 @@ from kernels.attention.flash_decode import decode_parts
 from kernels.attention.flash_prefill import flash_prefill
 from kernels.attention.lse_combine import lse_combine
 from kernels.attention.split_kv import PartialAttention
+from kernels.hot_blocks import FetchList, Readers
 from kernels.paged_keys import PagedKeys
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.resolve import resolve
@@ -75,12 +76,7 @@ class TieredAttention(BlockSparseAttention):
         self._guessed[cache.index] = queries  # keeps its inputs' memory allocated
         with self._beside(self._ahead[lane]):
             table = self.named(queries(), cache, step, lane=1 + lane)
-            _, _, pages, hi, _ = self.ranges(step, self.share)
-            resolve(
-                table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.ahead, cache.counted_ahead,
-                step.first, cache.ring_pages, True, **step.placement.grid, page_size=step.placement.page_size,
-            )  # fmt: skip
-            copy_blocks(cache.host, cache.places, cache.ahead)
+            self._fetch(table, cache, step, self.share, cache.ahead)
 
     def attend(self, q: Tensor, cache: LayerCache, step: Step, layer: LayerAttention) -> PartialAttention:
         if layer.window is not None:
@@ -88,18 +84,21 @@ class TieredAttention(BlockSparseAttention):
         assert isinstance(cache, TieredLayer)
         if step.cu_q is not None:
             return self._prefill(q, cache, step, layer)
-        _, _, pages, hi, lo = self.ranges(step)
+        *_, hi, lo = self.ranges(step)
         sms = layer.sms(q.device)
         table = self.choose(q, cache, step, sms)
         if self._guessed.pop(cache.index, None):
             self._join(self._ahead[cache.lane])
-        resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, False, **step.placement.grid, page_size=step.placement.page_size,
-        )  # fmt: skip
-        copy_blocks(cache.host, cache.places, cache.misses)
+        self._fetch(table, cache, step, self.budget, cache.misses)
         keys = PagedKeys(*cache.every_place, table, lo[:, None], hi[:, None], layer.scale, layer.sinks)
         return decode_parts(q[:, None], keys, sms=sms, early=True)
+
+    def _fetch(self, table: Tensor, cache: TieredLayer, step: Step, budget: BlockBudget, misses: FetchList) -> None:
+        """Replaces the pages of a table by places on the GPU, and fetches the blocks that had none."""
+        _, _, pages, hi, _ = self.ranges(step, budget)
+        readers = Readers(hi, pages, step.positions, step.starts, step.max_q, step.first)
+        resolve(table, readers, cache.hot, misses, **step.placement.grid, page_size=step.placement.page_size)
+        copy_blocks(cache.host, cache.places, misses)
 
     @contextmanager
     def _beside(self, side: torch.cuda.Stream | None) -> Iterator[None]:

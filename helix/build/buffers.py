@@ -1,17 +1,36 @@
-"""Memory of a prefill step besides weights and KV cache, and the chunk length that it allows."""
+"""Needs of an engine: of its cache, and of prefill steps besides weights and cache."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from helix.layout import HelixLayout
+from helix.memory.kv_cache import StepSizes
 from helix.models import DecoderSpec
 
 MOST = 16384  # tokens of a chunk: longer ones are not faster per token
 SHARE = 16  # buffers take at most 1 / SHARE of the free memory
 SLACK = 1.25  # factor for the allocator's fragmentation
+
+
+@dataclass(frozen=True)
+class CacheNeeds:
+    """Needs of an engine that decide the size of its cache on a rank.
+
+    Attributes:
+        sizes: sizes of the steps.
+        tokens: tokens of all sequences, over all ranks.
+        room: bytes of the GPU available to the cache, if the config has no number.
+        draft_page: bytes of a draft model's page, of which there are as many.
+    """
+
+    sizes: StepSizes
+    tokens: int
+    room: int
+    draft_page: int = 0
 
 
 def token_buffers(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> int:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from comm.base import Communicator
 from helix.attention.policies import make_policy
-from helix.build.buffers import longest_chunk, token_buffers
+from helix.build.buffers import CacheNeeds, longest_chunk, token_buffers
 from helix.build.tiering import make_tiered
 from helix.config import Config, SpeculationConfig
 from helix.control.engine import Engine
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
-from helix.memory.kv_cache import KVCache, free_bytes, slot_bytes, with_bounds, without_long_rings
+from helix.memory.kv_cache import KVCache, StepSizes, free_bytes, slot_bytes, with_bounds, without_long_rings
 from helix.models import Decoder, DecoderSpec
 from helix.placement import Placement
 from helix.run.model_runner import ModelRunner
@@ -80,36 +81,30 @@ def make_drafter(
 
 
 def make_cache(
-    config: Config, spec: DecoderSpec, placement: Placement, comm: Communicator, dtype: torch.dtype, max_batch: int,
-    wanted: int, drafts: int, of_draft: int, chunk: int, room: int,
+    config: Config, spec: DecoderSpec, dtype: torch.dtype, placement: Placement, comm: Communicator, needs: CacheNeeds
 ) -> KVCache:  # fmt: skip
-    """Creates a cache on the GPU for `wanted` tokens over all ranks, or for as many as its memory allows.
-
-    Args:
-        of_draft: bytes of a draft model's page.
-        chunk: most tokens of a prefill step.
-        room: bytes available to the cache.
+    """Creates a cache on the GPU for all tokens that it needs to hold, or as many as its memory allows.
 
     Raises:
         ConfigError: kv.tokens does not fit, or not even one page.
     """
-    kv, page_size = config.kv, placement.page_size
+    kv, page_size, sizes = config.kv, placement.page_size, needs.sizes
     sparse = config.attention.policy == "block_sparse"
     quest = config.speculation.drafter == "sparse" and config.speculation.policy == "quest"
     score = config.attention.score if sparse else "bounds" if quest else None
     keeps = spec.keeps(placement.layout, comm.rank, dtype)
     keeps = without_long_rings(keeps if score is None else with_bounds(keeps))
-    of_page = sum(page_bytes(kept, page_size) for kept in keeps) + of_draft
-    beside_pages = slot_bytes(keeps, placement, max_batch, drafts + 1, chunk)
+    of_page = sum(page_bytes(kept, page_size) for kept in keeps) + needs.draft_page
+    beside_pages = slot_bytes(keeps, placement, sizes)
     tables = 0
     if config.speculation.drafter == "sparse":
-        keys, longest = draft_budget(config.speculation), min(wanted, spec.max_positions)
+        keys, longest, drafts = draft_budget(config.speculation), min(needs.tokens, spec.max_positions), sizes.rows - 1
         of_page += keys.page_bytes(spec, placement.layout, comm.rank, drafts, dtype, page_size)
-        tables = keys.table_bytes(spec, placement, comm.rank, max_batch, longest, drafts)
-    needed = placement.stripes.pages_for_all(wanted, max_batch)
-    fitting = min(max(0, (room - tables - beside_pages) // max(of_page, 1)), needed)
+        tables = keys.table_bytes(spec, placement, comm.rank, sizes.slots, longest, drafts)
+    needed = placement.stripes.pages_for_all(needs.tokens, sizes.slots)
+    fitting = min(max(0, (needs.room - tables - beside_pages) // max(of_page, 1)), needed)
     pages = min(comm.all_gather_object(fitting))
-    beside = f"beside the buffers of prefill chunks of {chunk} tokens"
+    beside = f"beside the buffers of prefill chunks of {sizes.chunk} tokens"
     beside += f", {beside_pages} bytes of windows and states" if beside_pages else ""
     beside += f" and {tables} bytes of tables of what drafts read" if tables else ""
     if kv.tokens is not None and pages < needed:
@@ -123,9 +118,7 @@ def make_cache(
             f"kv.memory_fraction={kv.memory_fraction} of the free memory holds no page of {of_page} bytes {beside}: "
             "raise it, set a smaller decode.prefill_chunk, or take a layout whose ranks hold fewer weights"
         )
-    return KVCache(
-        keeps, pages, placement, comm.device, slots=max_batch, rows=drafts + 1, chunk=chunk, score=score
-    )  # fmt: skip
+    return KVCache(keeps, pages, placement, comm.device, sizes, score)
 
 
 def build_engine(
@@ -155,14 +148,16 @@ def build_engine(
     dtype = model.weights.dtype
     drafts = 0 if config.speculation.drafter == "none" else config.speculation.gamma
     wanted = kv.tokens or wanted_tokens + drafts * max_batch
-    of_draft = 0 if draft is None else draft.page_bytes(placement)
     free, buffers = free_bytes(comm.device), token_buffers(spec, layout, comm.rank, dtype)
     chunk = longest_chunk(buffers, free) if config.decode.prefill_chunk == "auto" else int(config.decode.prefill_chunk)
     chunk = min(comm.all_gather_object(chunk))
     room = min(int(free * kv.memory_fraction), free - chunk * buffers)
-    room -= 0 if draft is None else draft.slot_bytes(placement, max_batch, drafts, chunk)
+    needs = CacheNeeds(StepSizes(max_batch, drafts + 1, chunk), wanted, room)
+    if draft is not None:
+        room -= draft.slot_bytes(placement, needs.sizes)
+        needs = replace(needs, room=room, draft_page=draft.page_bytes(placement))
     make = make_tiered if kv.tier == "host" else make_cache
-    cache = make(config, spec, placement, comm, dtype, max_batch, wanted, drafts, of_draft, chunk, room)
+    cache = make(config, spec, dtype, placement, comm, needs)
     budget = min(wanted, cache.pages * placement.stripes.page_tokens)
     most = min(budget, spec.max_positions)
     if max_length is not None and max_length < most:

@@ -11,11 +11,12 @@ import torch
 from comm.base import Communicator
 from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
+from helix.build.buffers import CacheNeeds
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.memory.host_store import host_store
 from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import slot_bytes, with_bounds
+from helix.memory.kv_cache import StepSizes, slot_bytes, with_bounds
 from helix.memory.tiered_cache import LISTS, TieredCache, ring_pages
 from helix.models import DecoderSpec
 from helix.placement import Placement
@@ -41,18 +42,16 @@ class TieredBytes:
     place: int
 
 
-def tiered_bytes(
-    keeps: Sequence[tuple[Keeps, ...]], placement: Placement, max_batch: int, drafts: int, chunk: int
-) -> TieredBytes:
+def tiered_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> TieredBytes:
     """Counts the bytes on the GPU."""
     paged = [kept[0] for kept in keeps if kept[0].is_paged]
     (heads, dim), dtype, page, layers = paged[0].entry, paged[0].dtype, placement.page_size, len(paged)
     block = 2 * page * dim * dtype.itemsize
-    prompts = placement.chunk_pages(chunk, max_batch) + piece_pages(page)
-    rings = layers * max_batch * ring_pages(page, drafts + 1)
+    prompts = placement.chunk_pages(sizes.chunk, sizes.slots) + piece_pages(page)
+    rings = layers * sizes.slots * ring_pages(page, sizes.rows)
     number = torch.int32.itemsize
     return TieredBytes(
-        (rings + prompts) * heads * block + slot_bytes(keeps, placement, max_batch, drafts + 1, chunk),
+        (rings + prompts) * heads * block + slot_bytes(keeps, placement, sizes),
         layers * heads * (2 * dim * dtype.itemsize + number),
         heads * (layers * (block + 4 * number) + LISTS * 2 * number),
     )
@@ -64,37 +63,22 @@ def piece_pages(page_size: int) -> int:
 
 
 def make_tiered(
-    config: Config,
-    spec: DecoderSpec,
-    placement: Placement,
-    comm: Communicator,
-    dtype: torch.dtype,
-    max_batch: int,
-    wanted: int,
-    drafts: int,
-    of_draft: int,
-    chunk: int,
-    room: int,
-) -> TieredCache:
-    """Creates a cache for `wanted` tokens over all ranks, or for as many as both memories allow; a collective call.
+    config: Config, spec: DecoderSpec, dtype: torch.dtype, placement: Placement, comm: Communicator, needs: CacheNeeds
+) -> TieredCache:  # fmt: skip
+    """Creates a cache for all tokens that it needs to hold, or as many as both memories allow; a collective call.
 
     Every page takes host memory, and its key bounds take GPU memory. The rest of the GPU's share holds hot blocks, at
-    least those that `max_batch` sequences choose at once.
-
-    Args:
-        of_draft: bytes on the GPU of a draft model's page.
-        chunk: most tokens of a prefill step.
-        room: bytes of the GPU available to the cache if kv.gpu_bytes is unset.
+    least those that the sequences of all slots choose at once.
 
     Raises:
         ConfigError: either memory is too small, or the host cannot pin it.
     """
-    kv, device = config.kv, comm.device
+    kv, sizes = config.kv, needs.sizes
     keeps = spec.keeps(placement.layout, comm.rank, dtype)
     assert kv.host_bytes is not None
     of_page = sum(page_bytes(kept, placement.page_size) for kept in keeps)
     stripes = placement.stripes
-    needed = stripes.pages_for_all(wanted, max_batch)
+    needed = stripes.pages_for_all(needs.tokens, sizes.slots)
     on_host = min(comm.all_gather_object(min(int(kv.host_bytes) // of_page, needed)))
     if on_host == 0:
         raise ConfigError(f"kv.host_bytes={kv.host_bytes:.0f} holds no page of {of_page} bytes: set at least {of_page}")
@@ -103,44 +87,43 @@ def make_tiered(
             f"kv.tokens={kv.tokens} needs {needed} pages of {of_page} bytes on each rank, but kv.host_bytes="
             f"{kv.host_bytes:.0f} holds {on_host}: set at least {needed * of_page}, or take fewer tokens"
         )
-    longest = min(wanted, on_host * stripes.page_tokens, spec.max_positions)
+    longest = min(needs.tokens, on_host * stripes.page_tokens, spec.max_positions)
     policy = make_policy(config.attention, placement, longest, comm, kv)
     assert isinstance(policy, TieredAttention)
-    size = tiered_bytes(keeps, placement, max_batch, drafts, chunk)
-    room = room if kv.gpu_bytes is None else int(kv.gpu_bytes)
-    least = max_batch * policy.least_places(drafts)
+    size = tiered_bytes(keeps, placement, sizes)
+    of_gpu = size.page + needs.draft_page
+    room = needs.room if kv.gpu_bytes is None else int(kv.gpu_bytes)
+    least = sizes.slots * policy.least_places(sizes.rows - 1)
     taken = size.fixed + least * size.place
-    pages = min(comm.all_gather_object(min(on_host, (room - taken) // (size.page + of_draft))))
+    pages = min(comm.all_gather_object(min(on_host, (room - taken) // of_gpu)))
     one = stripes.pages_for(min(longest, stripes.tokens))
     if pages < one or (kv.tokens is not None and pages < needed):
         least_pages = needed if kv.tokens is not None else one
-        enough = taken + least_pages * (size.page + of_draft)
+        enough = taken + least_pages * of_gpu
         share = f"kv.memory_fraction={kv.memory_fraction}" if kv.gpu_bytes is None else "kv.gpu_bytes"
         raise ConfigError(
-            f"{share} gives {room} bytes of the GPU, but what decode.max_batch={max_batch} sequences choose in a step, "
-            f"prompts in chunks of {chunk} and {least_pages} pages take {enough}: set at least "
+            f"{share} gives {room} bytes of the GPU, but what decode.max_batch={sizes.slots} sequences choose in a "
+            f"step, prompts in chunks of {sizes.chunk} and {least_pages} pages take {enough}: set at least "
             "that, or decode.max_batch, attention.topk or attention.from_tokens lower"
         )
-    hot = (room - size.fixed - pages * (size.page + of_draft)) // size.place
+    hot = (room - size.fixed - pages * of_gpu) // size.place
     heads, dim = keeps[spec.full[0]][0].entry
     cache = TieredCache(
         with_bounds(keeps),
         pages,
         placement,
-        device,
-        slots=max_batch,
-        rows=drafts + 1,
-        chunk=chunk,
+        comm.device,
+        sizes,
         score=config.attention.score,
         store=host_store((len(spec.full), pages * heads, 2, placement.page_size, dim), dtype, comm),
         hot=min(hot, max(pages, least)),
         piece_pages=piece_pages(placement.page_size),
     )
-    rooms = (int(kv.host_bytes) // of_page, (room - taken) // (size.page + of_draft))
-    of_host, of_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in rooms)
+    rooms = (int(kv.host_bytes) // of_page, (room - taken) // of_gpu)
+    on_host, on_gpu = (min(comm.all_gather_object(pages)) * stripes.page_tokens for pages in rooms)
     cache.remedy = (
-        f"kv.host_bytes={kv.host_bytes:.0f} has room for {of_host} tokens, the GPU's share of {room} bytes for "
-        f"{of_gpu}: raise the lesser, or use a larger layout.kvp"
+        f"kv.host_bytes={kv.host_bytes:.0f} has room for {on_host} tokens, the GPU's share of {room} bytes for "
+        f"{on_gpu}: raise the lesser, or use a larger layout.kvp"
     )
     return cache
 

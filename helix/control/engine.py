@@ -20,7 +20,7 @@ from helix.config import ScheduleConfig
 from helix.control.block_tables import BlockTables
 from helix.control.inbox import Inbox
 from helix.control.prefill_time import PrefillTime, doubling_depth
-from helix.control.scheduler import Scheduler
+from helix.control.scheduler import RunnerTraits, Scheduler
 from helix.control.serving import Serving
 from helix.control.text import OutputStream
 from helix.control.timings import Timings
@@ -246,20 +246,17 @@ class Engine:
         runner = self.runner
         self.timings = timings = Timings(acceptance=Acceptance(runner.drafts))
         policy = DraftPolicy(self.draft_sizes, self.step_seconds)
-        scheduler = Scheduler(
-            self.tables,
-            self._times,
-            max_batch=runner.max_batch,
-            prefill_chunk=self.prefill_chunk,
-            run_steps=self.run_steps,
-            schedule=self.schedule,
-            drafts=runner.drafts,
+        traits = RunnerTraits(
+            runner.max_batch,
+            self.prefill_chunk,
+            runner.cache.remedy,
+            self.run_steps,
+            runner.drafts,
             keep_drawn=not runner.drafter.lags,
-            pace=policy.pace,
             sparse_from=runner.policy.from_tokens,
             lacking=runner.lacking,
-            remedy=runner.cache.remedy,
         )
+        scheduler = Scheduler(self.tables, self._times, traits, self.schedule, policy.pace)
         serving = Serving(
             runner,
             scheduler,

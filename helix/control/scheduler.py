@@ -101,6 +101,31 @@ class Scheduled:
         return self.prefilled if self.known == len(self.tokens) else self.known - 1
 
 
+@dataclass(frozen=True)
+class RunnerTraits:
+    """Traits of the ranks' runners that decisions depend on.
+
+    Attributes:
+        max_batch: number of slots.
+        prefill_chunk: most prompt tokens in one prefill step.
+        remedy: advice for an error: how to make room for more pages.
+        run_steps: most decode steps in one decision.
+        drafts: most drafts that a step appends, which may be refused.
+        keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
+        sparse_from: length from which decode steps of a sequence are sparse; None: none are.
+        lacking: tokens before the end of a prefix hit that are computed again.
+    """
+
+    max_batch: int
+    prefill_chunk: int
+    remedy: str
+    run_steps: int = 8
+    drafts: int = 0
+    keep_drawn: bool = True
+    sparse_from: int | None = None
+    lacking: float = 0.0
+
+
 class Scheduler:
     """Scheduler of all ranks. No cost grows with the context, except numpy passes over matched tokens.
 
@@ -110,16 +135,8 @@ class Scheduler:
     Args:
         tables: allocates pages.
         times: predicts the time of prompt chunks; its work orders preemptions.
-        max_batch: number of slots.
-        prefill_chunk: most prompt tokens in one prefill step.
-        run_steps: most decode steps in one decision.
         schedule: how requests share the ranks.
-        drafts: most drafts that a step appends, which may be refused.
-        keep_drawn: whether drawn tokens stay in the prefix cache, like prompts.
         pace: chooses drafts and steps for a batch size, given the slots without drafts; called before each run.
-        sparse_from: length from which decode steps of a sequence are sparse; None: none are.
-        lacking: tokens before the end of a prefix hit that are computed again.
-        remedy: advice for an error: how to make room for more pages.
 
     Attributes:
         running: running requests by slot.
@@ -130,31 +147,18 @@ class Scheduler:
         self,
         tables: BlockTables,
         times: PrefillTime,
-        *,
-        max_batch: int,
-        prefill_chunk: int,
-        run_steps: int = 8,
-        schedule: ScheduleConfig | None = None,
-        drafts: int = 0,
-        keep_drawn: bool = True,
+        runner: RunnerTraits,
+        schedule: ScheduleConfig,
         pace: Callable[[int, Collection[int]], StepPlan] = lambda rows, without: StepPlan(),
-        sparse_from: int | None = None,
-        lacking: float = 0.0,
-        remedy: str,
     ) -> None:
-        self._remedy = remedy
-        self._tables, self._times, self._pace = tables, times, pace
-        self._max_batch, self._prefill_chunk, self._drafts = max_batch, prefill_chunk, drafts
-        schedule = schedule or ScheduleConfig()
-        self._run_steps, self._run_s, self._stall_s = run_steps, schedule.run_ms / 1e3, schedule.stall_ms / 1e3
+        self._tables, self._times, self._runner, self._pace = tables, times, runner, pace
+        self._run_s, self._stall_s = schedule.run_ms / 1e3, schedule.stall_ms / 1e3
         self._owed_per_second = schedule.decode_share / (1 - schedule.decode_share)
         self._patience_s = schedule.patience_s
-        self._keep_drawn = keep_drawn
-        self._lacking = lacking
-        self._run_tokens = run_steps * (1 + drafts)
+        self._run_tokens = runner.run_steps * (1 + runner.drafts)
         self._lease = max(schedule.lease, 1 + self._run_tokens)  # a finished prompt decodes in the same decision
-        self._sparse_from = math.inf if sparse_from is None else sparse_from
-        self._free_slots = list(range(max_batch))  # a heap: low slots first, so that steps have few rows
+        self._sparse_from = math.inf if runner.sparse_from is None else runner.sparse_from
+        self._free_slots = list(range(runner.max_batch))  # a heap: low slots first, so that steps have few rows
         self._requests: dict[str | int, Scheduled] = {}
         self._waiting: list[tuple[tuple[int, float, int], Scheduled]] = []  # in order; keys are unique
         self._launched: deque[dict[int, _Drawing]] = deque()  # by slot
@@ -172,14 +176,14 @@ class Scheduler:
         if request.id in self._requests:
             return f"a request with id={request.id!r} is under way: take another id"
         pool, stripes = self._tables.pool, self._tables.tree.stripes
-        need = len(request.prompt) + request.max_new_tokens + self._drafts
+        need = len(request.prompt) + request.max_new_tokens + self._runner.drafts
         pages = stripes.pages_for(need)
         if pages > pool.pages:
-            drafts = f" and {self._drafts} drafts" if self._drafts else ""
+            drafts = f" and {self._runner.drafts} drafts" if self._runner.drafts else ""
             return (
                 f"prompt of {len(request.prompt)} tokens and {request.max_new_tokens} new ones{drafts} need {need} "
                 f"tokens of KV, {pages} pages; the cache holds {pool.pages * stripes.page_tokens}, "
-                f"{pool.pages} pages ({self._remedy})"
+                f"{pool.pages} pages ({self._runner.remedy})"
             )
         self._submitted += 1
         tokens = np.asarray(request.prompt, dtype=np.int32)
@@ -277,13 +281,13 @@ class Scheduler:
             first.expect(1, 1, 1)
             if first.s.left:
                 decoding.append(first.s)
-        rows = min(1 << max(self.running).bit_length(), self._max_batch) if self.running else 0
+        rows = min(1 << max(self.running).bit_length(), self._runner.max_batch) if self.running else 0
         masked = any(s.request.grammar is not None for s in decoding)
         plan, steps = StepPlan(), 0
         # A sequence that has probably drawn its last token gets no further step until its unread tokens are read.
         if left := [n for s in decoding if (n := s.request.max_new_tokens - len(s.drawn) - s.likely) > 0]:
             plan = self._pace(rows, {slot for slot, s in self.running.items() if s.request.sampling.is_shaped})
-            steps = self._steps(plan, min(left), 1 if masked else self._run_steps)
+            steps = self._steps(plan, min(left), 1 if masked else self._runner.run_steps)
         most = steps * (1 + plan.drafts)
         held, self._held_tokens = bool(self._held_tokens), most if masked else 0
         for s in decoding:
@@ -334,7 +338,7 @@ class Scheduler:
                 request.id,
                 s.slot,
                 len(s.tokens),
-                s.tokens if self._drafts or request.sampling.changes_logits else s.tokens[:0],
+                s.tokens if self._runner.drafts or request.sampling.changes_logits else s.tokens[:0],
                 held.start,
                 held.pages.copy(),  # the table changes while the decision runs
                 s.reserved,
@@ -400,7 +404,7 @@ class Scheduler:
     def _leave(self, s: Scheduled) -> None:
         """Frees a sequence's slot and pages; their content stays in the prefix cache."""
         assert s.slot is not None and s.held is not None
-        known = s.text() if self._keep_drawn else s.tokens
+        known = s.text() if self._runner.keep_drawn else s.tokens
         self._tables.end(s.held, known[: s.cached])
         heapq.heappush(self._free_slots, s.slot)
         del self.running[s.slot]
@@ -408,7 +412,7 @@ class Scheduler:
 
     def _room(self, s: Scheduled, more: int) -> int:
         """Returns the tokens for which a sequence needs pages to draw `more` tokens."""
-        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._drafts
+        return min(s.known + s.most + more, s.prompt_tokens + s.request.max_new_tokens) + self._runner.drafts
 
     def _place(self, s: Scheduled) -> int:
         return bisect_left(self._waiting, s.order, key=lambda entry: entry[0])
@@ -422,7 +426,7 @@ class Scheduler:
             self._owed = 0.0
         if not prompts or self._owed > 0:
             return
-        tokens, work = self._prefill_chunk, self._times.within(self._stall_s) if decoding else math.inf
+        tokens, work = self._runner.prefill_chunk, self._times.within(self._stall_s) if decoding else math.inf
         oldest = min(prompts, key=lambda s: s.order[1:])
         others = sorted(
             (s for s in prompts if s is not oldest), key=lambda s: (s.order[0], len(s.tokens) - s.prefilled)
@@ -469,7 +473,7 @@ class Scheduler:
 
     def _resumes(self, known: int) -> int:
         """Returns the position at which a prompt's prefill resumes, with `known` tokens in its pages."""
-        return int(max(known - self._lacking, 0))
+        return int(max(known - self._runner.lacking, 0))
 
     def _next_stripe(self, s: Scheduled) -> Hashable:
         assert s.held is not None

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ from helix.placement import Placement
 from kernels.sparse.block_bounds import fold_blocks
 
 RING_MOST = 1024  # tokens of a window that a slot has a ring for
+
+
+class StepSizes(NamedTuple):
+    """Sizes of the largest steps.
+
+    Attributes:
+        slots: number of slots.
+        rows: most tokens of a sequence in a decode step.
+        chunk: most tokens of a prefill step.
+    """
+
+    slots: int
+    rows: int = 1
+    chunk: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,9 +90,7 @@ class KVCache(Follower):
 
     Args:
         keeps: data that each layer keeps.
-        slots: number of slots.
-        rows: most tokens of a sequence in a decode step.
-        chunk: most tokens of a prefill step.
+        sizes: sizes of the steps.
         score: kind of the per-page key bounds, see `kernels.sparse.block_bounds`; None without block selection.
 
     Attributes:
@@ -97,10 +110,7 @@ class KVCache(Follower):
         pages: int,
         placement: Placement,
         device: torch.device,
-        *,
-        slots: int = 1,
-        rows: int = 1,
-        chunk: int = 1,
+        sizes: StepSizes,
         score: str | None = None,
     ) -> None:
         self.pages = pages
@@ -110,9 +120,9 @@ class KVCache(Follower):
         self.bytes_per_token = sum(token_bytes(kept) for kept in keeps)
         self.lacking = lacking(keeps)
         self.rings: dict[int | None, int] = {
-            k.reach: ring(placement, k.reach, rows) for kept in keeps for k in kept if k.reach is not None
+            k.reach: ring(placement, k.reach, sizes.rows) for kept in keeps for k in kept if k.reach is not None
         }
-        self._slots, self._rows, self._chunk_pages = slots, rows, placement.chunk_pages(chunk, slots)
+        self._sizes = sizes
         of: dict[tuple[Keeps, ...], list[int]] = {}
         for index, kept in enumerate(keeps):
             of.setdefault(kept, []).append(index)
@@ -123,11 +133,11 @@ class KVCache(Follower):
         self._places = {index: (group, i) for group in self.groups for i, index in enumerate(group.layers)}
         self.has_states = any(k.per == "slot" for kept in keeps for k in kept)
         self._replays = any(k.per == "row" for kept in keeps for k in kept)
-        self.accepted = torch.zeros(slots if self._replays else 0, dtype=torch.int64, device=device)
+        self.accepted = torch.zeros(sizes.slots if self._replays else 0, dtype=torch.int64, device=device)
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         """Allocates the memory of one kind of data, for `layers` layers."""
-        count = entries(kept, self.placement, self.pages, self._slots, self._rows, self._chunk_pages)
+        count = entries(kept, self.placement, self.pages, self._sizes)
         return torch.empty(layers, *count, *kept.entry, dtype=kept.dtype, device=self.device)
 
     def layer(self, index: int, prefill: bool = False) -> LayerCache:
@@ -173,7 +183,7 @@ class KVCache(Follower):
         for reach in self.rings.keys() - {None}:
             pages = self.rings[reach]
             moved = [
-                (self._slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
+                (self._sizes.slots * pages + part.page + column - part.columns.start, part.row * pages + column % pages)
                 for part in chunk.parts
                 for column in part.columns[1:][-pages:]  # the first one is in the ring already
             ]
@@ -226,22 +236,19 @@ def ring(placement: Placement, reach: int, rows: int) -> int:
     return placement.touched(reach + rows - 1)
 
 
-def entries(
-    kept: Keeps, placement: Placement, pages: int, slots: int, rows: int, chunk_pages: int
-) -> tuple[int, ...]:  # fmt: skip
-    """Returns the shape of the entries of one kind of data, for these numbers of pages and slots."""
+def entries(kept: Keeps, placement: Placement, pages: int, sizes: StepSizes) -> tuple[int, ...]:
+    """Returns the shape of the entries of one kind of data, for this number of pages."""
+    slots, rows, chunk = sizes
     if kept.reach is not None:
+        chunk_pages = placement.chunk_pages(chunk, slots)
         return slots * ring(placement, kept.reach, rows) + chunk_pages, placement.page_size
     return {"token": (pages, placement.page_size), "page": (pages,), "slot": (slots,), "row": (slots, rows)}[kept.per]
 
 
-def slot_bytes(
-    keeps: Sequence[tuple[Keeps, ...]], placement: Placement, slots: int, rows: int, chunk: int
-) -> int:  # fmt: skip
+def slot_bytes(keeps: Sequence[tuple[Keeps, ...]], placement: Placement, sizes: StepSizes) -> int:
     """Counts the bytes of all data outside pages; arguments as in `KVCache`."""
-    chunk_pages = placement.chunk_pages(chunk, slots)
     others = (k for kept in keeps for k in kept if not k.is_paged)
-    return sum(k.bytes * math.prod(entries(k, placement, 0, slots, rows, chunk_pages)) for k in others)
+    return sum(k.bytes * math.prod(entries(k, placement, 0, sizes)) for k in others)
 
 
 def free_bytes(device: torch.device) -> int:

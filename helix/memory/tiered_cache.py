@@ -17,9 +17,9 @@ from helix.events.decision import Admission
 from helix.events.follower import Retired, Taken
 from helix.memory.host_store import HostStore
 from helix.memory.keeps import Keeps
-from helix.memory.kv_cache import KVCache, LayerCache
+from helix.memory.kv_cache import KVCache, LayerCache, StepSizes
 from helix.placement import ChunkPart, Placement
-from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks
 from kernels.tier.copy_blocks import copy_blocks
 from kernels.tier.write_back import write_back
 
@@ -39,9 +39,6 @@ class TieredLayer(LayerCache):
         misses: blocks to fetch for the choice, used by all layers in turn.
         ahead: blocks to fetch for a guess, used by every other layer in turn.
         lane: index of `ahead` among its two lists.
-        counted: [2] int64: chosen blocks that had a place, and fetched blocks.
-        counted_ahead: like `counted`, for guesses.
-        ring_pages: pages of a sequence's ring.
     """
 
     host: Tensor
@@ -49,12 +46,9 @@ class TieredLayer(LayerCache):
     hot: HotBlocks
     chunk: Tensor
     pieces: Tensor
-    misses: BlockList
-    ahead: BlockList
+    misses: FetchList
+    ahead: FetchList
     lane: int
-    counted: Tensor
-    counted_ahead: Tensor
-    ring_pages: int
 
     @property
     def every_place(self) -> tuple[Tensor, Tensor]:
@@ -96,7 +90,7 @@ class TieredLayer(LayerCache):
 
     def _ring(self, row: int, column: int) -> int:
         """Returns the first place of a local page in its sequence's ring."""
-        return (row * self.ring_pages + column % self.ring_pages) * self.keys.shape[2]
+        return (row * self.hot.ring_pages + column % self.hot.ring_pages) * self.keys.shape[2]
 
 
 class TieredCache(KVCache):
@@ -107,7 +101,6 @@ class TieredCache(KVCache):
     Args:
         store: host memory, [layers, pages * Hkv, 2, page_size, D], of these layers.
         hot: hot places of each KV head in each layer, at least as many as the blocks that a step can choose.
-        chunk: most tokens of a prefill step.
         piece_pages: pages of the tokens before a chunk that are on the GPU at once, in two halves.
 
     Attributes:
@@ -125,10 +118,8 @@ class TieredCache(KVCache):
         pages: int,
         placement: Placement,
         device: torch.device,
+        sizes: StepSizes,
         *,
-        slots: int,
-        rows: int,
-        chunk: int,
         score: str,
         store: HostStore,
         hot: int,
@@ -139,17 +130,19 @@ class TieredCache(KVCache):
         (heads, dim), dtype, layers = paged[0].entry, paged[0].dtype, len(paged)
         self._heads = heads
         self.store, self.host = store, store.tensor
-        super().__init__(keeps, pages, placement, device, slots=slots, rows=rows, chunk=chunk, score=score)
-        self.ring_pages = self.rings[None] = ring_pages(placement.page_size, rows)
-        self._rings, block = slots * self.ring_pages * heads, (2, placement.page_size, dim)
+        super().__init__(keeps, pages, placement, device, sizes, score)
+        self.ring_pages = self.rings[None] = ring_pages(placement.page_size, sizes.rows)
+        self._rings, block = sizes.slots * self.ring_pages * heads, (2, placement.page_size, dim)
+        chunk_pages = placement.chunk_pages(sizes.chunk, sizes.slots)
         # Zeros, since benchmarks read sequences that were never written.
         self.places = torch.zeros(layers, self._rings + heads * hot, *block, dtype=dtype, device=device)
-        self.hot = HotBlocks.create(layers, heads, pages, hot, self._rings, device)
+        self.hot = HotBlocks.create(layers, heads, pages, hot, self._rings, self.ring_pages, device)
         self.counted, self.counted_ahead = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._chunk, self._pieces = (
-            torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (self._chunk_pages, piece_pages)
+            torch.empty(1, n * heads, *block, dtype=dtype, device=device) for n in (chunk_pages, piece_pages)
         )
-        self._misses, *self._ahead = (BlockList.create(heads, hot, device) for _ in range(LISTS))
+        self._misses = FetchList.create(heads, hot, device, self.counted)
+        self._ahead = [FetchList.create(heads, hot, device, self.counted_ahead, True) for _ in range(LISTS - 1)]
 
     def _allocate(self, kept: Keeps, layers: int) -> Tensor:
         if not kept.is_paged or kept.per != "token":
@@ -172,7 +165,6 @@ class TieredCache(KVCache):
             index, {"keys": keys, "values": values, "bounds": group.tensors["bounds"][place]}, self.accepted,
             host=self.host[at], places=self.places[at], hot=self.hot.layer(place), chunk=self._chunk,
             pieces=self._pieces, misses=self._misses, ahead=self._ahead[place % 2], lane=place % 2,
-            counted=self.counted, counted_ahead=self.counted_ahead, ring_pages=self.ring_pages,
         )  # fmt: skip
 
     def taken(self, step: Taken) -> None:

@@ -39,7 +39,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ValueError(f"model.path={path} is not a directory; it must hold a Hugging Face checkpoint (config.json)")
     if not os.path.lexists(path / "config.json"):
-        raise ValueError(f"model.path={path} is no checkpoint: it has no config.json")
+        raise ValueError(f"model.path={path} is not a checkpoint: it has no config.json")
     config = read_json(path / "config.json")
     if os.path.lexists(path / "generation_config.json"):
         eos = read_json(path / "generation_config.json").get("eos_token_id")
@@ -62,7 +62,7 @@ class Checkpoint:
                 raise ValueError(f"{path / INDEX} has no weight_map")
             for tensor, file in listed.items():
                 if not _is_within(file):
-                    raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is no path within {path}")
+                    raise ValueError(f"{path / INDEX} has {tensor} in {file!r:.80}, which is not a path within {path}")
             files = sorted(set(listed.values()))
         elif os.path.lexists(path / SINGLE):
             listed, files = None, [SINGLE]
@@ -94,7 +94,7 @@ class Checkpoint:
         except SafetensorError as error:
             with file.open("rb") as opened:
                 begins = opened.read(9)[8:]  # eight bytes are the header's length, and then it is JSON
-            what = "truncated or damaged" if begins in (b"", b"{") else "no safetensors file"
+            what = "truncated or damaged" if begins in (b"", b"{") else "not a safetensors file"
             raise ValueError(f"{file} is {what} ({error})") from error
 
     def with_head(self, spec: DecoderSpec) -> DecoderSpec:

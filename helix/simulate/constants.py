@@ -11,7 +11,7 @@ import numpy as np
 from helix.simulate.cost import sent_bytes
 from helix.simulate.hardware import EXTRAPOLATED, MEASURED, Collective, Constant, Hardware
 
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
 OPS = {"exchange": "all_to_all", "all_reduce_norm": "all_reduce", "all_gather": "all_gather"}
 SLOPE_BYTES = 65536  # least size of the largest message for a slope to show the rate
 LEAST_S = 1e-7  # least fixed time: noise could make it negative
@@ -31,7 +31,7 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     return LEAST_S, float(x[largest] / y[largest])
 
 
-def attention(base: Hardware, rows: Sequence[Row]) -> Hardware:
+def attention(base: Hardware, rows: Sequence[Record]) -> Hardware:
     """Sets the read rate and the kernel time from rows with bytes and seconds, for any number of KV heads."""
     fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
     of = f"flash_decode, {_range(row['bytes'] for row in rows)}"
@@ -56,7 +56,7 @@ def prices(columns: Sequence[Sequence[float]], over: Sequence[float], took: Sequ
     return [float(cost) for cost in found]
 
 
-def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
+def finding(base: Hardware, rows: Sequence[Record]) -> Hardware:
     """Sets the cost of finding blocks: the time of choice and attention beyond their bytes and a kernel's fixed time.
 
     Rows have bytes, bytes of bounds, sequences, seconds and topk.
@@ -75,7 +75,7 @@ def finding(base: Hardware, rows: Sequence[Row]) -> Hardware:
     )
 
 
-def link(base: Hardware, rows: Sequence[Row]) -> Hardware:
+def link(base: Hardware, rows: Sequence[Record]) -> Hardware:
     """Sets the link's rate and the fixed time of a fetch, from rows with bytes, seconds and resolve_seconds."""
     fixed, rate = line([row["bytes"] for row in rows], [row["seconds"] for row in rows])
     at_once = f"copy_blocks from host memory, {_range(row['bytes'] for row in rows)}, on {rows[0]['gpus']} GPUs at once"
@@ -87,7 +87,7 @@ def link(base: Hardware, rows: Sequence[Row]) -> Hardware:
     )
 
 
-def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
+def latents(base: Hardware, rows: Sequence[Record]) -> Hardware:
     """Sets MLA's share of the read rate (fewest heads, most bytes) and its FLOP/s (most heads); rows have flops too."""
     fewest, most = min(row["heads"] for row in rows), max(row["heads"] for row in rows)
     first = max((row for row in rows if row["heads"] == fewest), key=lambda row: row["bytes"])
@@ -100,7 +100,7 @@ def latents(base: Hardware, rows: Sequence[Row]) -> Hardware:
     return base
 
 
-def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
+def products(base: Hardware, rows: Sequence[Record]) -> Hardware:
     """Sets the time of a projection beyond its bytes at the read rate, by rows of input; rows have rows too."""
     product_s = {}
     for count in sorted({row["rows"] for row in rows}):
@@ -111,7 +111,7 @@ def products(base: Hardware, rows: Sequence[Row]) -> Hardware:
     return replace(base, product_s=product_s)
 
 
-def collectives(rows: Sequence[Row], key: str) -> dict[str, Collective]:
+def collectives(rows: Sequence[Record], key: str) -> dict[str, Collective]:
     """Fits latency by width and rate, from rows of `helix bench comm`; `key`: their column, symm_us or nccl_us."""
     by_op: dict[str, Collective] = {}
     for name, op in OPS.items():

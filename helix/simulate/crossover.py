@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from helix.simulate.plan import Choice, Question, Ranking
+from helix.simulate.plan import PlannedLayout, Question, Ranking
 from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import predict
 
@@ -20,7 +20,7 @@ def crossover(gain: Callable[[int], float], most: int) -> int | None:
     return 1 + bisect_left(range(1, most), True, key=lambda length: gain(length) >= 0)
 
 
-def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: Sparse | None) -> float:
+def ttl_s(question: Question, choice: PlannedLayout, batch: int, length: int, sparse: Sparse | None) -> float:
     """Predicts the seconds of a token with a choice's layout, chunks and drafts, at any batch, length and attention."""
     q, row = question, choice.layout
     points = Points.of(row.mode, batch, kvp=row.kvp, tpa=row.tpa, tpf=row.tpf, ep=row.ep)
@@ -31,12 +31,12 @@ def ttl_s(question: Question, choice: Choice, batch: int, length: int, sparse: S
     return float(predict(q.spec, q.hardware, points, length, options).ttl_s[0])
 
 
-def dense_ttl_s(question: Question, choice: Choice) -> float:
+def dense_ttl_s(question: Question, choice: PlannedLayout) -> float:
     """Predicts the seconds of a token with dense attention and the rest as chosen."""
     return ttl_s(question, choice, choice.batch, question.context, None)
 
 
-def pays_from(question: Question, choice: Choice, batch: int | None = None) -> int | None:
+def pays_from(question: Question, choice: PlannedLayout, batch: int | None = None) -> int | None:
     """Returns the least length at which sparse attention is no slower than dense; None: none in the model's context.
 
     Args:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helix.simulate.crossover import crossover, ttl_s
-from helix.simulate.plan import Choice, Question, Ranking, plan
+from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
 
 
-def drafted_ttl_s(question: Question, choice: Choice, length: int) -> tuple[float, int]:
+def drafted_ttl_s(question: Question, choice: PlannedLayout, length: int) -> tuple[float, int]:
     """Predicts a token's seconds with a choice's layout and the best number of drafts, at least 1; and that number."""
     q = question
     return min((ttl_s(q, replace(choice, gamma=n), choice.batch, length, None), n) for n in q.gammas if n)
 
 
-def pays_from(question: Question, choice: Choice) -> int | None:
+def pays_from(question: Question, choice: PlannedLayout) -> int | None:
     """Returns the least length at which drafts are no slower than plain decoding; None: none in the model's context."""
     plain = replace(choice, gamma=0)
 
@@ -47,5 +47,5 @@ def _drafts(count: int) -> str:
     return f"{count} draft{'s' if count > 1 else ''}"
 
 
-def _speed(choice: Choice) -> str:
+def _speed(choice: PlannedLayout) -> str:
     return f"{1e3 * choice.ttl_s:.2f} ms a token ({choice.gpu:.1f} tokens/s/GPU) with {choice.name}"

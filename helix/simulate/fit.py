@@ -18,7 +18,7 @@ PRODUCT_ROWS = (1, MIN_ROWS, MAX_ROWS)  # two constants, for two kernels
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """Points of one model and length, with the measured seconds [n] of their steps."""
 
     spec: DecoderSpec
@@ -27,13 +27,13 @@ class Measured:
     ttl_s: Array
 
 
-def errors(hardware: Hardware, steps: Sequence[Measured], options: Options) -> Array:
+def errors(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options) -> Array:
     """Computes log(predicted / measured) of all points."""
     predicted = [predict(m.spec, hardware, m.points, m.length, options).ttl_s for m in steps]
     return np.log(np.concatenate(predicted) / np.concatenate([m.ttl_s for m in steps]))
 
 
-def fit(hardware: Hardware, steps: Sequence[Measured], options: Options, source: str) -> Hardware:
+def fit(hardware: Hardware, steps: Sequence[MeasuredSteps], options: Options, source: str) -> Hardware:
     """Fits the constants that no single kernel's timing shows, to minimise the mean of |log error|.
 
     These are the read rate, the time of a kernel beyond its bytes, and that of a projection, of one row and of several;

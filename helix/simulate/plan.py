@@ -89,7 +89,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannedLayout:
     """A layout with its best settings, and the prediction for it.
 
     Attributes:
@@ -156,12 +156,12 @@ class Ranking:
     """
 
     question: Question
-    choices: list[Choice]
+    choices: list[PlannedLayout]
     refused: list[Refused]
     reason: str
     verdict: str
 
-    def in_time(self, choice: Choice) -> bool:
+    def in_time(self, choice: PlannedLayout) -> bool:
         return self.question.ttl_s is None or choice.ttl_s <= self.question.ttl_s
 
 
@@ -181,7 +181,7 @@ def plan(question: Question) -> Ranking:
         raise ValueError(_nothing_fits(q, refused))
     ranking = Ranking(q, choices, sorted(refused, key=lambda r: r.missing_bytes), "", "")
 
-    def key(choice: Choice) -> tuple[float, ...]:
+    def key(choice: PlannedLayout) -> tuple[float, ...]:
         speed = choice.ttl_s if q.batch is not None else -choice.gpu
         row = choice.layout
         # Speeds equal to nine digits are ties, which the layout with the smallest widths wins.
@@ -207,7 +207,7 @@ def _append_block(length: int, kvp: int, largest: int = LARGEST_BLOCK) -> int:
     return block
 
 
-def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice | None, Refused | None]:
+def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[PlannedLayout | None, Refused | None]:
     """Finds the best settings of one layout, or the memory that it lacks."""
     batches = np.array([q.batch]) if q.batch is not None else BATCHES
     points = Points.crossed([row], batches)
@@ -224,7 +224,7 @@ def _best(q: Question, row: tuple[int, ...], options: Options) -> tuple[Choice |
     points = points[fits]
     # One choice of blocks over all ranks is an exchange inside attention, which chunks would split.
     one_choice = options.sparse is not None and options.sparse.choice == "global"
-    best: tuple[float, Choice] | None = None
+    best: tuple[float, PlannedLayout] | None = None
     for gamma in q.gammas:
         for chunks in CHUNKS if points.kvp[0] > 1 and not one_choice else CHUNKS[:1]:
             tried = replace(options, speculation=q.speculation(gamma), hopb=chunks > 1, chunks=chunks)
@@ -255,11 +255,11 @@ def _fastest(q: Question, step: StepCost) -> int | None:
     return int(in_time[np.argmax(step.gpu[in_time])]) if len(in_time) else int(fits[0])
 
 
-def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, options: Options) -> Choice:
+def _choice(q: Question, step: StepCost, i: int, chunks: int, gamma: int, options: Options) -> PlannedLayout:
     weights, kv = float(step.memory.weight_bytes[i]), float(step.memory.kv_bytes[i])
     free = q.hardware.memory_bytes.value - weights
     tokens = cost.tokens_per_step(gamma, q.acceptance or 0.0)
-    return Choice(
+    return PlannedLayout(
         layout=step.points.layout(i),
         batch=int(step.points.batch[i]),
         chunks=chunks,
@@ -322,7 +322,7 @@ def _why_first(ranking: Ranking) -> str:
     return ahead + (f" {same}." if level else "") + closer
 
 
-def _speed(ranking: Ranking, choice: Choice) -> float:
+def _speed(ranking: Ranking, choice: PlannedLayout) -> float:
     """Returns the speed by which layouts are ranked; 0 beyond the limit."""
     if not ranking.in_time(choice):
         return 0.0
@@ -348,7 +348,7 @@ def _verdict(ranking: Ranking) -> str:
     return f"Helix does not help here: {whole.name} against {split.name}: {_ahead(ranking, whole, split)}."
 
 
-def _ahead(ranking: Ranking, a: Choice, b: Choice) -> str:
+def _ahead(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
     """Describes the gain of one choice over another, by phases; times are per token."""
     times = f"{_ms(a.ttl_s)} against {_ms(b.ttl_s)} a token"
     if a.batch != b.batch:

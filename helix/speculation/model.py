@@ -14,7 +14,7 @@ from helix.events.decision import Admission, StepKind, TableWrite
 from helix.events.follower import Prefilled
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, page_bytes
-from helix.memory.kv_cache import KVCache, slot_bytes, without_long_rings
+from helix.memory.kv_cache import KVCache, StepSizes, slot_bytes, without_long_rings
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk, Stripes
 from helix.speculation.base import Draft, Drafter, check_states
@@ -51,9 +51,9 @@ class DraftModel:
         """Data that each of its layers keeps on this rank."""
         return without_long_rings(self.model.spec.keeps(self.layout, self.comm.rank, self.model.weights.dtype))
 
-    def slot_bytes(self, target: Placement, max_batch: int, drafts: int, chunk: int) -> int:
-        """Counts the bytes of all data outside pages on this rank."""
-        return slot_bytes(self.keeps, self.placement(target), max_batch, rows(drafts), max(chunk, CATCH_UP))
+    def slot_bytes(self, target: Placement, sizes: StepSizes) -> int:
+        """Counts the bytes of all data outside pages on this rank, for these sizes of the target's steps."""
+        return slot_bytes(self.keeps, self.placement(target), own_sizes(sizes))
 
 
 class ModelDrafter(Drafter):
@@ -100,9 +100,7 @@ class ModelDrafter(Drafter):
             pages,
             self.placement,
             comm.device,
-            slots=max_batch,
-            rows=rows(limit),
-            chunk=max(chunk, CATCH_UP),
+            own_sizes(StepSizes(max_batch, limit + 1, chunk)),
         )
         check_states(self.cache, "model")
         self.lacking = self.cache.lacking
@@ -163,9 +161,9 @@ class ModelDrafter(Drafter):
         return drawing.draft()
 
 
-def rows(drafts: int) -> int:
-    """Counts the tokens of a step, which begins with the last two, and its drafts, which may be refused."""
-    return drafts + 2
+def own_sizes(target: StepSizes) -> StepSizes:
+    """Returns the sizes of its steps, which begin with the last two tokens; its prefill steps catch up too."""
+    return StepSizes(target.slots, target.rows + 1, max(target.chunk, CATCH_UP))
 
 
 def check_draft(vocab: int, draft_vocab: int, layout: HelixLayout, target: Stripes) -> None:

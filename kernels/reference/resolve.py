@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.hot_blocks import NOWHERE, FetchList, HotBlocks, Readers
 from kernels.reference.block_bounds import full_pages
 
 
-def resolve(
-    table: torch.Tensor,
-    hi: torch.Tensor,
-    pages: torch.Tensor,
-    positions: torch.Tensor,
-    starts: torch.Tensor,
-    queries: int,
-    hot: HotBlocks,
-    misses: BlockList,
-    counted: torch.Tensor,
-    first_row: int,
-    ring_pages: int,
-    guess: bool = False,
-    **grid: int,
-) -> None:
+def resolve(table: torch.Tensor, readers: Readers, hot: HotBlocks, misses: FetchList, **grid: int) -> None:
     """Replaces pages by the places of their blocks; arguments as in `kernels.tier.resolve.resolve`."""
+    hi, pages, positions, starts, queries, first_row = readers
+    ring_pages = hot.ring_pages
     N, heads, _ = table.shape
     columns, held = (-(-hi // grid["page_size"])).tolist(), pages.tolist()
     full = [full_pages(*x, **grid) for x in zip(positions[::queries].tolist(), starts[::queries].tolist(), strict=True)]
@@ -53,12 +41,13 @@ def resolve(
             misses.source[h, i], misses.target[h, i] = page * heads + h, hot.begin + h * hot.places + place
         for page, place in zip(missing, victims, strict=True):
             place_of[page] = place
-        if not guess:
+        if not misses.guess:
             recent = [place for place in known if place in found][::-1] + victims[::-1]
             order[1 - turn] = torch.tensor(stay[len(victims) :] + recent, dtype=torch.int32)
             hot.turn[h] = 1 - turn
         misses.counts[h] = len(missing)
-        counted += torch.tensor([sum(map(len, asks.values())) - len(missing), len(missing)], device=counted.device)
+        counted = [sum(map(len, asks.values())) - len(missing), len(missing)]
+        misses.counted.add_(torch.tensor(counted, device=misses.counted.device))
         for page, entries in asks.items():
             for n, j in entries:
                 table[n, h, j] = hot.begin + h * hot.places + int(place_of[page])

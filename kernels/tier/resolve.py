@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels import dispatch
 from kernels.attention.placement import local_length
-from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.hot_blocks import NOWHERE, FetchList, HotBlocks, Readers
 from kernels.overlap import overlapped, start_successor, wait_for_predecessor
 from kernels.reference.resolve import resolve as reference
 
@@ -142,17 +142,9 @@ def _resolve_kernel(
 
 def resolve(
     table: torch.Tensor,
-    hi: torch.Tensor,
-    pages: torch.Tensor,
-    positions: torch.Tensor,
-    starts: torch.Tensor,
-    queries: int,
+    readers: Readers,
     hot: HotBlocks,
-    misses: BlockList,
-    counted: torch.Tensor,
-    first_row: int,
-    ring_pages: int,
-    guess: bool = False,
+    misses: FetchList,
     *,
     kvp: int,
     kvp_rank: int,
@@ -166,34 +158,23 @@ def resolve(
     Args:
         table: [N, Hkv, width] int32, contiguous: pages of each query, its last local pages last; negative: none.
             Overwritten with the places of their blocks.
-        hi: [N] int32, contiguous: one past the last key in a query's table.
-        pages: [N] int32, contiguous: pages of the query's sequence on this rank.
-        positions: [N] int64, contiguous, `queries` of each sequence, the first at the sequence's committed length.
-        starts: [N] int64, contiguous, the kvp rank of each sequence's first block.
         hot: the layer's hot blocks, with at least as many places per KV head as pages fit all tables together.
-        misses: a list for each KV head, written: blocks of the layer on the host, and the places assigned to them.
-        counted: [2] int64, incremented by the entries whose blocks have a place, and by the blocks to fetch. Pages in
-            rings count for neither.
-        first_row: row of the first sequence in the batch.
-        ring_pages: ring size of a sequence: its local page i, unless full of committed tokens, is page i % ring_pages
-            of its ring.
-        guess: these pages are a prediction; the actual choice will be resolved later.
+        misses: written; its counts are incremented.
     """
     N, heads, width = table.shape
     if not dispatch.on_gpu(table):
-        reference(
-            table, hi, pages, positions, starts, queries, hot, misses, counted, first_row, ring_pages,
-            guess, kvp=kvp, kvp_rank=kvp_rank, append_block=append_block, page_size=page_size,
-        )  # fmt: skip
+        grid = {"kvp": kvp, "kvp_rank": kvp_rank, "append_block": append_block, "page_size": page_size}
+        reference(table, readers, hot, misses, **grid)
         return
-    assert all(t.is_contiguous() for t in (table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order))
+    assert all(t.is_contiguous() for t in (table, *readers[:4], hot.place_of, hot.page_of, hot.order))
     assert (
         misses.source.stride() == misses.target.stride() == (misses.source.stride(0), 1) and len(misses.source) == heads
     )
     _resolve_kernel[(heads,)](
-        table, hi, pages, positions, starts, hot.place_of, hot.page_of, hot.order, hot.turn, hot.chosen,
-        misses.source, misses.target, misses.counts, counted, N * width, width, hot.place_of.shape[1], hot.places,
-        hot.begin, misses.source.stride(0), first_row, ring_pages, queries, HEADS=heads, KVP=kvp, RANK=kvp_rank,
-        BLOCK_TOKENS=append_block, PAGE=page_size, BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),
-        BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), GUESS=guess, num_warps=8, **overlapped(table),
+        table, *readers[:4], hot.place_of, hot.page_of, hot.order, hot.turn, hot.chosen,
+        misses.source, misses.target, misses.counts, misses.counted, N * width, width, hot.place_of.shape[1],
+        hot.places, hot.begin, misses.source.stride(0), readers.first_row, hot.ring_pages, readers.of_sequence,
+        HEADS=heads, KVP=kvp, RANK=kvp_rank, BLOCK_TOKENS=append_block, PAGE=page_size,
+        BLOCK=min(ENTRIES, triton.next_power_of_2(N * width)),
+        BLOCK_S=min(PLACES, triton.next_power_of_2(hot.places)), GUESS=misses.guess, num_warps=8, **overlapped(table),
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""What the user gives, checked before anything starts."""
+"""Inputs of the user, checked before anything starts."""

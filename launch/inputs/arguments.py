@@ -20,7 +20,7 @@ def boolean(text: str) -> bool:
 
 
 def one_of(*known: str) -> Callable[[str], str]:
-    """The kind of a value that is one of a few words."""
+    """Returns the kind of a value that is one of these words."""
 
     def kind(text: str) -> str:
         if text not in known:
@@ -31,7 +31,7 @@ def one_of(*known: str) -> Callable[[str], str]:
 
 
 def several(text: str) -> list[str]:
-    """A value with commas: `A,B`."""
+    """Splits a value at commas: `A,B`."""
     return text.split(",")
 
 
@@ -50,7 +50,7 @@ def numbers(text: str) -> list[float]:
 
 
 def unknown(text: str, known: Collection[str]) -> str:
-    """What is said of a word that is none of those known; it names the nearest."""
+    """Returns the message for an unknown word, with the nearest known one."""
     near = get_close_matches(text, known, n=1)
     return f"{text} is unknown; known: {', '.join(known)}" + (f" (did you mean {near[0]}?)" if near else "")
 
@@ -68,9 +68,11 @@ def parse(
     needed: Collection[str] = (),
     words: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Reads values by key. A kind turns a value's text into the value, or raises ValueError with what it should be.
+    """Parses `KEY=VALUE` arguments to values by key.
 
     Args:
+        kinds: by key, converts a value's text, or raises ValueError with what the value should be.
+        needed: keys that must be given.
         words: keys of what stands without one, in order.
 
     Raises:
@@ -102,13 +104,13 @@ def parse(
 
 
 def helped(arguments: Sequence[str], text: str | None) -> bool:
-    """Prints a command's text where `--help` is among its arguments."""
+    """Prints a command's text and ends the command if `--help` is among its arguments."""
     if wanted := not {"-h", "--help"}.isdisjoint(arguments):
         print(text)
     return wanted
 
 
 def need_checkout(command: str) -> None:
-    """Ends a command that reads or writes what a wheel does not have: records, pages, all sources, the demo model."""
+    """Ends a command that needs files which a wheel lacks: records, pages, all sources, the demo model."""
     if not (HOME / "pyproject.toml").exists():
         sys.exit(f"error: {command} needs Helix's checkout, with its records, sources and demo model: {HOME} has none")

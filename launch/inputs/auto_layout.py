@@ -1,4 +1,4 @@
-"""`layout=auto`: the layout that the planner takes for the prompts of a run, or what is timed.
+"""Layout of `layout=auto`: the planner's first choice for the prompts of a run, or for a benchmark.
 
 Every rank computes it for itself, from what all of them see, before they meet; ranks then compare what they chose.
 """
@@ -17,17 +17,17 @@ from helix.simulate.plan import Question, plan
 from helix.simulate.points import Options, Sparse, Tier
 from launch.inputs import parts
 from launch.inputs.hardware import hardware_of
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
 
 
 def ranks(config: Config) -> int:
-    """How many processes a run without a launcher has: the ranks of its layout, under `auto` every GPU (one on a CPU).
+    """Counts the processes of a run without a launcher: ranks of its layout; with `auto` every GPU, or one on a CPU.
 
     Raises:
         ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to emulate
-            ranks and there is none.
+            ranks and this host has none.
     """
     layout = config.layout
     if config.comm.backend == "emulated":
@@ -48,20 +48,20 @@ def ranks(config: Config) -> int:
 def choose(
     config: Config,
     spec: DecoderSpec,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptLine],
     world_size: int,
     device: str | None,
     load: tuple[int, int],
 ) -> tuple[HelixLayout, str]:
-    """The layout, and why it was taken.
+    """Chooses the layout; returns it with the reason.
 
     Args:
-        prompts: what is decoded.
-        device: name of the GPU, None on a CPU.
-        load: without prompts, sequences and tokens of each.
+        prompts: prompts to decode.
+        device: name of the GPU; None on a CPU.
+        load: number of sequences and tokens of each, if there are no prompts.
 
     Raises:
-        ValueError: widths are set as well, nobody has described the device, or nothing fits on it.
+        ValueError: widths are set too, the device is not described, or nothing fits on it.
     """
     widths = ("kvp", "tpa", "tpf", "ep")
     if given := [f"layout.{key}" for key in widths if getattr(config.layout, key) != getattr(LayoutConfig(), key)]:
@@ -83,8 +83,8 @@ def choose(
     return ranking.choices[0].layout, f"{work}: {ranking.reason} {ranking.verdict}"
 
 
-def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
-    """Sequences at a time and tokens of each: of the longest prompt with its new tokens."""
+def workload(config: Config, prompts: Sequence[PromptLine]) -> tuple[int, int]:
+    """Returns the number of concurrent sequences, and the tokens of the longest prompt with its new ones."""
     new = config.decode.max_new_tokens
     # What is no number will be refused, with its request.
     limits = (prompt.options.get("max_new_tokens") for prompt in prompts)
@@ -93,7 +93,7 @@ def workload(config: Config, prompts: Sequence[Prompt]) -> tuple[int, int]:
 
 
 def planned(config: Config, spec: DecoderSpec) -> Options:
-    """What the planner is told of a config: dtypes, the cache, and which keys are read.
+    """Returns the planner's options for a config: dtypes, the cache, and which keys are read.
 
     Raises:
         ValueError: steps in this dtype are not predicted.
@@ -112,12 +112,12 @@ def planned(config: Config, spec: DecoderSpec) -> Options:
 
 
 def budget(config: Config) -> Sparse | None:
-    """What a block-sparse step reads by this config; None where attention is dense."""
+    """Returns the keys that a block-sparse step reads; None if attention is dense."""
     a = config.attention
     if a.policy == "dense":
         return None
     return Sparse(a.topk, a.sink_blocks, a.local_blocks, a.block, a.choice, a.from_tokens)
 
 
-def _tokens(prompt: Prompt) -> int:
+def _tokens(prompt: PromptLine) -> int:
     return len(prompt.ids) if prompt.ids is not None else -(-len((prompt.text or "").encode()) // TEXT_BYTES)

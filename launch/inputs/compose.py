@@ -1,4 +1,4 @@
-"""The command line: settings as Hydra's overrides, and a sentence for each mistake before anything is composed."""
+"""Command line: settings as Hydra's overrides, with a sentence for each mistake before anything is composed."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ OmegaConf.register_new_resolver("root", lambda: str(ROOT))
 
 @dataclass(frozen=True)
 class Settings:
-    """What a command line can set.
+    """Settings that a command line can have.
 
     Attributes:
-        schema: the keys.
-        directories: with groups; the first also has the file that all begins with.
-        begin: that file's name, without its suffix.
+        schema: dataclass with all keys.
+        directories: directories of groups; the first also has the primary config.
+        begin: name of the primary config, without suffix.
         paths: keys whose values are paths.
     """
 
@@ -67,7 +67,7 @@ class Settings:
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The options of each group that a run has; the simulator reads `hardware`."""
+        """Options of each group of a run, without `hardware`, which the simulator reads."""
         names = sorted({*get_type_hints(self.schema), "experiment"})
         options = {n: sorted({f.stem for d in self.directories for f in (d / n).glob("*.yaml")}) for n in names}
         return {name: found for name, found in options.items() if found}
@@ -150,7 +150,7 @@ def _info(settings: Settings) -> str:
 
 
 def sweep_points(arguments: Sequence[str], settings: Settings = RUN) -> tuple[list[list[str]], Path | None]:
-    """The overrides of each point of a sweep, and its directory where `hydra.sweep.dir` names one.
+    """Splits a sweep into the overrides of its points; returns them with the directory in `hydra.sweep.dir`, or None.
 
     Raises:
         ValueError: a mistake in the overrides.
@@ -172,10 +172,10 @@ def sweep_points(arguments: Sequence[str], settings: Settings = RUN) -> tuple[li
 
 
 def as_config(config: DictConfig, settings: Settings = RUN) -> Config:
-    """The dataclasses behind a composed config.
+    """Converts a composed config to its dataclasses.
 
     Raises:
-        ValueError: a key that they do not have was added to it (`+key=value`), or a value cannot be resolved.
+        ValueError: an unknown key was added (`+key=value`), or a value cannot be resolved.
     """
     _refuse_unknown(config, settings.schema, "")
     try:
@@ -200,13 +200,13 @@ def _line(error: Exception) -> str:
 
 
 def _checked(text: str, settings: Settings, sweeps: bool) -> str:
-    """One override as Hydra reads it: a path is taken literally, everything else by Hydra's grammar.
+    """Checks one override and returns it for Hydra: paths are literal, everything else follows Hydra's grammar.
 
     Raises:
-        ValueError: it sets nothing that there is, or to what it cannot be.
+        ValueError: the key is unknown, or the value is not valid for it.
     """
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError(f"{text!r} is no UTF-8")
+        raise ValueError(f"{text!r} is not UTF-8")
     match = re.fullmatch(r"(\+\+|\+|~|)([^=]*)(=?)(.*)", text, re.DOTALL)
     assert match is not None, "any text matches"
     sign, key, equals, value = match.groups()
@@ -254,7 +254,7 @@ def _swept(override: Override, settings: Settings) -> list[str]:
 
 
 def _literal_paths(key: str, text: str, sweeps: bool) -> str:
-    """Paths in quotes, so that Hydra reads nothing into their characters: one, or those that a sweep separates."""
+    """Puts paths in quotes, so that Hydra takes their characters literally: one, or those that a sweep separates."""
     if text in ("", "null"):
         return text
     if re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL) or (sweeps and re.fullmatch(r"\w+\(.*\)", text)):
@@ -269,7 +269,7 @@ def _literal_paths(key: str, text: str, sweeps: bool) -> str:
 
 
 def _kind_of(key: str, text: str, schema: type[Config]) -> Any:
-    """The type of a key; None of those in a dict, which may be any.
+    """Returns the type of a key; None if the key lies in a dict, whose values may be any.
 
     Raises:
         ValueError: the schema does not have it.
@@ -321,7 +321,7 @@ def _parsed(text: str) -> Override:
 
 @cache
 def _schema(settings: Settings) -> DictConfig:
-    """Takes any values that fit; which it holds means nothing. Making it takes longer than all checks together."""
+    """Returns the schema as a config; it is made once, since that takes longer than all checks together."""
     return OmegaConf.structured(settings.schema)
 
 
@@ -332,7 +332,7 @@ def _parser() -> OverridesParser:
 
 
 def _refuse_unknown(config: DictConfig, schema: type, prefix: str) -> None:
-    """Raises ValueError for a key that is no field of the dataclass `schema`, or of those in it."""
+    """Raises ValueError for a key that is not a field of the dataclass `schema` or of one in it."""
     kinds = get_type_hints(schema)
     for key, value in config.items_ex(resolve=False):
         name = str(key)

@@ -1,4 +1,4 @@
-"""Files that a run writes: which may be replaced, in one go, and by one run at a time."""
+"""Files that a run writes: replaced in one go, and claimed by one run at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORD_KEYS = {"config", "layout", "backend", "versions", "phases"}  # by which 
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Raises ValueError where `path`, given as `key`, cannot be written; leaves no file behind."""
+    """Raises ValueError if `path`, given as `key`, cannot be written; leaves no file behind."""
     target = os.path.realpath(path)
     try:
         with suppress(FileNotFoundError):
@@ -31,7 +31,7 @@ def check_writable(key: str, path: Path) -> None:
 
 
 def check_record(path: Path) -> None:
-    """Raises ValueError where a record would overwrite anything else than one."""
+    """Raises ValueError if a record would overwrite a file that is not a record."""
     if not path.exists() or not path.stat().st_size:
         return
     try:
@@ -39,14 +39,14 @@ def check_record(path: Path) -> None:
     except ValueError:
         content = None
     if not isinstance(content, dict) or not content.keys() >= RECORD_KEYS:
-        raise ValueError(f"record={path} exists and is no record: move it away")
+        raise ValueError(f"record={path} exists and is not a record: move it away")
 
 
 def claim(path: Path) -> TextIO:
-    """The file, made where there is none, for this process alone until it is closed or the process ends.
+    """Opens a file, created if missing, for this process alone until it is closed or the process ends.
 
     Raises:
-        OSError: it cannot be opened, or another process has it.
+        OSError: it cannot be opened, or another process has claimed it.
     """
     while True:
         file = path.open("a", encoding="utf-8")
@@ -68,13 +68,13 @@ def _lock(file: TextIO) -> None:
 
 
 def replace(path: Path, text: str) -> TextIO:
-    """Replaces a file, or what a link leads to, in one go: readers see the old text or the new one.
+    """Replaces a file, or the target of a link, in one go: readers see the old text or the new one.
 
     Returns:
-        The new file, for more text, claimed.
+        The new file, claimed, open for more text.
 
     Raises:
-        OSError: the old file is as it was, and no other was left.
+        OSError: it failed; the old file is unchanged, and no other is left.
     """
     target = Path(os.path.realpath(path))
     new = target.with_name(f".helix-{uuid.uuid4().hex}")
@@ -98,5 +98,5 @@ def replace(path: Path, text: str) -> TextIO:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file in one go, as `replace` does; nothing more is to be written."""
+    """Replaces a file in one go, like `replace`, and closes it."""
     replace(path, text).close()

@@ -1,4 +1,4 @@
-"""A model in a GGUF file: its config and its weights, as a Hugging Face checkpoint has them."""
+"""Models in GGUF files: config and weights, as a Hugging Face checkpoint has them."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ NEEDED = "to read GGUF, the package gguf is needed: pip install 'gguf>=0.17' (th
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A GGUF file, read but for its weights, which are read as they are taken.
+    """A GGUF file, whose weights are read as they are taken.
 
     Attributes:
-        metadata: values by their keys.
-        config: as of `config.json`.
-        spec: what the runtime makes of it.
-        shapes: of the weights, by the names that a Hugging Face checkpoint gives them.
-        dtype: of the matrices; bfloat16 where they are quantised.
+        metadata: values by key.
+        config: content of `config.json`.
+        spec: the runtime's spec of this config.
+        shapes: shapes of the weights, by their names in a Hugging Face checkpoint.
+        dtype: dtype of the matrices; bfloat16 if they are quantised.
     """
 
     path: Path
@@ -80,14 +80,14 @@ class GGUFModel:
 
     @property
     def tensors(self) -> int:
-        """The number of tensors in the file."""
+        """Number of tensors in the file."""
         return len(self._tensors)
 
     def weights(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """The weights of one tensor of the file after another, by the names of `shapes`.
+        """Yields the weights of one tensor of the file after another, by the names of `shapes`.
 
         Raises:
-            ValueError: a value does not fit the dtype, or nobody can read how it is quantised.
+            ValueError: a value does not fit the dtype, or its quantisation is unknown.
         """
         of = self.spec.attention
         for name, tensor in self._tensors.items():
@@ -103,10 +103,10 @@ class GGUFModel:
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Reads a file's metadata, and checks that nothing in it is left out.
+    """Reads a file's metadata and checks that nothing in it is left out.
 
     Raises:
-        ValueError: the file is no GGUF model, or one that the runtime or the converter does not know.
+        ValueError: the file is not a GGUF model, or one that the runtime or the converter does not know.
     """
     reader = _reader(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -115,7 +115,7 @@ def read_gguf(path: Path) -> GGUFModel:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{path} has the architecture {architecture}; those that can be converted: {known}")
     if metadata.get("general.type", "model") != "model":
-        raise ValueError(f"{path} is no model: it says general.type={metadata['general.type']}")
+        raise ValueError(f"{path} is not a model: it has general.type={metadata['general.type']}")
     if (parts := metadata.get("split.count", 1)) > 1:
         raise ValueError(f"{path} is one of {parts} parts: join them with `llama-gguf-split --merge` first")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -143,7 +143,7 @@ def _reader(path: Path) -> Any:
         check_file(path)
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ValueError(f"{path} is no GGUF file: it does not begin with GGUF")
+                raise ValueError(f"{path} is not a GGUF file: it does not begin with GGUF")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -160,7 +160,7 @@ def _reader(path: Path) -> Any:
 def _config(
     metadata: dict[str, Any], architecture: str, tensors: dict[str, Any], stretched: np.ndarray | None
 ) -> dict[str, Any]:
-    """The content of `config.json`; nothing is left to defaults, which are those of one checkpoint."""
+    """Returns the content of `config.json`, in full: defaults are those of one checkpoint."""
     own = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
     if unknown := sorted(own.keys() - KEYS):
         raise ValueError(f"{architecture}.{unknown[0]}={own[unknown[0]]} is not supported")
@@ -210,7 +210,7 @@ def _config(
 
 
 def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Ids of what begins, pads and ends texts (a list where several do), named as in `generation_config.json`."""
+    """Returns the ids of begin, pad and end tokens (a list if several end texts), as in `generation_config.json`."""
 
     def token(name: str) -> int | None:
         return metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -252,7 +252,7 @@ def _rope(value: Any, head_dim: int, stretched: np.ndarray | None) -> dict[str, 
 
 
 def _short(value: float) -> float:
-    """The shortest number that is the same in fp32, in which GGUF stores it: 1e-05 instead of 9.999999747e-06."""
+    """Returns the shortest number that is equal in fp32, in which GGUF stores it: 1e-05 instead of 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
@@ -261,7 +261,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _names(name: str, tensor: Any) -> list[str]:
-    """The Hugging Face names of a tensor's parts: one, or one for each expert."""
+    """Returns the Hugging Face names of a tensor's parts: one, or one for each expert."""
     stem, _, kind = name.rpartition(".")
     layer, _, inner = stem.removeprefix("blk.").partition(".")
     template = OUTER.get(stem) if not stem.startswith("blk.") else INNER.get(inner)
@@ -278,7 +278,7 @@ def _shapes(tensor: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _values(tensor: Any, path: Path) -> np.ndarray:
-    """A tensor as fp32, [out, in]."""
+    """Converts a tensor to fp32, [out, in]."""
     from gguf import dequantize  # here already
 
     try:
@@ -289,6 +289,6 @@ def _values(tensor: Any, path: Path) -> np.ndarray:
 
 
 def _halves_apart(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads x D, ...] whose rotated pairs stand side by side -> with the pairs' halves apart, as elsewhere."""
+    """Moves the halves of rotated pairs apart, as elsewhere, in rows [heads x D, ...] that have them side by side."""
     pairs = math.prod(weight.shape[:1]) // heads // 2
     return weight.unflatten(0, (heads, pairs, 2)).transpose(1, 2).flatten(0, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file: the byte-level BPE that its vocabulary is made for, special tokens and templates."""
+"""Tokenizers in GGUF files: the byte-level BPE that the vocabulary is made for, special tokens and templates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 @dataclass(frozen=True)
 class Splitting:
-    """A rule by which texts fall into words before bytes are merged.
+    """A rule that splits texts into words before bytes are merged.
 
     Attributes:
         words: a regular expression of a word; None: GPT-2's.
         digits: each digit is a word of its own, before all else.
         nfc: characters are composed first.
-        whole: a word that is a token is one, whatever the merges make of it.
-        bos: texts begin with a token of their own where the file does not say.
+        whole: a word that is a token stays whole, without merges.
+        bos: texts begin with a special token unless the file says otherwise.
     """
 
     words: str | None = None
@@ -42,17 +42,17 @@ NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def bytes_of_characters() -> dict[str, int]:
-    """The byte for which each character stands in byte-level vocabularies: printable ones for themselves."""
+    """Returns the byte of each character in byte-level vocabularies: a printable one stands for itself."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def make_tokenizer(metadata: dict[str, Any]) -> Any:
-    """A transformers tokenizer of what a file's metadata says.
+    """Creates a transformers tokenizer from a file's metadata.
 
     Raises:
-        ValueError: it is of a kind that is not known, or its parts do not fit each other.
+        ValueError: its kind is unknown, or its parts do not fit each other.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -110,20 +110,21 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
 
 
 def _check(texts: list[str], types: list[int], merges: list[tuple[str, ...]], vocabulary: dict[str, int]) -> None:
-    """Raises ValueError where the parts of a vocabulary do not fit each other."""
+    """Raises ValueError if the parts of a vocabulary do not fit each other."""
     if len(vocabulary) != sum(type_ != UNUSED for type_ in types):
         raise ValueError("tokenizer.ggml.tokens has a text twice")
     known = bytes_of_characters().keys()
     for text, type_ in zip(texts, types, strict=True):
         if type_ == NORMAL and not known >= set(text):
-            raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is no text of bytes")
+            raise ValueError(f"tokenizer.ggml.tokens has {text!r}, which is not a text of bytes")
     for merge in merges:
         if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
-            raise ValueError(f"tokenizer.ggml.merges has {' '.join(merge)!r}, which is no pair of tokens that make one")
+            text = " ".join(merge)
+            raise ValueError(f"tokenizer.ggml.merges has {text!r}, which is not a pair of tokens that make one")
 
 
 def _templates(metadata: dict[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or all of them by their names."""
+    """Returns the chat template, or all templates by name."""
     key = "tokenizer.chat_template"
     named = {k.removeprefix(f"{key}."): v for k, v in metadata.items() if k.startswith(f"{key}.")}
     default = metadata.get(key)

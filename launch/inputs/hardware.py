@@ -1,4 +1,4 @@
-"""Hardware descriptions: those of `conf/hardware/`, the user's own, and the one that a device goes by."""
+"""Hardware descriptions: those of `conf/hardware/`, the user's own, and the one of a device."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def known_hardware() -> list[str]:
 
 
 def read_hardware(path: Path) -> dict[str, Any]:
-    """A description as it is written.
+    """Reads a description as it is written.
 
     Raises:
-        ValueError: the file cannot be read, or is no YAML.
+        ValueError: the file cannot be read or is not YAML.
     """
     try:
         data: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"hardware {path} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"hardware {path} is no mapping")
+        raise ValueError(f"hardware {path} is not a mapping")
     return data
 
 
 def load_hardware(name: str) -> Hardware:
-    """A description in `conf/hardware/`, or in a file of its own (`path/mine.yaml`).
+    """Loads a description in `conf/hardware/`, or in a file of the user (`path/mine.yaml`).
 
     Raises:
-        ValueError: there is none of this name (the message lists those known), or it is incomplete.
+        ValueError: the name is unknown (the message lists the known ones), or the description is incomplete.
     """
     if name.endswith(".yaml"):
         return Hardware.from_mapping(read_hardware(Path(name)))
@@ -51,10 +51,10 @@ def load_hardware(name: str) -> Hardware:
 
 
 def hardware_of(device: str) -> Hardware:
-    """The description whose `name` a device goes by; of several, one that was calibrated, the newest.
+    """Finds the description of a device by its `name`; of several, the one calibrated last.
 
     Raises:
-        ValueError: nobody has described this device; the message says which are, and how to describe it.
+        ValueError: the device is not described; the message lists those that are, and says how to describe it.
     """
     known = [(name, read_hardware(HARDWARE / f"{name}.yaml")) for name in known_hardware()]
     fitting = [(data.get("calibrated", {}).get("date", ""), data) for _, data in known if data.get("name") == device]

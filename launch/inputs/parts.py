@@ -1,4 +1,4 @@
-"""The parts that a config names: layout, shape, weights, processes."""
+"""Parts that a config names: layout, shape, weights, processes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def find_models(config: Config) -> None:
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
-    """Raises ValueError where the widths do not form a layout."""
+    """Creates the layout; raises ValueError if the widths do not form one."""
     return HelixLayout.create(config.mode, config.kvp, config.tpa, config.tpf, config.ep)
 
 
 def make_spec(config: Config) -> DecoderSpec:
-    """Raises ValueError where the model is none that the runtime knows."""
+    """Creates the spec of the model; raises ValueError if the runtime does not know the model."""
     path = None if config.model.path is None else Path(config.model.path)
     return spec_from_config(load_spec_config(path, config.model.config))
 
 
 def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
-    """A rank's weight declarations, on the meta device."""
+    """Returns a rank's weight declarations, on the meta device."""
     comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
     return Decoder(spec, layout, comm, dtype, torch.device("meta")).weights
 
 
 def check_weights(config: ModelConfig, key: str) -> None:
-    """Raises ValueError, naming what to set under `key`, where a model has neither a checkpoint nor random weights."""
+    """Raises ValueError, naming what to set under `key`, if a model has neither a checkpoint nor random weights."""
     if config.path is None and config.load == "checkpoint":
         place = " in place of model=NAME" if key == "model" else ""
         raise ValueError(
@@ -58,10 +58,10 @@ def check_weights(config: ModelConfig, key: str) -> None:
 def make_checkpoint(
     config: ModelConfig, spec: DecoderSpec, layout: HelixLayout, rank: int
 ) -> tuple[Checkpoint | None, DecoderSpec]:
-    """The weights of a model, None for random ones, and its spec with their head.
+    """Opens a model's checkpoint, None for random weights; returns it with the spec that has its head.
 
     Raises:
-        ValueError: they do not fit its config.
+        ValueError: the weights do not fit the config.
     """
     if config.load != "checkpoint":
         return None, spec
@@ -73,7 +73,7 @@ def make_checkpoint(
 
 
 def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: int) -> HelixLayout:
-    """The draft model's layout over `world_size` ranks; raises ValueError where the widths do not form one."""
+    """Creates the draft model's layout over `world_size` ranks; raises ValueError if the widths do not form one."""
     kvp, tpa = config.kvp, config.tpa
     if kvp is None and tpa is None:
         widest = max(n for n in range(1, world_size + 1) if world_size % n == 0 and spec.attention.kv_heads % n == 0)
@@ -86,15 +86,15 @@ def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: 
 
 
 def is_emulated(ranks: int) -> bool:
-    """Whether GPUs emulate the ranks of a benchmark: there are GPUs, and fewer than ranks."""
+    """Returns whether GPUs emulate the ranks of a benchmark: there are GPUs, and fewer than ranks."""
     return 0 < torch.cuda.device_count() < ranks
 
 
 def emulating_processes() -> int:
-    """How many processes emulate ranks."""
+    """Counts the processes that emulate ranks."""
     return min(PROCESSES, torch.cuda.device_count())
 
 
 def most_ranks() -> int:
-    """Ranks that this host runs at most: on CPUs several share a core, to try a layout."""
+    """Returns the most ranks that this host runs: on CPUs several share a core, to try a layout."""
     return max(32, 8 * (os.cpu_count() or 1))

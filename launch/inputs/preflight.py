@@ -1,4 +1,4 @@
-"""What a config asks for, checked before anything is started: everything that can be wrong with it is said here."""
+"""Validation of a config before anything starts: everything that can be wrong with it is reported here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helix.tokenizer import check_tokenizer_files, has_tokenizer
 from launch.inputs.auto_layout import choose, ranks
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.parts import check_weights, make_checkpoint, make_draft_layout, make_layout, make_spec
-from launch.inputs.prompts import Prompt, check_defaults, kept_results, read_prompts
+from launch.inputs.prompts import PromptLine, check_defaults, kept_results, read_prompts
 from launch.inputs.work import Work, work_of
 
 TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, which says only what takes how long
@@ -29,7 +29,7 @@ TIMED = "python -m benchmarks.entry bench=decode"  # a benchmark's command, whic
 
 @dataclass(frozen=True)
 class CheckedDraft:
-    """The draft model of a plan; attributes as there."""
+    """The draft model of a checked run; attributes as there."""
 
     layout: HelixLayout
     spec: DecoderSpec
@@ -41,11 +41,11 @@ class CheckedRun:
     """A config whose parts fit each other, the machine aside.
 
     Attributes:
-        checkpoint: the weights to load, None for random ones.
+        checkpoint: weights to load; None: random ones.
         draft: the model of speculation.drafter=model.
-        prompts: of decode.prompts; empty in a benchmark.
-        finished: decode.output holds results of all of them, as rank 0 found it; False on other ranks.
-        reason: why layout=auto took this layout; None: it was given.
+        prompts: content of decode.prompts; empty in a benchmark.
+        finished: decode.output has results of all prompts, as found by rank 0; False on other ranks.
+        reason: reason of layout=auto for this layout; None: it was given.
     """
 
     config: Config
@@ -53,13 +53,13 @@ class CheckedRun:
     spec: DecoderSpec
     checkpoint: Checkpoint | None
     draft: CheckedDraft | None
-    prompts: list[Prompt]
+    prompts: list[PromptLine]
     finished: bool
     reason: str | None
 
 
 def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError where the model cannot be spread over the layout."""
+    """Raises ValueError if the model cannot be spread over the layout."""
     layout.check_heads(spec.attention.q_heads, spec.attention.kv_heads)
     experts = None if spec.experts is None else spec.experts.experts
     if layout.ep > 1 and experts is None:
@@ -72,7 +72,7 @@ def check_layout(layout: HelixLayout, spec: DecoderSpec) -> None:
 
 
 def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> None:
-    """Raises ValueError where queries cannot choose the blocks that they read."""
+    """Raises ValueError if queries cannot choose the blocks that they read."""
     attention = config.attention
     if attention.policy == "dense":
         return
@@ -108,7 +108,7 @@ def check_attention(config: Config, layout: HelixLayout, spec: DecoderSpec) -> N
 
 
 def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
-    """Raises ValueError where a model cannot draft for itself over few of its keys."""
+    """Raises ValueError if a model cannot draft for itself over few of its keys."""
     if config.speculation.drafter != "sparse":
         return
     what = "speculation.drafter=sparse"
@@ -127,7 +127,7 @@ def check_self_drafts(config: Config, spec: DecoderSpec) -> None:
 
 
 def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank: int) -> CheckedDraft:
-    """Raises ValueError unless the draft model can propose to the target."""
+    """Checks the draft model; raises ValueError unless it can propose to the target."""
     speculation = config.speculation
     try:
         if speculation.model.path is None and not speculation.model.config:
@@ -147,7 +147,7 @@ def make_draft(config: Config, of_target: HelixLayout, target: DecoderSpec, rank
 
 
 def check_tokenizers(target: Path, draft: Path) -> None:
-    """Raises ValueError where a token id is one text to the target and another to the draft model."""
+    """Raises ValueError if a token id stands for different texts in the target and the draft model."""
     files = [path / "tokenizer.json" for path in (target, draft)]
     if read_text(files[0]) == read_text(files[1]):
         return
@@ -174,14 +174,14 @@ def _token_ids(file: Path) -> dict[str, int]:
 def preflight(
     config: Config, rank: int, world_size: int, device: str | None = None, work: Work | None = None
 ) -> CheckedRun:
-    """What one rank is to run; the same on every rank but for what only that rank's slices can show.
+    """Checks a config and returns the run; errors are the same on every rank, except those of a rank's own slices.
 
     Args:
         device: name of this rank's GPU, for layout=auto; None on a CPU.
-        work: what it does; None: what a run does.
+        work: its work; None: that of a run.
 
     Raises:
-        ValueError: naming the key, its value and what to do.
+        ValueError: the config is wrong; the message names the key, its value and the remedy.
     """
     check(config)
     check_defaults(config.decode)
@@ -231,10 +231,10 @@ def preflight(
 
 
 def prepared(config: Config, work: Work | None = None) -> int:
-    """How many ranks a run on this host starts, once all that can be checked without them is.
+    """Checks all that can be checked without ranks; returns the number of ranks that a run on this host starts.
 
     Raises:
-        ValueError: as `preflight`; or there are not as many GPUs as comm.backend needs.
+        ValueError: as in `preflight`; or there are fewer GPUs than comm.backend needs.
     """
     check(config)
     world_size = ranks(config)
@@ -247,7 +247,7 @@ def prepared(config: Config, work: Work | None = None) -> int:
 
 
 def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: int) -> None:
-    """Raises ValueError where two processes cannot emulate ranks of the layout."""
+    """Raises ValueError if these processes cannot emulate ranks of the layout."""
     what = "comm.backend=emulated: one or two GPUs emulate ranks of a larger layout"
     if not work.timed:
         raise ValueError(f"{what}, and tokens mean nothing: use `{TIMED}`, or bench=comm, hopb or prefill there")
@@ -258,8 +258,8 @@ def _check_emulated(config: Config, work: Work, layout: HelixLayout, processes: 
         )
 
 
-def _prompts(config: Config, work: Work) -> list[Prompt]:
-    """What is to be decoded."""
+def _prompts(config: Config, work: Work) -> list[PromptLine]:
+    """Reads the prompts to decode."""
     if work.prompts == "none" or (work.prompts == "taken" and config.decode.prompts is None):
         return []
     if config.decode.prompts is None:

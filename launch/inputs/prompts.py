@@ -1,4 +1,4 @@
-"""Prompt files in, result files out: JSON lines both."""
+"""Prompt files and result files, in JSON lines."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ KINDS |= {
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One line of a prompt file: either `text` or `ids` is set.
+class PromptLine:
+    """A line of a prompt file: either `text` or `ids` is set.
 
     Attributes:
-        options: what the line sets of OPTIONS.
+        options: values of OPTIONS that the line sets.
     """
 
     id: str | int
@@ -50,17 +50,17 @@ class Prompt:
     options: Mapping[str, Any]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSON-lines file; blank lines do not count, and a missing id is the prompt's number from 0.
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Reads the prompts of a JSON-lines file, without blank lines; a missing id is the prompt's number, from 0.
 
     Raises:
-        ValueError: with file and line, where a line is no prompt or an id occurs twice; or the file is unreadable.
+        ValueError: a line is not a prompt or an id occurs twice (with file and line), or the file is unreadable.
     """
     try:
         lines = read_text(path).split("\n")  # other line ends may stand inside of JSON's texts
     except ValueError as error:
         raise ValueError(f"decode.prompts={error}") from error
-    prompts: list[Prompt] = []
+    prompts: list[PromptLine] = []
     seen: dict[str | int, int] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -77,7 +77,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, index: int) -> Prompt:
+def _parse(line: str, index: int) -> PromptLine:
     entry = parse_json(line)
     if not isinstance(entry, dict):
         raise ValueError(f"a prompt is a JSON object, this is {line.strip()[:60]}")
@@ -110,21 +110,21 @@ def _parse(line: str, index: int) -> Prompt:
             raise ValueError(f'"{key}" must be {what}, not {value!r:.60}')
     if bias := options.get("logit_bias"):
         if wrong := [token for token in bias if not re.fullmatch("[0-9]{1,10}", token)]:
-            raise ValueError(f'"logit_bias" must be {KINDS["logit_bias"][1]}, and {wrong[0]!r:.60} is no token id')
+            raise ValueError(f'"logit_bias" must be {KINDS["logit_bias"][1]}, and {wrong[0]!r:.60} is not a token id')
         options["logit_bias"] = {int(token): value for token, value in bias.items()}
-    return Prompt(name, text, None if ids is None else tuple(ids), options)
+    return PromptLine(name, text, None if ids is None else tuple(ids), options)
 
 
 def check_defaults(config: DecodeConfig) -> None:
-    """Raises ValueError where a sampling key of `decode` is out of range, as of each prompt that leaves it unset."""
+    """Raises ValueError if a sampling key of `decode`, the default of prompts, is out of range."""
     try:
         SamplingParams(**{key: getattr(config, key) for key in SAMPLING})
     except ValueError as error:
         raise ValueError(f"decode: {error}") from error
 
 
-def to_request(prompt: Prompt, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
-    """A request for the engine, or the output that refuses it where its parameters are out of range."""
+def to_request(prompt: PromptLine, defaults: DecodeConfig, tokenizer: Any | None) -> Request | Output:
+    """Returns a request for the engine, or the output that refuses it if its parameters are out of range."""
     ids: Sequence[int] = prompt.ids if prompt.ids is not None else _encode(tokenizer, prompt.text or "")
     options = {key: prompt.options.get(key, getattr(defaults, key)) for key in DEFAULTED}
     stop = options["stop"]
@@ -145,8 +145,8 @@ def _encode(tokenizer: Any | None, text: str) -> Sequence[int]:
     return ids
 
 
-def digest(prompt: Prompt, config: Config) -> str:
-    """What a result line says of its request: 16 hex digits of the prompt, all options, model and attention policy."""
+def digest(prompt: PromptLine, config: Config) -> str:
+    """Computes the digest of a request in its result line: 16 hex digits, over prompt, options, model and policy."""
     options = {key: getattr(config.decode, key) for key in DEFAULTED} | dict(prompt.options)
     model = asdict(config.model) | {"path": config.model.path and str(Path(config.model.path).resolve())}
     if config.model.load == "random":
@@ -159,12 +159,12 @@ def digest(prompt: Prompt, config: Config) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, dict[str, Any]]:
-    """The results that `decode.output` already holds, by id, but for errors; none without `decode.resume`.
+def kept_results(config: Config, prompts: Sequence[PromptLine]) -> dict[str | int, dict[str, Any]]:
+    """Reads the results that `decode.output` already has, by id, without errors; none without `decode.resume`.
 
     Raises:
-        ValueError: the file holds something else, which a run would lose: results of other requests, no results at
-            all, or any without `decode.resume`.
+        ValueError: the file has other content, which a run would lose: results of other requests, no results at all,
+            or any without `decode.resume`.
     """
     path = Path(str(config.decode.output))
     if config.decode.output is None or not path.exists() or not path.stat().st_size:
@@ -183,7 +183,7 @@ def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, d
         except (ValueError, TypeError, KeyError):
             if text == b"" or (number == len(lines) and _is_torn(text, digests)):
                 continue
-            raise ValueError(f"{name}, line {number}, is no result: move the file away") from None
+            raise ValueError(f"{name}, line {number}, is not a result: move the file away") from None
         if not known:
             raise ValueError(f"{name} holds a result {key!r}, which decode.prompts has not: move the file away")
         if request != digests[key]:
@@ -197,7 +197,7 @@ def kept_results(config: Config, prompts: Sequence[Prompt]) -> dict[str | int, d
 
 
 def _is_torn(text: bytes, ids: Iterable[str | int]) -> bool:
-    """Whether a line may be the beginning of a result, behind which the run that wrote it was interrupted."""
+    """Returns whether a line may be the beginning of a result, whose writing was interrupted."""
     heads = [f'{{"id": {json.dumps(name, ensure_ascii=False)}, "prompt_tokens": '.encode() for name in ids]
     return any(text.startswith(head) or head.startswith(text) for head in heads)
 
@@ -212,14 +212,14 @@ class ResultFile:
     Until then, or until this process ends, no other run writes the file.
 
     Args:
-        config: says where; `output=None` keeps nothing.
+        config: config of the run; with `decode.output=None` nothing is kept.
         prompts: all prompts of the run, in order.
 
     Raises:
-        ValueError: as `kept_results`, or the file cannot be written.
+        ValueError: as in `kept_results`, or the file cannot be written.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, prompts: Sequence[PromptLine]) -> None:
         self._path = None if config.decode.output is None else Path(config.decode.output)
         self._prompts = prompts
         self._digests = {prompt.id: digest(prompt, config) for prompt in prompts}
@@ -238,11 +238,11 @@ class ResultFile:
             raise ValueError(f"decode.output={self._path} cannot be written: {error.strerror}") from error
 
     @property
-    def remaining(self) -> list[Prompt]:
+    def remaining(self) -> list[PromptLine]:
         return [p for p in self._prompts if p.id not in self.lines]
 
     def add(self, output: Output) -> None:
-        """Writes a result; raises RankError where it cannot be."""
+        """Writes a result; raises RankError if that fails."""
         line: dict[str, Any] = {
             "id": output.id,
             "prompt_tokens": output.prompt_tokens,
@@ -266,7 +266,7 @@ class ResultFile:
         self.lines[output.id] = line
 
     def close(self) -> None:
-        """Puts the results in order; raises RankError where they have to stay as they are."""
+        """Sorts the results; raises RankError if they cannot be sorted."""
         try:
             self._rewrite()
             if self._file:

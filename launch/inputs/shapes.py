@@ -1,4 +1,4 @@
-"""The shapes of models in `conf/model/`."""
+"""Shapes of models in `conf/model/`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def spec_of(model: str, *overrides: str) -> DecoderSpec:
 
 @cache
 def load_spec(model: str) -> DecoderSpec:
-    """The shape in `conf/model/`.
+    """Loads a shape in `conf/model/`.
 
     Raises:
-        ValueError: there is none of this name; the message lists those known.
+        ValueError: the name is unknown; the message lists the known ones.
     """
     known = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
     if model not in known:

@@ -1,4 +1,4 @@
-"""What a job does with its config: it decodes prompts or serves; other programs bring work of their own."""
+"""Work of a job: it decodes prompts or serves; other programs bring work of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helix.config import Config
 from launch.inputs import front
 from launch.inputs.compose import ROOT, RUN, Settings
 from launch.inputs.front import Command
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Work:
     """One kind of work.
 
     Attributes:
-        module: whose `run(task)` does it, on every rank.
-        name: of its phase in the record.
-        prompts: whether decode.prompts are needed, taken where they are given, or none of its business.
-        timed: only its time means something, so that ranks may be emulated.
-        load: sequences and tokens of each, by which layout=auto chooses where there are no prompts.
-        files: that it writes, by key, beside decode.output and record.
-        check: raises ValueError where keys of its own are wrong; called with the prompts.
+        module: module whose `run(task)` does the work, on every rank.
+        name: name of its phase in the record.
+        prompts: whether decode.prompts are needed, taken if given, or ignored (none).
+        timed: only its time counts, so that ranks may be emulated.
+        load: number of sequences and tokens of each, for layout=auto without prompts.
+        files: files that it writes, by key, beside decode.output and record.
+        check: raises ValueError if its own keys are wrong; called with the prompts.
     """
 
     module: str
@@ -33,7 +33,7 @@ class Work:
     timed: bool = False
     load: tuple[int, int] = (1, 1 << 17)
     files: dict[str, str] = field(default_factory=dict)
-    check: Callable[[Sequence[Prompt]], None] = lambda prompts: None
+    check: Callable[[Sequence[PromptLine]], None] = lambda prompts: None
 
 
 DECODE = Work("launch.job.decode", "decode", "needed")
@@ -41,19 +41,19 @@ SERVE = Work("launch.job.serve", "decode")
 
 
 def work_of(config: Config) -> Work:
-    """The work of a run: it serves where there is a socket to serve at, and otherwise decodes."""
+    """Returns the work of a run: it serves if there is a socket to serve at, and otherwise decodes."""
     return DECODE if config.serve.socket is None else SERVE
 
 
 @dataclass(frozen=True)
 class Program:
-    """What makes a process a rank, or the launcher of ranks.
+    """A program whose processes are ranks, or launchers of ranks.
 
     Attributes:
-        command: of Python's, before the settings.
-        typed: how people type it.
-        settings: what its command line can set.
-        work: what a rank does, given its config; raises ValueError where the config does not say.
+        command: arguments of Python, before the settings.
+        typed: the command as people type it.
+        settings: settings that its command line can have.
+        work: returns a rank's work for a config, or raises ValueError if the config names none.
     """
 
     command: tuple[str, ...]

@@ -28,7 +28,7 @@ from helix.events.request import Request
 from helix.events.sampling_params import SamplingParams
 from launch.job.task import Done, Task
 from launch.serving.frames import (
-    Abort,
+    Cancel,
     Delta,
     Failed,
     FrameDecoder,
@@ -234,7 +234,7 @@ class Link:
                         self._submit(message, self._prefix)
                     case Unread():
                         self._send(Delta(message.id, "error", message.reason), self._prefix)
-                    case Abort():
+                    case Cancel():
                         self._abort(f"{self._prefix}{message.id}")
                     case Stop():
                         self._closed = True

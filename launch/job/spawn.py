@@ -45,7 +45,7 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> 
     # It listens before ranks start; the store, which has a thread, is created after the forks.
     with socket.create_server(("127.0.0.1", 0)) as listener, _signals() as came:
         port = listener.getsockname()[1]
-        ranks: list[Rank] = []
+        ranks: list[Fork] = []
         try:
             _start(ranks, world_size, listener, work, command)
             store = dist.TCPStore(
@@ -70,7 +70,7 @@ def launch(world_size: int, work: Callable[[], int], command: Sequence[str]) -> 
     return max(min(failed.values(), default=0), 1) if failed else 0
 
 
-class Rank:
+class Fork:
     """A fork of this process, with methods like `subprocess.Popen`; the fork runs nothing but `begin`.
 
     Args:
@@ -104,7 +104,7 @@ class Rank:
 
 
 def _start(
-    ranks: list[Rank], world_size: int, listener: socket.socket, work: Callable[[], int], command: Sequence[str]
+    ranks: list[Fork], world_size: int, listener: socket.socket, work: Callable[[], int], command: Sequence[str]
 ) -> None:
     """Starts the ranks of a job and appends them; they begin with signals blocked, until they reset the handlers."""
     environment = {
@@ -135,12 +135,12 @@ def _start(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         for rank in range(world_size):
-            ranks.append(Rank(partial(begin, rank)))
+            ranks.append(Fork(partial(begin, rank)))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: Sequence[Rank], came: Sequence[int]) -> dict[int, int]:
+def _wait(ranks: Sequence[Fork], came: Sequence[int]) -> dict[int, int]:
     """Waits until all ranks succeeded, one failed or a signal came; returns exit codes of ranks that failed first."""
     stopped = [0] * len(ranks)  # consecutive polls
     while not came:
@@ -160,7 +160,7 @@ def _wait(ranks: Sequence[Rank], came: Sequence[int]) -> dict[int, int]:
     return {}
 
 
-def _kill(ranks: Sequence[Rank]) -> None:
+def _kill(ranks: Sequence[Fork]) -> None:
     for process in ranks:
         process.kill()
     deadline = time.monotonic() + GONE_S

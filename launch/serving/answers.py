@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.serving.choice import Choice, News
-from launch.serving.dialects import Part
+from launch.serving.dialects import AnswerPart
 from launch.serving.errors import ApiError
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
 from launch.serving.tokens import Tokens
@@ -144,7 +144,7 @@ class Answer:
                 delta[name] = delta.get(name, "") + part.text
         return choice | {"delta": delta, "logprobs": logprobs}
 
-    def _parts(self, news: list[News]) -> list[Part]:
+    def _parts(self, news: list[News]) -> list[AnswerPart]:
         parts = [part for one in news for part in one.parts]
         return [part for part in parts if self.tells_thoughts or part.kind != "thinking"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from helix.control.detokenize import TextStream
 from launch.serving.core import Flight
-from launch.serving.dialects import Parser, Part
+from launch.serving.dialects import AnswerPart, Parser
 from launch.serving.tokens import Tokens
 
 
@@ -26,7 +26,7 @@ class News:
     ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     text: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[AnswerPart] = field(default_factory=list)
     finish_reason: str | None = None
 
     def __bool__(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from launch.serving.matcher import Grammars
-from launch.serving.workers import Work, Workers, answer
+from launch.serving.workers import Answerer, Workers, answer
 
 COMPILE_S = 2.0
 COMPILE_BYTES = 1 << 30
@@ -74,7 +74,7 @@ class Compiler:
         await self.workers.close()
 
 
-def _work(path: str, vocab: str, *eos: str) -> Work:
+def _work(path: str, vocab: str, *eos: str) -> Answerer:
     grammars = Grammars(Path(path), int(vocab), [*map(int, eos)])
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + COMPILE_BYTES,) * 2)

@@ -15,7 +15,7 @@ import numpy as np
 
 from launch.serving.errors import ApiError
 from launch.serving.frames import (
-    Abort,
+    Cancel,
     Delta,
     Failed,
     FrameDecoder,
@@ -175,7 +175,7 @@ class Core:
         """Cancels a continuation with the given finish reason; does nothing if it has ended."""
         if flight.submit.id in self.flights:
             self._end(flight, finish_reason, None)
-            self._send(Abort(flight.submit.id))
+            self._send(Cancel(flight.submit.id))
 
     def stop(self) -> None:
         """Tells the job to end."""
@@ -268,7 +268,7 @@ class Core:
             flight = self.flights[message.id]
             if isinstance(message, Unread):
                 self._end(flight, "error", f"a message of the ranks is malformed: {message.reason}")
-                self._send(Abort(message.id))
+                self._send(Cancel(message.id))
                 return
             if isinstance(message, Queued):
                 flight.stage = Stage.QUEUED

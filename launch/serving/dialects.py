@@ -241,7 +241,7 @@ def turn_of(template: dict[str, Any], prompt: str, begun: str | None = None) -> 
 
 
 @dataclass
-class Part:
+class AnswerPart:
     """A part of an answer: `kind` is content, thinking or call; a call is whole, with name and arguments in `text`."""
 
     kind: str
@@ -294,18 +294,18 @@ class Parser:
         """Whether the answer is complete."""
         return self.calls > 0 and not self._many
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Returns the parts that more text completes."""
         if self._parser is None:
-            return [Part("content", text)] if text else []
+            return [AnswerPart("content", text)] if text else []
         return self._parts(self._parser.feed(text))
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """Returns the parts that were waiting for more text."""
         return [] if self._parser is None else self._parts(self._parser.finalize()[1])
 
-    def _parts(self, events: Sequence[dict[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
+    def _parts(self, events: Sequence[dict[str, Any]]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         for event in events:
             if self.full:
                 break
@@ -322,7 +322,7 @@ class Parser:
                     self._held = 0
         return parts
 
-    def _said(self, kind: str, text: str) -> list[Part]:
+    def _said(self, kind: str, text: str) -> list[AnswerPart]:
         """Returns text as a part, without the spaces between parts."""
         if kind != self._kind:
             text, self._spaces = text.lstrip(), ""
@@ -332,9 +332,9 @@ class Parser:
         text = self._spaces + text
         kept = text.rstrip()
         self._spaces = text[len(kept) :]
-        return [Part(kind, kept)] if kept else []
+        return [AnswerPart(kind, kept)] if kept else []
 
-    def _called(self, value: Any) -> list[Part]:
+    def _called(self, value: Any) -> list[AnswerPart]:
         raw, self._raw = self._raw, ""
         calls = [_function(one) for one in (value if isinstance(value, list) else [value])]
         if not calls or None in calls:  # it only looked like a call
@@ -342,7 +342,7 @@ class Parser:
         calls = calls if self._many else calls[:1]
         self._kind = "call"
         self.calls += len(calls)
-        return [Part("call", text, name, f"call_{uuid.uuid4().hex[:24]}") for name, text in filter(None, calls)]
+        return [AnswerPart("call", text, name, f"call_{uuid.uuid4().hex[:24]}") for name, text in filter(None, calls)]
 
 
 def _function(value: Any) -> tuple[str, str] | None:

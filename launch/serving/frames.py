@@ -53,10 +53,10 @@ class Submit(Message):
 
 
 @dataclass(frozen=True, eq=False)
-class Abort(Message):
+class Cancel(Message):
     """Cancellation of a request; its later frames are ignored."""
 
-    kind = "abort"
+    kind = "cancel"
     id: int
 
 
@@ -165,7 +165,7 @@ class Stats(Message):
     values: dict[str, float]
 
 
-KINDS = {kind.kind: kind for kind in (Submit, Abort, Stop, Ready, Delta, Queued, Progress, Failed, Stats)}
+KINDS = {kind.kind: kind for kind in (Submit, Cancel, Stop, Ready, Delta, Queued, Progress, Failed, Stats)}
 
 
 def encode(message: Message) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from launch.serving.errors import ApiError
 from launch.serving.tokens import Tokens
-from launch.serving.workers import Work, Workers, answer
+from launch.serving.workers import Answerer, Workers, answer
 
 T = TypeVar("T")
 RECEIVE_S = 60.0  # for a client to send a request, and then for its body to be read
@@ -122,7 +122,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tokens
 
 
-def _work(model: str) -> Work:
+def _work(model: str) -> Answerer:
     os.nice(NICE)
     tokens = Tokens(model or None)
 

@@ -184,7 +184,7 @@ class ToolCall(Schema):
     function: Call
 
 
-class Message(Schema):
+class ChatMessage(Schema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Some[TextPart] | None = None
     name: str | None = None
@@ -247,7 +247,7 @@ class Conversation(Schema):
         return self
 
     @property
-    def said(self) -> list[Message]:
+    def said(self) -> list[ChatMessage]:
         """The messages; empty for /tokenize with a prompt."""
         return getattr(self, "messages", None) or []
 
@@ -265,7 +265,7 @@ class Conversation(Schema):
 class Chat(Generation, Conversation):
     """Body of /v1/chat/completions."""
 
-    messages: Some[Message] = Field(min_length=1)
+    messages: Some[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -312,7 +312,7 @@ class Tokenize(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Some[Message] | None = Field(None, min_length=1)
+    messages: Some[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from helix.files import read_json
 from helix.library import import_transformers
 from helix.tokenizer import load_tokenizer
 from launch.serving.errors import ApiError
-from launch.serving.schemas import Completion, Conversation, Message, Tool, parsed
+from launch.serving.schemas import ChatMessage, Completion, Conversation, Tool, parsed
 
 KEPT_BYTES = 1 << 28  # of cached segments and their ids, 4 bytes per token
 SHORT = 64  # characters; shorter segments are not cached
@@ -255,7 +255,7 @@ def _line(error: Exception) -> str:
     return f"{' '.join(str(error).split()):.300}"
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
     """Converts a message for templates: content as one text, arguments of tool calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):

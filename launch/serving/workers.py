@@ -22,7 +22,7 @@ SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 PIECE = 1 << 20  # bytes read at a time
 BUSY_S = 10  # when to try again
 SIZE = struct.Struct("=Q")
-Work = Callable[[bytes], bytes]
+Answerer = Callable[[bytes], bytes]
 
 
 class Workers:
@@ -121,7 +121,7 @@ async def _read(process: Process) -> bytes:
     return await process.stdout.readexactly(size)
 
 
-def answer(made: Callable[[], Work]) -> None:
+def answer(made: Callable[[], Answerer]) -> None:
     """Answers requests from standard input until it ends.
 
     Args:

@@ -164,14 +164,14 @@ BAD_COMMAND_LINES = [
         1,
         "a b is unknown; known: model, layout, kv, attention, comm, hopb, speculation, decode, schedule, serve, r",
     ),
-    (["--foo"], 1, "--foo is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
-    (["-x"], 1, "-x is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
+    (["--foo"], 1, "--foo is not an option: use --help, --cfg job or KEY=VALUE"),
+    (["-x"], 1, "-x is not an option: use --help, --cfg job or KEY=VALUE"),
     (["--cfg"], 1, "--cfg prints what is in effect as `--cfg job`"),
     (["--cfg", "all"], 1, "--cfg prints what is in effect as `--cfg job`"),
     (["-m", "layout.kvp=1,2"], 1, "one run has one config: for several use `python -m launch.sweep -m ...`"),
     (["--multirun"], 1, "one run has one config: for several use `python -m launch.sweep -m ...`"),
-    (["--resolve"], 1, "--resolve is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
-    (["--config-name=x"], 1, "--config-name=x is no option: there are --help and --cfg job; a setting is KEY=VALUE"),
+    (["--resolve"], 1, "--resolve is not an option: use --help, --cfg job or KEY=VALUE"),
+    (["--config-name=x"], 1, "--config-name=x is not an option: use --help, --cfg job or KEY=VALUE"),
     (["layout.kvp=1,2"], 1, "layout.kvp=1,2: one run has one config; for several use `python -m launch.sweep -m ...`"),
     (
         ["layout.kvp=range(1,3)"],
@@ -338,7 +338,7 @@ BAD_COMMAND_LINES = [
         "model.path=PROMPTS is not a directory; it must hold a Hugging Face checkpoint (config.json",
     ),
     (["model.path=null"], 1, "no model: set model.path=DIR, or a shape with model=NAME and model.load=random"),
-    (["model.path=/tmp"], 1, "model.path=/tmp is no checkpoint: it has no config.json"),
+    (["model.path=/tmp"], 1, "model.path=/tmp is not a checkpoint: it has no config.json"),
     (["model=gpt5"], 1, "model=gpt5: model has no option gpt5; known: deepseek-r1, deepseek-v2-lite, demo, gpt-oss-"),
     (["model=null"], 1, "model=null: model has no option null; known: deepseek-r1, deepseek-v2-lite, demo, gpt-oss-"),
     (["model.dtype=int8"], 1, "model.dtype='int8' is unknown; choose one of auto, float32, bfloat16, float16"),
@@ -465,7 +465,7 @@ BAD_COMMAND_LINES = [
         1,
         "layout.kvp=2 layout.tpa=3: the value cannot be read; put it in quotes, as in \"layout.kvp='",
     ),
-    (["decode.prompts=\udcff"], 1, "'decode.prompts=\\udcff' is no UTF-8"),
+    (["decode.prompts=\udcff"], 1, "'decode.prompts=\\udcff' is not UTF-8"),
     (["layout.kvp=２x"], 1, "layout.kvp=２x: the value cannot be read; put it in quotes, as in \"layout.kvp='VALUE'\""),
 ]
 
@@ -510,8 +510,8 @@ BAD_ENVIRONMENTS = [
     ("MASTER_PORT", "", 1, "RANK is set but MASTER_PORT is not"),
     ("MASTER_PORT", "65536", 1, "MASTER_PORT=65536 must be an integer from 1 to 65535"),
     ("MASTER_ADDR", "", 1, "RANK is set but MASTER_ADDR is not"),
-    ("MASTER_ADDR", "no..host", 1, "MASTER_ADDR=no..host is no host that is known here"),
-    ("MASTER_ADDR", "no.such.host.invalid", 1, "MASTER_ADDR=no.such.host.invalid is no host that is known here"),
+    ("MASTER_ADDR", "no..host", 1, "MASTER_ADDR=no..host is not a host that is known here"),
+    ("MASTER_ADDR", "no.such.host.invalid", 1, "MASTER_ADDR=no.such.host.invalid is not a host that is known here"),
 ]
 
 BAD_AGENTS = [

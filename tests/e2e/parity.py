@@ -21,7 +21,7 @@ from helix.control.engine import Engine
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.memory.host_store import HostStore
-from helix.memory.kv_cache import KVCache, with_bounds
+from helix.memory.kv_cache import KVCache, StepSizes, with_bounds
 from helix.memory.tiered_cache import TieredCache
 from helix.models import Decoder, spec_from_config
 from helix.models.loading import Checkpoint, read_config
@@ -125,7 +125,7 @@ def build_engine(
     pages = pages or placement.stripes.pages_for_all(max_batch * max_length, max_batch)
     keeps = spec.keeps(layout, comm.rank, dtype)
     drafts = 0 if drafter is None else drafter.limit
-    sizes = {"slots": max_batch, "rows": drafts + 1, "chunk": prefill_chunk}
+    sizes = StepSizes(max_batch, drafts + 1, prefill_chunk)
     quest = isinstance(drafter, SelfDrafts) and drafter.budget.policy == "quest"
     score = sparse.score if sparse else "bounds" if quest else None
     policy: AttentionPolicy | None = None
@@ -139,7 +139,7 @@ def build_engine(
         assert score is not None and sparse is not None and sparse.hot is not None
         heads, dim = keeps[spec.full[0]][0].entry
         cache: KVCache = TieredCache(
-            with_bounds(keeps), pages, placement, device, score=score, **sizes,
+            with_bounds(keeps), pages, placement, device, sizes, score=score,
             store=HostStore((len(spec.full), pages * heads, 2, page_size, dim), dtype, device),
             hot=sparse.hot, piece_pages=4,
         )  # fmt: skip
@@ -147,7 +147,7 @@ def build_engine(
             tensor.fill_(torch.nan)
     else:
         keeps = keeps if score is None else with_bounds(keeps)
-        cache = KVCache(keeps, pages, placement, device, score=score, **sizes)
+        cache = KVCache(keeps, pages, placement, device, sizes, score)
     for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     if isinstance(drafter, SelfDrafts):

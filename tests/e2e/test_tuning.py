@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.ranks import tuning
-from benchmarks.ranks.tuning_steps import Measured, Way
+from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.engine import build_engine
 from helix.config import Config
@@ -115,7 +115,7 @@ def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
     assert [json.loads(line) for line in lines[1:]] == rows
     found = {Measured.of(row).way: row for row in rows}
     layout = HelixLayout.create("helix", 2)
-    for way in (Way("sparse", 4, 0.1), Way("ngram", 3)):
+    for way in (DraftSource("sparse", 4, 0.1), DraftSource("ngram", 3)):
         own = [f"speculation={way.drafter}", f"speculation.gamma={way.gamma}", "speculation.adaptive=false"]
         own += [f"speculation.sparsity={way.sparsity}"] if way.sparsity else []
         again = composed(
@@ -127,7 +127,7 @@ def test_what_is_measured_is_what_the_engine_does(prompts: Path) -> None:
         assert (len(row["tokens_by_prompt"]), row["sequence_steps"]) == (3, round(3 * (NEW - 1) / tokens))
         by_place = [k / n if n else None for k, n in zip(kept, tried, strict=True)][: way.gamma]
         assert row["acceptance_by_place"] == by_place
-    assert found[Way("none")]["tokens_by_prompt"] == [1.0, 1.0, 1.0]
+    assert found[DraftSource("none")]["tokens_by_prompt"] == [1.0, 1.0, 1.0]
 
 
 def test_a_second_start_measures_what_is_missing(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +140,10 @@ def test_a_second_start_measures_what_is_missing(prompts: Path, monkeypatch: pyt
 
     whole = run_ranks(2, body, timeout_s=120.0)[0]
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    measured: list[Way] = []
+    measured: list[DraftSource] = []
     measure = tuning.PromptSample.measure
 
-    def noted(self: Any, way: Way) -> Any:
+    def noted(self: Any, way: DraftSource) -> Any:
         measured.append(way)
         return measure(self, way)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helix.layout import HelixLayout
 from helix.placement import Placement
-from kernels.hot_blocks import NOWHERE, BlockList, HotBlocks
+from kernels.hot_blocks import NOWHERE, BlockList, FetchList, HotBlocks, Readers
 from kernels.reference.copy_blocks import copy_blocks as reference_copy
 from kernels.reference.resolve import resolve as reference
 from kernels.reference.write_back import write_back as reference_write
@@ -52,12 +52,12 @@ class Tier:
         self.ring = (page + queries - 2) // page + 1
         shape = 2, page, DIM
         rings = ROWS * self.ring * HEADS
-        self.hot = HotBlocks.create(LAYERS, HEADS, self.pages, hot, rings, device)
+        self.hot = HotBlocks.create(LAYERS, HEADS, self.pages, hot, rings, self.ring, device)
         self.places = torch.full((LAYERS, rings + HEADS * hot, *shape), torch.nan, device=device)
         self.host = torch.full((LAYERS, self.pages * HEADS, *shape), torch.nan, device=device)
-        whole = BlockList.create(HEADS, hot + 3, device)
-        self.misses = BlockList(whole.source[:, 3:], whole.target[:, 3:], whole.counts)  # of a part of the batch
         self.counted = torch.zeros(2, dtype=torch.int64, device=device)
+        whole = FetchList.create(HEADS, hot + 3, device, self.counted)
+        self.misses = replace(whole, source=whole.source[:, 3:], target=whole.target[:, 3:])  # of a part of the batch
         self.free = list(range(self.pages))
         self.lengths = torch.zeros(ROWS, dtype=torch.int64)
         self.starts = torch.zeros(ROWS, dtype=torch.int64)
@@ -166,29 +166,19 @@ class Tier:
                     if self.generator.random() < 0.3 and columns[0] < self.full(row):
                         table[n, h, 0] = -1
         asked = table.clone()
-        args = [x.to(self.device) for x in (hi, self.held, positions, starts)]
+        readers = Readers(*(x.to(self.device) for x in (hi, self.held, positions, starts)), self.queries)
         found = table.to(self.device)
-        one = slice(layer, layer + 1)
+        one, hot = slice(layer, layer + 1), replace(self.hot.layer(layer), ring_pages=self.ring)
         if self.generator.random() < 0.5:  # a guess: what another layer reads
             guess = table.clone()
             for n, h in product(range(N), range(HEADS)):
                 columns = read[n][1 - layer][h]
                 guess[n, h, : len(columns)] = self.tables[n // self.queries, columns]
-            of_layer = self.hot.layer(layer), self.misses, torch.zeros_like(self.counted)
-            self.resolve(guess.to(self.device), *args, self.queries, *of_layer, 0, self.ring, True, **self.grid)
+            misses = replace(self.misses, counted=torch.zeros_like(self.counted), guess=True)
+            self.resolve(guess.to(self.device), readers, hot, misses, **self.grid)
             self.copy(self.host[one], self.places[one], self.misses)
         before = self.counted.clone()
-        self.resolve(
-            found,
-            *args,
-            self.queries,
-            self.hot.layer(layer),
-            self.misses,
-            self.counted,
-            0,
-            self.ring,
-            **self.grid,
-        )
+        self.resolve(found, readers, hot, self.misses, **self.grid)
         self.copy(self.host[one], self.places[one], self.misses)
         misses = int(self.misses.counts.sum())
         assert (self.counted - before)[1] == misses
@@ -279,9 +269,9 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
     queries, rows, width, pages, ring = generator.choice([1, 3]), 2, 9, 60, 2
     heads, kvp = generator.choice([1, 3]), generator.choice([1, 2])
     devices, places = [torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.device("cpu")], 27 * queries
-    hots = [HotBlocks.create(1, heads, pages, places, 12, device) for device in devices]
-    lists = [BlockList.create(heads, places, device) for device in devices]
+    hots = [HotBlocks.create(1, heads, pages, places, 12, ring, device) for device in devices]
     counts = [torch.zeros(2, dtype=torch.int64, device=device) for device in devices]
+    lists = [FetchList.create(heads, places, device, counted) for device, counted in zip(devices, counts, strict=True)]
     grid = {"kvp": kvp, "kvp_rank": kvp - 1, "append_block": 4, "page_size": 4}
     layout = HelixLayout.create("helix", kvp)
     starts = torch.tensor([generator.randrange(kvp) for _ in range(rows)])
@@ -303,14 +293,14 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
                     table[n, h, 0] = -1
         tables = [table.to(device, copy=True) for device in devices]
         guess = generator.random() < 0.3
-        for op, found, hot, misses, counted in zip((resolve, reference), tables, hots, lists, counts, strict=True):
+        for op, found, hot, misses in zip((resolve, reference), tables, hots, lists, strict=True):
             with pytest.MonkeyPatch.context() as patch:
                 if not torch.cuda.is_available():
                     patch.setattr("kernels.dispatch.on_gpu", lambda t: True)
-                args = [x.to(found.device) for x in (hi, held.int(), positions, of_tokens)]
-                op(found, *args, queries, hot.layer(0), misses, counted, 1, ring, guess, **grid)
+                readers = Readers(*(x.to(found.device) for x in (hi, held.int(), positions, of_tokens)), queries, 1)
+                op(found, readers, hot.layer(0), replace(misses, guess=guess), **grid)
         pairs = [tables, counts, [x.counts for x in lists]]
-        pairs += [[getattr(hot, field.name) for hot in hots] for field in fields(HotBlocks)[:-1]]
+        pairs += [[getattr(hot, field.name) for hot in hots] for field in fields(HotBlocks)[:-2]]
         for h, count in enumerate(lists[0].counts.tolist()):
             pairs += [[x.source[h, :count] for x in lists], [x.target[h, :count] for x in lists]]
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in pairs)
@@ -318,8 +308,8 @@ def test_kernel_and_reference_leave_the_same(generator: random.Random) -> None:
 
 def test_the_least_recently_chosen_goes(device: torch.device) -> None:
     """Three places; a page of this choice is never given up, however long ago it was chosen before."""
-    hot = HotBlocks.create(1, 1, 9, 3, 0, device).layer(0)
-    misses, counted = BlockList.create(1, 3, device), torch.zeros(2, dtype=torch.int64, device=device)
+    hot = HotBlocks.create(1, 1, 9, 3, 0, 1, device).layer(0)
+    misses = FetchList.create(1, 3, device, torch.zeros(2, dtype=torch.int64, device=device))
     chosen = [[0, 1, 2], [1], [2, 3], [0, 1], [4, 0, 5]]  # 3 takes 0's place, 0 takes 2's, 4 and 5 take 3's and 1's
     fetched = [[0, 1, 2], [], [3], [0], [4, 5]]
     zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -327,16 +317,16 @@ def test_the_least_recently_chosen_goes(device: torch.device) -> None:
         table = torch.tensor([[pages]], dtype=torch.int32, device=device)
         columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
         grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
-        resolve(table, columns, columns, zero + 9, zero, 1, hot, misses, counted, 0, 1, **grid)
+        resolve(table, Readers(columns, columns, zero + 9, zero, 1), hot, misses, **grid)
         assert misses.source[0, : misses.counts[0]].tolist() == wanted
         assert hot.page_of[0, table[0, 0].long()].tolist() == pages
-    assert counted.tolist() == [sum(map(len, chosen)) - 7, 7]
+    assert misses.counted.tolist() == [sum(map(len, chosen)) - 7, 7]
 
 
 def test_what_came_for_a_guess_alone_goes_first(device: torch.device) -> None:
     """Three places: whoever guesses wrong loses what was guessed, and no block that was chosen since."""
-    hot = HotBlocks.create(1, 1, 9, 3, 0, device).layer(0)
-    misses, counted = BlockList.create(1, 3, device), torch.zeros(2, dtype=torch.int64, device=device)
+    hot = HotBlocks.create(1, 1, 9, 3, 0, 1, device).layer(0)
+    misses = FetchList.create(1, 3, device, torch.zeros(2, dtype=torch.int64, device=device))
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     # 3 takes 2's place and is not chosen: it goes for 4, and 0 stays. 5 is guessed and chosen: it has come already.
     steps = [(False, [0, 1, 2]), (True, [1, 3]), (False, [4, 1]), (False, [0]), (True, [5, 0]), (False, [5, 0])]
@@ -345,7 +335,7 @@ def test_what_came_for_a_guess_alone_goes_first(device: torch.device) -> None:
         table = torch.tensor([[pages]], dtype=torch.int32, device=device)
         columns = torch.tensor([len(pages)], dtype=torch.int32, device=device)
         grid = {"kvp": 1, "kvp_rank": 0, "append_block": 1, "page_size": 1}
-        resolve(table, columns, columns, zero + 9, zero, 1, hot, misses, counted, 0, 1, guess, **grid)
+        resolve(table, Readers(columns, columns, zero + 9, zero, 1), hot, replace(misses, guess=guess), **grid)
         assert misses.source[0, : misses.counts[0]].tolist() == wanted
         assert hot.page_of[0, table[0, 0].long()].tolist() == pages
 
@@ -381,14 +371,14 @@ def fetched_behind_a_write(generator: random.Random, *waiting: ModuleType) -> bo
     streams, shape = Streams(1, *waiting), (1, 2, 4, 16)
     places = torch.cat([torch.randn(shape), torch.zeros(2, *shape[1:])])[None]  # a ring of one page, two hot places
     host = torch.zeros(1, 3, *shape[1:])
-    hot = HotBlocks.create(1, 1, 3, 2, 1, torch.device("cpu"))
-    misses, counted = BlockList.create(1, 2, torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    hot = HotBlocks.create(1, 1, 3, 2, 1, 1, torch.device("cpu"))
+    misses = FetchList.create(1, 2, torch.device("cpu"), torch.zeros(2, dtype=torch.int64))
     table, one = torch.tensor([[[2]]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int64)
     grid = {"kvp": 1, "kvp_rank": 0, "append_block": 4, "page_size": 4}
     with streams.of(0):
         write_back(places, host, hot.place_of, table[0], zero, zero, zero + 4, 1, 0, 1, **grid)
-        resolve(table, 4 * one, one, zero + 4, zero, 1, hot.layer(0), misses, counted, 0, 1, **grid)
+        resolve(table, Readers(4 * one, one, zero + 4, zero, 1), hot.layer(0), misses, **grid)
         copy_blocks(host, places, misses, programs=2)
     streams.run(generator)
     return int(table) == 1 and torch.equal(places[0, 1], places[0, 0])

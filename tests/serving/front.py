@@ -16,7 +16,7 @@ import uvloop
 
 from helix.config import ServeConfig
 from launch.serving.core import Core
-from launch.serving.frames import Abort, Delta, FrameDecoder, Message, Ready, Submit, encode
+from launch.serving.frames import Cancel, Delta, FrameDecoder, Message, Ready, Submit, encode
 from launch.serving.http import listen, make_server
 from launch.serving.routes import Api
 from launch.serving.security import Keys
@@ -58,7 +58,7 @@ class FakeJob:
 
     @property
     def aborts(self) -> list[int]:
-        return [message.id for message in self.got if isinstance(message, Abort)]
+        return [message.id for message in self.got if isinstance(message, Cancel)]
 
     async def listen(self, path: Path) -> None:
         self.server = await asyncio.start_unix_server(self._serve, path)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from launch.serving.dialects import DIALECTS, Dialect, Parser, Part, turn_of
+from launch.serving.dialects import DIALECTS, AnswerPart, Dialect, Parser, turn_of
 from launch.serving.forms import Shape
 from launch.serving.grammars import of_calls, of_shape
 from launch.serving.matcher import BegunGrammar, Grammars
@@ -107,7 +107,7 @@ def walk(name: str, grammar: BegunGrammar, seed: int, most: int = 300) -> str | 
 def read(name: str, prompt: str, answer: str, tools: list[Tool]) -> tuple[str, list[tuple[str, Any]]]:
     template = dialect_of(name).template
     parser = Parser(template, turn_of(template, prompt), tools)
-    parts: list[Part] = [*parser.feed(answer), *parser.finish()]
+    parts: list[AnswerPart] = [*parser.feed(answer), *parser.finish()]
     content = "".join(part.text for part in parts if part.kind == "content")
     return content, [(part.name, json.loads(part.text)) for part in parts if part.kind == "call"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.serving.dialects import DIALECTS, Parser, Part, dialect_of, turn_of
+from launch.serving.dialects import DIALECTS, AnswerPart, Parser, dialect_of, turn_of
 from launch.serving.schemas import Tool
 
 TOOLS = [
@@ -90,7 +90,7 @@ RECORDED: list[tuple[str, str, str, str, str, list[Any]]] = [
 def read(dialect: str, prompt: str, answer: str, size: int, tools: list[Tool]) -> tuple[str, str, list[Any], Parser]:
     template = next(d.template for d in DIALECTS if d.name == dialect)
     parser = Parser(template, turn_of(template, prompt), tools)
-    parts: list[Part] = []
+    parts: list[AnswerPart] = []
     for begin in range(0, len(answer), size):
         parts += parser.feed(answer[begin : begin + size])
     parts += parser.finish()

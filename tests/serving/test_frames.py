@@ -13,7 +13,7 @@ from launch.serving.compiler import MOST_BYTES
 from launch.serving.frames import (
     HEAD,
     MOST_HEADER,
-    Abort,
+    Cancel,
     Delta,
     Failed,
     FrameDecoder,
@@ -32,7 +32,7 @@ IDS = np.array([0, 1, 2**31 - 1], dtype=np.int32)
 MESSAGES: list[Message] = [
     Submit(1, 16, {"temperature": 0.5, "seed": 2**63 - 1}, -1, "é\ud83d", '{"type": "object"}', 2, IDS),
     Submit(2, 1),
-    Abort(1),
+    Cancel(1),
     Stop(),
     Ready("/models/m", "helix kvp=2", 2, 1 << 20, 1 << 19, 4096, 1 << 21, 8, (0, 7), True),
     Delta(1, None, None, 7, ((-0.5, ((3, -0.5), (1, -2.0))),), IDS[:1]),

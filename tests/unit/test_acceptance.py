@@ -19,8 +19,8 @@ from benchmarks.quality.acceptance_rows import counted, ways
 from benchmarks.quality.agreement import mean_range
 from benchmarks.quality.continuations import FACTS, TASKS, Continuation
 from benchmarks.quality.draft_meter import DraftMeter
-from benchmarks.quality.drafting import DRAFTERS, Outcome, Way, run
-from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.drafting import DRAFTERS, Drafting, Outcome, run
+from benchmarks.quality.prefilled import Subject
 from benchmarks.records import acceptance_figures, acceptance_tables
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.control.engine import Engine
@@ -155,8 +155,8 @@ def test_drafts_that_change_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch)
         rows(policies=["ngram"])
 
 
-def setting() -> Setting:
-    return Setting.create("demo", 1, "float32")
+def setting() -> Subject:
+    return Subject.create("demo", 1, "float32")
 
 
 def prompt(tokenizer: Any, length: int) -> Tensor:
@@ -176,7 +176,7 @@ def test_steps_are_those_of_the_engine(tokenizer: Any, policy: str) -> None:
 
     (((first, *_), _),) = run_ranks(1, lambda world, rank: body(world, rank, 1, None), timeout_s=60.0)
     given_text = Continuation("code", torch.tensor([*ids, first]), (torch.empty(0).long(),))
-    (outcome,) = run(setting(), [given_text], 16, [way := Way(policy, 3, budget)])[way].outcomes
+    (outcome,) = run(setting(), [given_text], 16, [way := Drafting(policy, 3, budget)])[way].outcomes
     count = 1 + sum(1 + n for n in outcome.held)
     ((tokens, engine),) = run_ranks(
         1, lambda world, rank: body(world, rank, count, SelfDrafts(3, budget)), timeout_s=60.0
@@ -193,7 +193,7 @@ def test_turns_are_what_plain_prompts_say(tokenizer: Any) -> None:
     told = [text[200:209], text[230:233], text[250:251]]
     several = Continuation("facts", text[:200], tuple(told))
     single = Continuation("code", text[:200], (torch.empty(0).long(),))
-    plain, drafted = Way("none"), Way("any", 3, DraftBudget("any", 0.1))
+    plain, drafted = Drafting("none"), Drafting("any", 3, DraftBudget("any", 0.1))
     for way, found in run(setting(), [several, single], 12, [plain, drafted]).items():
         tokens = found.outcomes[0].tokens
         assert len(tokens) == 12
@@ -210,7 +210,7 @@ def test_the_meter(tokenizer: Any) -> None:
     """Chosen keys beside those that drafts would choose: of the oracle the same; of a single rank one choice."""
     given_texts = [Continuation("code", prompt(tokenizer, n), (torch.empty(0).long(),)) for n in (300, 380)]
     chosen = [
-        Way(p, 3, DraftBudget(kind, 0.1, reach=0))
+        Drafting(p, 3, DraftBudget(kind, 0.1, reach=0))
         for p, kind in (("oracle", "any"), ("all", "any"), ("window", "window"))
     ]
     found = {way.policy: f.metered for way, f in run(setting(), given_texts, NEW_TOKENS, chosen, (1, 2)).items()}

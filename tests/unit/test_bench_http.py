@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.jobs import JobError
-from benchmarks.models.http import Client, Seen, row, serving
+from benchmarks.models.http import HTTPClient, HTTPSeen, row, serving
 from tests.serving.front import front
 
 
-def seen(sent: float, came: list[float], new: int) -> Seen:
+def seen(sent: float, came: list[float], new: int) -> HTTPSeen:
     usage = {"completion_tokens": new, "prompt_tokens": 10, "prompt_tokens_details": {"cached_tokens": 5}}
-    return Seen(sent, came, usage)
+    return HTTPSeen(sent, came, usage)
 
 
 def test_figures_of_a_row() -> None:
@@ -32,7 +32,7 @@ def test_figures_of_a_row() -> None:
 def test_a_client_notes_each_piece(tmp_path: Path) -> None:
     async def check() -> None:
         async with front(tmp_path) as made, asyncio.timeout(60):
-            client = Client(made.url, 4096)
+            client = HTTPClient(made.url, 4096)
             noted = await client.stream(client.tokens(7), 5)
             assert noted.usage["completion_tokens"] == 5 and noted.usage["prompt_tokens"] == 7
             assert 1 <= len(noted.came) <= 5 and noted.sent < noted.came[0] and noted.came == sorted(noted.came)

@@ -15,7 +15,7 @@ from helix.attention.dense import DenseAttention
 from helix.build.buffers import MOST, SHARE, longest_chunk, token_buffers
 from helix.control.prefill_time import PrefillTime, doubling_depth
 from helix.layout import HelixLayout
-from helix.memory.kv_cache import KVCache
+from helix.memory.kv_cache import KVCache, StepSizes
 from helix.models import Decoder
 from helix.placement import Placement, PromptChunk
 from helix.speculation import DraftBudget
@@ -84,7 +84,7 @@ def test_a_step_takes_no_more(model: str) -> None:
             for weight in decoder.weights.parameters:
                 weight.normal_(std=0.02)
             placement = Placement(layout, 0, 16, 64)
-            cache = KVCache(spec.keeps(layout, rank, torch.bfloat16), tokens // 64, placement, device)
+            cache = KVCache(spec.keeps(layout, rank, torch.bfloat16), tokens // 64, placement, device, StepSizes(1))
             state = DecodeState(1, tokens // 64, placement, device)
             pages, prompt = np.arange(tokens // 64, dtype=np.int32), np.zeros(tokens, dtype=np.int32)
             state.admit(admission(0, 0, pages, tokens, prompt))
@@ -110,7 +110,7 @@ def test_tables_of_what_drafts_read(budget: DraftBudget, kvp: int, tpa: int) -> 
         comm = world.communicator(rank, layout.kvp_group(rank))
         decoder = Decoder(spec, layout, comm, torch.float32, torch.device("meta"))
         placement = Placement(layout, layout.kvp_rank(rank), 16, 32)
-        cache = KVCache(spec.keeps(layout, rank, torch.float32), 4, placement, device)
+        cache = KVCache(spec.keeps(layout, rank, torch.float32), 4, placement, device, StepSizes(1))
         drafter = SparseDrafter(3, decoder, comm, cache, placement, budget, noise="own", max_batch=5, max_length=9000)
         assert drafter.chosen is not None
         return drafter.chosen.tables.nbytes, budget.table_bytes(spec, placement, rank, 5, 9000, 3)

@@ -396,7 +396,7 @@ def tensor(name: str) -> Change:
             "model.layers.2.input_layernorm.weight is [96] and should be absent",
         ),
         ("llama", add("split.count", 3), "is one of 3 parts: join them"),
-        ("llama", add("general.type", "adapter"), "is no model: it says general.type=adapter"),
+        ("llama", add("general.type", "adapter"), "is not a model: it has general.type=adapter"),
     ],
 )
 def test_what_would_be_left_out_is_refused(
@@ -415,8 +415,11 @@ def test_what_would_be_left_out_is_refused(
         ({"model": None}, "tokenizer.ggml.model=None is not supported"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre=tekken is not supported; supported: gpt-2, smollm, qwen2, llama-bpe"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "tokenizer.ggml.tokens has a text twice"),
-        ({"tokens": ["a", "a b"], "token_type": [1, 1]}, "tokenizer.ggml.tokens has 'a b', which is no text of bytes"),
-        ({"tokens": ["a", "b"], "token_type": [1, 1], "merges": ["a b"]}, "has 'a b', which is no pair of tokens"),
+        (
+            {"tokens": ["a", "a b"], "token_type": [1, 1]},
+            "tokens has 'a b', which is not a text of bytes",
+        ),
+        ({"tokens": ["a", "b"], "token_type": [1, 1], "merges": ["a b"]}, "has 'a b', which is not a pair of tokens"),
         ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries, and tokenizer.ggml.tokens 504"),
         ({"bos_token_id": 5000}, "tokenizer.ggml.bos_token_id=5000 is none of the 504 tokens"),
     ],
@@ -432,7 +435,7 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
     assert "no-such.gguf cannot be read: No such file" in refused(capsys, str(tmp_path / "no-such.gguf"), out)
     assert "it is a directory" in refused(capsys, str(tmp_path), out)
     (tmp_path / "text.gguf").write_text("GGU, but not quite")
-    assert "is no GGUF file: it does not begin with GGUF" in refused(capsys, str(tmp_path / "text.gguf"), out)
+    assert "is not a GGUF file: it does not begin with GGUF" in refused(capsys, str(tmp_path / "text.gguf"), out)
     for size in (6, 40, 20_000, file.stat().st_size - 1000):
         (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:size])
         assert "cut.gguf is truncated or damaged" in refused(capsys, str(tmp_path / "cut.gguf"), out)
@@ -444,8 +447,8 @@ def test_files_and_directories_that_do_not_fit(tmp_path: Path, capsys: pytest.Ca
     assert "has the architecture mamba; those that can be converted: llama, qwen2, qwen3, qwen3moe" in said
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "is there already, and is no empty directory" in refused(capsys, str(file), str(tmp_path / "full"))
-    assert "is there already, and is no empty directory" in refused(capsys, str(file), str(file))
+    assert "exists and is not an empty directory" in refused(capsys, str(file), str(tmp_path / "full"))
+    assert "exists and is not an empty directory" in refused(capsys, str(file), str(file))
     assert "cannot be written: File exists" in refused(capsys, str(file), str(file / "out"))
     assert "there have to be a FILE.gguf and a DIR" in refused(capsys, str(file))
     assert "dtype=int8 must be one of auto, float32" in refused(capsys, str(file), out, "dtype=int8")

@@ -31,22 +31,21 @@ ROOMS = (  # folders and files in which every summary has its form, but in EXCEP
     "helix/steps",
     "helix/tokenizer.py",
     "kernels",
-    "launch/job",
-    "launch/serving",
+    "launch",
 )
 EXCEPT = ("kernels/reference/verify.py", "kernels/tokens/verify.py")
 OTHERS = "benchmarks", "helix", "kernels", "launch", "tests"  # in which none begins in the middle of a sentence
 THIRD_PERSON = """
     accepts accumulates adds admits advances allocates answers applies assigns attends binds builds cancels catches
-    checks chooses closes collects combines commits compares compiles computes concatenates connects continues
-    converts copies counts creates declares decodes descends describes divides drafts draws drops empties encodes
-    ends escapes estimates exchanges executes fetches fills finds fits folds forbids frees gathers handles imports
-    interleaves interpolates issues keeps kills launches leaves lets limits lists loads locates looks makes maps
-    marks masks merges multiplies normalises opens orders overwrites packs parses plans predicts preempts prefetches
-    prepares prints projects proposes queues raises reads records refuses releases removes replaces rescales resets
-    resolves returns rotates routes runs scales scores selects sends serves sets shares shifts shows sorts splits
-    starts stores streams submits summarises sums swaps takes tells times turns unpacks updates views waits wakes
-    writes yields zeroes
+    checks chooses closes collects combines commits compares compiles composes computes concatenates connects
+    continues converts copies counts creates declares decodes descends describes divides drafts draws drops empties
+    encodes ends escapes estimates exchanges executes fetches fills finds fits folds forbids frees gathers handles
+    imports interleaves interpolates issues keeps kills launches leaves lets limits lists loads locates looks makes
+    maps marks masks merges moves multiplies normalises opens orders overwrites packs parses plans plots predicts
+    preempts prefetches prepares prints projects proposes puts queues raises reads records refuses releases removes
+    replaces rescales resets resolves returns rotates routes runs scales scores selects sends serves sets shares
+    shifts shows sorts splits starts stores streams submits summarises sums swaps takes tells times turns unpacks
+    updates views waits wakes writes yields zeroes
 """
 NO_NOUN_PHRASE = """
     after although among anew around as at because before behind beside between beyond by can does each everything for

@@ -18,7 +18,7 @@ from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import token_bytes
-from helix.memory.kv_cache import KVCache
+from helix.memory.kv_cache import KVCache, StepSizes
 from helix.models import Decoder, spec_from_config
 from helix.models.loading import read_config
 from helix.placement import Placement
@@ -147,7 +147,7 @@ def test_both_caches_fit_the_memory(
     page = 32 * sum(token_bytes(kept) for kept in target.spec.keeps(layout, 0, torch.float32))
     page += draft.page_bytes(placement)
     chunk = longest_chunk(token_buffers(target.spec, layout, 0, torch.float32), free)
-    beside = draft.slot_bytes(placement, max_batch, sizes.speculation.gamma, chunk)
+    beside = draft.slot_bytes(placement, StepSizes(max_batch, sizes.speculation.gamma + 1, chunk))
     if page + beside > int(free * sizes.kv.memory_fraction):
         with pytest.raises(ConfigError, match="holds no page"):
             build.build_engine(layout, comm, target, sizes, max_batch, wanted, draft=draft)

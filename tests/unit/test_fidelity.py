@@ -19,7 +19,7 @@ from benchmarks.quality.agreement import common_prefix, compare, mcnemar, paired
 from benchmarks.quality.fidelity_tasks import policies
 from benchmarks.quality.forced import Policy, run
 from benchmarks.quality.haystacks import Haystack, texts
-from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.prefilled import Subject
 from helix.attention.dense import DenseAttention
 from helix.layout import HelixLayout
 from helix.placement import BlockBudget
@@ -91,8 +91,8 @@ def tokenizer() -> Any:
     return load_tokenizer(DEMO)
 
 
-def setting(kvp: int = 1) -> Setting:
-    return Setting(DEMO, HelixLayout.create("helix", kvp), torch.float32, "cpu")
+def setting(kvp: int = 1) -> Subject:
+    return Subject(DEMO, HelixLayout.create("helix", kvp), torch.float32, "cpu")
 
 
 def known(monkeypatch: pytest.MonkeyPatch, *others: Policy) -> None:
@@ -146,7 +146,7 @@ def test_prompts_of_any_length_stand_for_themselves(tokenizer: Any, monkeypatch:
             alone = run(setting(), [prompt], 3, chosen, None if given_tokens is None else given_tokens[i : i + 1])
             for name in both:
                 assert torch.allclose(both[name].logits[i], alone[name].logits[0], atol=1e-3), name
-    monkeypatch.setattr(Setting, "fitting", lambda self, length: 1)
+    monkeypatch.setattr(Subject, "fitting", lambda self, length: 1)
     batches = run(setting(), prompts, 3, chosen)
     assert torch.allclose(batches["few"].logits, both["few"].logits, atol=1e-3)
     assert batches["few"].blocks_read == pytest.approx(both["few"].blocks_read)

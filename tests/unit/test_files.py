@@ -145,7 +145,7 @@ def test_a_record_overwrites_records_alone(tmp_path: Path, text: str, fine: bool
     path = tmp_path / "record.json"
     check_record(path)
     path.write_text(text)
-    with nullcontext() if fine else pytest.raises(ValueError, match=r"record\.json exists and is no record"):
+    with nullcontext() if fine else pytest.raises(ValueError, match=r"record\.json exists and is not a record"):
         check_record(path)
 
 

@@ -245,7 +245,7 @@ def test_what_else_a_shard_can_be(directory: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content in (b"version https://git-lfs.github.com/spec/v1\n" * 3, bytes(1000), b"PK\x03\x04" + bytes(100)):
         file.write_bytes(content)
-        assert "model.safetensors is no safetensors file" in problem(directory)
+        assert "model.safetensors is not a safetensors file" in problem(directory)
     file.write_bytes(whole)
     file.chmod(0)
     with as_nobody(directory):
@@ -284,7 +284,7 @@ def test_index_that_promises_too_much(directory: Path) -> None:
 @pytest.mark.parametrize("name", ["../x/s", "/x/s", "a/../s", "..", "", "a\0", None, 3, ["s"], {}])
 def test_an_index_names_shards_of_its_own_directory(tmp_path: Path, name: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(ValueError, match=r"index\.json has model\.norm\.weight in .*, which is no path within "):
+    with pytest.raises(ValueError, match=r"index\.json has model\.norm\.weight in .*, which is not a path within "):
         Checkpoint(tmp_path)
 
 
@@ -308,7 +308,7 @@ def test_shards_may_be_links_and_lie_in_folders(directory: Path) -> None:
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory"):
         read_config(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no checkpoint: it has no config\.json"):
+    with pytest.raises(ValueError, match=r"not a checkpoint: it has no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="expected a JSON object"):

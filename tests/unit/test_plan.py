@@ -19,15 +19,15 @@ from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, m
 from helix.layout import HelixLayout
 from helix.simulate import fit as fitting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
-from helix.simulate.fit import Measured
+from helix.simulate.fit import MeasuredSteps
 from helix.simulate.hardware import Hardware
-from helix.simulate.plan import Choice, Question, Ranking, plan
+from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
 from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
 from launch.inputs.auto_layout import choose, ranks, workload
 from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
-from launch.inputs.prompts import Prompt
+from launch.inputs.prompts import PromptLine
 from launch.inputs.shapes import load_spec
 from launch.plan import KEYS, NEEDED, answer, main
 from launch.sweep import skip_reason
@@ -44,7 +44,7 @@ def ask(model: str = "qwen2.5-7b", hardware: Hardware = H200, **more: object) ->
     return plan(Question(load_spec(model), hardware, **asked))  # type: ignore[arg-type]
 
 
-def predicted(choice: Choice, model: str, length: int) -> float:
+def predicted(choice: PlannedLayout, model: str, length: int) -> float:
     layout = choice.layout
     widths = {key: getattr(layout, key) for key in ("kvp", "tpa", "tpf", "ep")}
     points = Points.of(layout.mode, choice.batch, **widths)
@@ -394,7 +394,7 @@ def test_records_that_are_not_there_are_named() -> None:
 # ---- layout=auto
 
 
-def auto(*overrides: str, prompts: tuple[Prompt, ...] = (), world: int = 8, device: str | None = H200.name) -> str:
+def auto(*overrides: str, prompts: tuple[PromptLine, ...] = (), world: int = 8, device: str | None = H200.name) -> str:
     config = composed("model=qwen2.5-7b", "layout=auto", *overrides)
     layout, reason = choose(config, load_spec("qwen2.5-7b"), prompts, world, device, PROGRAM.work(config).load)
     assert reason
@@ -427,11 +427,11 @@ def test_auto_counts_sparse_attention() -> None:
 
 
 def test_auto_counts_the_longest_prompt_and_the_slots() -> None:
-    ids, text = Prompt("a", None, tuple(range(100)), {"max_new_tokens": 7}), Prompt("b", "x" * 401, None, {})
+    ids, text = PromptLine("a", None, tuple(range(100)), {"max_new_tokens": 7}), PromptLine("b", "x" * 401, None, {})
     config = composed("decode.max_new_tokens=5", "decode.max_batch=2")
     assert workload(config, [ids]) == (1, 107) and workload(config, [ids, text, ids]) == (2, 107)
     assert workload(config, [text]) == (1, 101 + 5)  # four bytes a token
-    odd = Prompt("c", None, (1, 2), {"max_new_tokens": "many"})  # refused when it is served
+    odd = PromptLine("c", None, (1, 2), {"max_new_tokens": "many"})  # refused when it is served
     assert workload(config, [odd]) == (1, 7)
 
 
@@ -509,7 +509,7 @@ def test_fitting_finds_planted_constants() -> None:
     steps = []
     for m in measured(cells):
         ttl_s = predict(m.spec, truth, m.points, m.length, RECORDED).ttl_s
-        steps.append(Measured(m.spec, m.points, m.length, ttl_s))
+        steps.append(MeasuredSteps(m.spec, m.points, m.length, ttl_s))
     found = fitting.fit(H200, steps, RECORDED, "test")
     assert np.abs(fitting.errors(found, steps, RECORDED)).mean() < 0.0025
     assert found.read_bytes_per_s.value == pytest.approx(3.1e12, rel=0.01)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, LayoutConfig, ModelConfig
 from helix.errors import RankError
 from helix.events.request import Output, Request
-from launch.inputs.prompts import OPTIONS, Prompt, ResultFile, digest, kept_results, read_prompts, to_request
+from launch.inputs.prompts import OPTIONS, PromptLine, ResultFile, digest, kept_results, read_prompts, to_request
 from tests.unit.test_files import largest_file
 
 
@@ -66,8 +66,8 @@ def test_ids_default_to_the_number_and_blank_lines_do_not_count(tmp_path: Path) 
         ({"prompt": "a", "ignore_eos": 1}, 'line 2: "ignore_eos" must be true or false, not 1'),
         ({"prompt": "a", "stop_token_ids": 5}, 'line 2: "stop_token_ids" must be a list of integers, not 5'),
         ({"prompt": "a", "logit_bias": [5, 1]}, 'line 2: "logit_bias" must be an object of token ids and numbers'),
-        ({"prompt": "a", "logit_bias": {"-1": 5}}, "and '-1' is no token id"),
-        ({"prompt": "a", "logit_bias": {"a" * 99: 5}}, "aaa is no token id"),
+        ({"prompt": "a", "logit_bias": {"-1": 5}}, "and '-1' is not a token id"),
+        ({"prompt": "a", "logit_bias": {"a" * 99: 5}}, "aaa is not a token id"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: Any, words: str) -> None:
@@ -86,11 +86,11 @@ def test_no_prompts(tmp_path: Path) -> None:
 
 def test_a_request_takes_the_line_before_the_config() -> None:
     defaults = DecodeConfig(max_new_tokens=9, temperature=0.5, stop=["\n"], seed=3)
-    request = to_request(Prompt("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults, None)
+    request = to_request(PromptLine("a", None, (1, 2), {"temperature": 0, "top_k": 5, "stop": "x"}), defaults, None)
     assert isinstance(request, Request)
     assert request.max_new_tokens == 9 and request.stop == ("x",) and tuple(request.prompt) == (1, 2)
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0, 5, 3)
-    plain = to_request(Prompt("a", None, (1,), {}), defaults, None)
+    plain = to_request(PromptLine("a", None, (1,), {}), defaults, None)
     assert isinstance(plain, Request) and plain.stop == ("\n",) and plain.sampling.temperature == 0.5
 
 
@@ -133,8 +133,8 @@ def output(name: str | int, reason: str = "length", text: str = "text") -> Outpu
     return Output(name, 3, (4, 5), "", f"{text} of {name}", reason, "why" if reason == "error" else None)
 
 
-def prompts(*names: str | int) -> list[Prompt]:
-    return [Prompt(name, "x", None, {}) for name in names]
+def prompts(*names: str | int) -> list[PromptLine]:
+    return [PromptLine(name, "x", None, {}) for name in names]
 
 
 def ids(path: Path) -> list[Any]:
@@ -214,7 +214,7 @@ def test_what_a_run_would_lose_is_refused(tmp_path: Path) -> None:
     for config, wanted, said in (
         (asked, prompts("a", "b"), "exists: decode.resume=true keeps"),
         (again, prompts("b"), "holds a result 'a', which decode.prompts has not"),
-        (again, [Prompt("a", "another", None, {})], "holds a result 'a' of another prompt"),
+        (again, [PromptLine("a", "another", None, {})], "holds a result 'a' of another prompt"),
         (shorter, prompts("a", "b"), "decoded with other settings"),
         (replace(again, model=ModelConfig(path="b")), prompts("a", "b"), "or another model:"),
         (replace(again, model=ModelConfig(path="a", load="random")), prompts("a", "b"), "or another model:"),
@@ -237,7 +237,7 @@ def test_only_random_weights_are_told_apart_by_the_seed() -> None:
 
 @pytest.mark.parametrize("key", ["ids", *OPTIONS])
 def test_all_that_a_prompt_asks_for_tells_results_apart(key: str) -> None:
-    first = Prompt("a", None, (1, 2), {})
+    first = PromptLine("a", None, (1, 2), {})
     other = replace(first, ids=(1, 3)) if key == "ids" else replace(first, options={key: 0.25})
     assert digest(first, Config()) != digest(other, Config())
 
@@ -278,7 +278,7 @@ def test_only_a_torn_result_is_dropped(tmp_path: Path, held: bytes) -> None:
     path.write_bytes(held)
     config = Config(decode=DecodeConfig(output=str(path), resume=True))
     for refused in (kept_results, ResultFile):
-        with pytest.raises(ValueError, match=r"out\.jsonl, line 1, is no result"):
+        with pytest.raises(ValueError, match=r"out\.jsonl, line 1, is not a result"):
             refused(config, prompts("a"))
     assert path.read_bytes() == held
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.quality import haystacks
 from benchmarks.quality.forced import Policy, run
 from benchmarks.quality.hits import HitMeter
-from benchmarks.quality.prefilled import Setting
+from benchmarks.quality.prefilled import Subject
 from benchmarks.quality.recall import RecallMeter, best_of, block_scores, local_choice
 from benchmarks.quality.variants import STORED, SharedChoice, rounded
 from helix.attention.base import LayerAttention
@@ -170,7 +170,7 @@ def test_what_is_kept_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     demo = ROOT / "assets/demo-model"
     ids = haystacks.texts(load_tokenizer(demo), 2, 1000)
     meter = RecallMeter((128, 16), (128, 4096), (1, 2))
-    setting = Setting(demo, HelixLayout.create("helix", 1), torch.float32, "cpu")
+    setting = Subject(demo, HelixLayout.create("helix", 1), torch.float32, "cpu")
     run(setting, [*ids[:, :-2]], 2, [Policy("dense", attends=meter)], ids[:, -2:])
     rows = meter.rows()
     assert meter.measured == 2 * 8  # steps and layers

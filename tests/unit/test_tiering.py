@@ -11,11 +11,13 @@ import torch
 from benchmarks.ranks.variants import variants
 from benchmarks.schema import LabConfig
 from comm.loopback import LoopbackWorld, run_ranks
+from helix.build.buffers import CacheNeeds
 from helix.build.tiering import TieredBytes, make_tiered, of_short_chunks, tiered_bytes
 from helix.config import AttentionConfig, Config, KVConfig, check
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
 from helix.memory.keeps import page_bytes
+from helix.memory.kv_cache import StepSizes
 from helix.memory.tiered_cache import TieredCache
 from helix.models import spec_from_config
 from helix.models.loading import read_config
@@ -25,7 +27,7 @@ from launch.inputs.shapes import load_spec
 
 SPEC = replace(spec_from_config(read_config(ROOT / "assets" / "demo-model")), max_positions=1 << 20)
 LAYOUT = HelixLayout.create("helix", 2)
-TOKENS, BATCH, CHUNK = 40_000, 2, 256
+TOKENS, SIZES = 40_000, StepSizes(2, 1, 256)
 GPU = 120e6  # bytes for the cache
 
 
@@ -41,7 +43,7 @@ def made(given: Config) -> list[TieredCache]:
         comm = world.communicator(rank, LAYOUT.kvp_group(rank))
         placement = Placement(LAYOUT, LAYOUT.kvp_rank(rank), 16, 16)
         tokens = given.kv.tokens or TOKENS
-        return make_tiered(given, SPEC, placement, comm, torch.float32, BATCH, tokens, 0, 0, CHUNK, 0)
+        return make_tiered(given, SPEC, torch.float32, placement, comm, CacheNeeds(SIZES, tokens, 0))
 
     return run_ranks(2, body, timeout_s=60.0)
 
@@ -52,7 +54,7 @@ def of_page() -> int:
 
 def size_of() -> TieredBytes:
     where = Placement(LAYOUT, 0, 16, 16)
-    return tiered_bytes(SPEC.keeps(LAYOUT, 0, torch.float32), where, BATCH, 0, CHUNK)
+    return tiered_bytes(SPEC.keeps(LAYOUT, 0, torch.float32), where, SIZES)
 
 
 def test_the_host_says_how_many_pages_there_are() -> None:
@@ -101,7 +103,7 @@ def test_what_more_would_take_is_said_of_both_memories() -> None:
 def test_cards_hold_what_the_documentation_says() -> None:
     """One rank of Qwen2.5-7B with a sequence of 1M tokens, and with as many as its GPU allows."""
     spec, placement = load_spec("qwen2.5-7b"), Placement(HelixLayout.create(), 0, 128, 128)
-    size = tiered_bytes(spec.keeps(placement.layout, 0, torch.bfloat16), placement, 1, 0, 8192)
+    size = tiered_bytes(spec.keeps(placement.layout, 0, torch.bfloat16), placement, StepSizes(1, 1, 8192))
     pages, least = placement.stripes.pages_for((1 << 20) + 1), placement.most_blocks(BlockBudget(1, 4, 32, 0), 1 << 20)
     text = (ROOT / "docs" / "tiering.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ GB \| (\S+) \| (\d+) \| (\S+) \| (\d+)% \|$", text, re.MULTILINE)

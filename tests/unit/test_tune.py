@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks import tune
 from benchmarks.ranks.tuning_file import MeasuredFile, read_measured
-from benchmarks.ranks.tuning_steps import Measured, Way
+from benchmarks.ranks.tuning_steps import DraftSource, Measured
 from benchmarks.records.tuned import OPTIONS
 from helix.config import Config
 from launch.inputs.prompts import read_prompts
@@ -98,7 +98,7 @@ def test_a_name_is_needed_and_mistakes_are_one_line(tmp_path: Path, capsys: pyte
 def test_the_file_goes_on_after_an_interruption(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     prompts = read_prompts(tmp_path / "p.jsonl")
-    first, second = (Measured(Way("sparse", 4, s), (2.0, 2.5), 1e-3).row() for s in (0.1, 0.2))
+    first, second = (Measured(DraftSource("sparse", 4, s), (2.0, 2.5), 1e-3).row() for s in (0.1, 0.2))
     file = MeasuredFile(config, prompts, ABOUT)
     file.add(first)
     file.add(second)
@@ -137,8 +137,8 @@ def test_another_file_is_not_touched(tmp_path: Path) -> None:
 
 def rows(sparse_us: float, ngram_us: float) -> list[dict[str, Any]]:
     """All that the search can ask for: plain steps of 1 ms."""
-    ways = [(Way("none"), 1.0, 1000.0), *((Way("ngram", g), 1.5, ngram_us) for g in (2, 4))]
-    ways += [(Way("sparse", g, s), 1.0 + 0.5 * g, sparse_us) for g in (2, 4) for s in (0.1, 0.2)]
+    ways = [(DraftSource("none"), 1.0, 1000.0), *((DraftSource("ngram", g), 1.5, ngram_us) for g in (2, 4))]
+    ways += [(DraftSource("sparse", g, s), 1.0 + 0.5 * g, sparse_us) for g in (2, 4) for s in (0.1, 0.2)]
     return [Measured(way, (tokens, tokens), us / 1e6).row() for way, tokens, us in ways]
 
 

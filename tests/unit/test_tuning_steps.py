@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ranks.tuning_steps import Candidates, Measured, Tuned, Way, levels_at, run
+from benchmarks.ranks.tuning_steps import Candidates, DraftSource, Measured, Tuned, levels_at, run
 
 SPARSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)
 GAMMAS = (1, 2, 3, 4, 6, 8, 11)
@@ -22,7 +22,7 @@ def curve(*tokens: float, noise: float = 0.0, prompts: int = 8) -> list[Measured
     draw = random.Random(0)
     of_prompts = [draw.uniform(-1, 1) for _ in range(prompts)]
     return [
-        Measured(Way("sparse", 11, s), tuple(t + p + draw.gauss(0, noise) for p in of_prompts), 1.0)
+        Measured(DraftSource("sparse", 11, s), tuple(t + p + draw.gauss(0, noise) for p in of_prompts), 1.0)
         for s, t in zip(SPARSITIES, tokens, strict=False)
     ]
 
@@ -44,18 +44,18 @@ def test_tokens_level_off_where_nothing_behind_is_better(tokens: tuple[float, ..
 
 def test_what_lies_within_the_interval_is_no_gain() -> None:
     gains = (0.9, -0.5, 0.6, -0.2, 0.4, 0.0)  # 0.2 more on average, 4%, and as likely none
-    few = Measured(Way("sparse", 11, 0.01), (5.0,) * 6, 1.0)
-    many = Measured(Way("sparse", 11, 0.02), tuple(5 + gain for gain in gains), 1.0)
-    sure = Measured(Way("sparse", 11, 0.02), (5.2,) * 6, 1.0)
+    few = Measured(DraftSource("sparse", 11, 0.01), (5.0,) * 6, 1.0)
+    many = Measured(DraftSource("sparse", 11, 0.02), tuple(5 + gain for gain in gains), 1.0)
+    sure = Measured(DraftSource("sparse", 11, 0.02), (5.2,) * 6, 1.0)
     assert levels_at([few, many]) == 0 and levels_at([few, sure]) == 1
     # Prompts may differ as they like: what counts is what each one gains.
     assert levels_at(curve(4.0, 4.5, 4.5)) == 1
 
 
-def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) -> Callable[[Way], Measured]:
+def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) -> Callable[[DraftSource], Measured]:
     """A machine: a plain step of 3 ms; drafts kept at 0.9 from `level` on, at less below."""
 
-    def measure(way: Way) -> Measured:
+    def measure(way: DraftSource) -> Measured:
         if way.drafter == "none":
             return Measured(way, (1.0,) * 4, 3e-3)
         if way.drafter == "ngram":
@@ -70,10 +70,10 @@ def world(keys_us: float = 100.0, draft_us: float = 800.0, level: float = 0.05) 
     return measure
 
 
-def asked(candidates: Candidates, measure: Callable[[Way], Measured]) -> tuple[Tuned, list[Way]]:
-    ways: list[Way] = []
+def asked(candidates: Candidates, measure: Callable[[DraftSource], Measured]) -> tuple[Tuned, list[DraftSource]]:
+    ways: list[DraftSource] = []
 
-    def noted(way: Way) -> Measured:
+    def noted(way: DraftSource) -> Measured:
         ways.append(way)
         return measure(way)
 
@@ -84,8 +84,8 @@ def test_the_three_steps() -> None:
     measure = world()
     found, ways = asked(CANDIDATES, measure)
     assert found.level == 0.05 and found.levelled
-    assert ways[0] == Way("none") and ways[1:6] == [Way("sparse", 11, s) for s in SPARSITIES]
-    best = max((measure(Way("sparse", g, s)) for g in GAMMAS for s in SPARSITIES), key=lambda m: m.rate)
+    assert ways[0] == DraftSource("none") and ways[1:6] == [DraftSource("sparse", 11, s) for s in SPARSITIES]
+    best = max((measure(DraftSource("sparse", g, s)) for g in GAMMAS for s in SPARSITIES), key=lambda m: m.rate)
     assert found.sparse.rate >= 0.98 * best.rate and found.chosen == found.sparse
     assert len(ways) == len(set(ways)), "nothing is measured twice"
     assert len([way for way in ways if way.drafter == "sparse"]) < len(GAMMAS) * len(SPARSITIES) / 2
@@ -100,7 +100,7 @@ def test_fewer_keys_are_taken_where_they_are_faster_in_the_end() -> None:
 def test_more_keys_are_tried_where_fewer_are_slower() -> None:
     flat = world(keys_us=0.0)
 
-    def measure(way: Way) -> Measured:
+    def measure(way: DraftSource) -> Measured:
         found = flat(way)
         better = {0.1: 1.1, 0.2: 1.2}.get(way.sparsity or 0, 1.0) if way.gamma < 11 else 1.0
         return Measured(way, tuple(better * tokens for tokens in found.tokens), found.seconds)
@@ -108,14 +108,14 @@ def test_more_keys_are_tried_where_fewer_are_slower() -> None:
     found, ways = asked(CANDIDATES, measure)
     assert found.level == 0.05 and found.sparse.way.sparsity == 0.2
     gamma = found.sparse.way.gamma
-    assert Way("sparse", gamma, 0.02) in ways, "fewer are tried first"
+    assert DraftSource("sparse", gamma, 0.02) in ways, "fewer are tried first"
 
 
 def test_plain_decoding_and_ngram_may_be_faster() -> None:
     slow, _ = asked(CANDIDATES, world(draft_us=3000.0))
     assert slow.chosen == slow.ngram and slow.chosen.way.drafter == "ngram"
 
-    def useless(way: Way) -> Measured:
+    def useless(way: DraftSource) -> Measured:
         found = world(draft_us=3000.0)(way)
         return Measured(way, (1.0,) * 4, found.seconds) if way.drafter == "ngram" else found
 
@@ -124,21 +124,23 @@ def test_plain_decoding_and_ngram_may_be_faster() -> None:
 
 
 def test_what_is_hardly_faster_is_not_chosen() -> None:
-    def hardly(way: Way) -> Measured:
+    def hardly(way: DraftSource) -> Measured:
         return Measured(way, (1.0,), 3e-3 if way.drafter == "none" else 2.97e-3)
 
-    assert asked(CANDIDATES, hardly)[0].chosen.way == Way("none")
+    assert asked(CANDIDATES, hardly)[0].chosen.way == DraftSource("none")
 
 
 def test_forced_drafts_keep_their_sparsity() -> None:
     found, ways = asked(Candidates((0.07,), GAMMAS, 11, forced=0.07), world())
     assert {way.sparsity for way in ways if way.gamma} == {0.07} and found.ngram is None and found.level is None
-    assert found.sparse.rate == max(world()(Way("sparse", g, 0.07)).rate for g in GAMMAS)
+    assert found.sparse.rate == max(world()(DraftSource("sparse", g, 0.07)).rate for g in GAMMAS)
 
 
 def test_the_grid_is_all_of_it() -> None:
     found, ways = asked(Candidates(SPARSITIES, GAMMAS, 11, grid=True), world())
-    assert {way for way in ways if way.drafter == "sparse"} == {Way("sparse", g, s) for g in GAMMAS for s in SPARSITIES}
+    assert {way for way in ways if way.drafter == "sparse"} == {
+        DraftSource("sparse", g, s) for g in GAMMAS for s in SPARSITIES
+    }
     assert found == asked(CANDIDATES, world())[0]
 
 
@@ -147,9 +149,9 @@ def test_a_second_start_goes_on_and_finds_the_same(interrupted: int) -> None:
     whole, ways = asked(CANDIDATES, world())
     lines = [world()(way).row() for way in ways[:interrupted]]
     known = {found.way: found for found in map(Measured.of, lines)}
-    measured: list[Way] = []
+    measured: list[DraftSource] = []
 
-    def measure(way: Way) -> Measured:
+    def measure(way: DraftSource) -> Measured:
         if way in known:
             return known[way]
         measured.append(way)

@@ -54,23 +54,17 @@ FAULTS = [
     Fault(
         "tier: a guess takes places that are being read", "helix/attention/tiered.py",
         """            self._join(self._ahead[cache.lane])
-        resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, False, **step.placement.grid, page_size=step.placement.page_size,
-        )  # fmt: skip
+        self._fetch(table, cache, step, self.budget, cache.misses)
 """,
         """            pass
-        resolve(
-            table, hi, pages, step.positions, step.starts, step.max_q, cache.hot, cache.misses, cache.counted,
-            step.first, cache.ring_pages, False, **step.placement.grid, page_size=step.placement.page_size,
-        )  # fmt: skip
+        self._fetch(table, cache, step, self.budget, cache.misses)
         self._join(self._ahead[cache.lane])
 """,
         ("tests/e2e/test_tiered.py::test_a_guess_may_take_until_its_layer_waits_for_it",),
     ),
     Fault(
         "tier: parts of the batch share rings", "helix/attention/tiered.py",
-        "cache.counted,\n            step.first,", "cache.counted,\n            0,",
+        "step.max_q, step.first)", "step.max_q, 0)",
         ("tests/e2e/test_tiered.py::test_chunks_change_no_token",),
     ),
     Fault(

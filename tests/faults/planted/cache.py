@@ -166,7 +166,7 @@ FAULTS = [
     ),
     Fault(
         "a hit has no windows", "helix/control/scheduler.py",
-        "return int(max(known - self._lacking, 0))", "return known", WINDOWS,
+        "return int(max(known - self._runner.lacking, 0))", "return known", WINDOWS,
     ),
     Fault(
         "what is computed again is written over what others read", "helix/steps/step.py",

@@ -97,11 +97,12 @@ FAULTS = [
     ),
     Fault(
         "no room for drafts", "helix/control/scheduler.py",
-        "s.request.max_new_tokens) + self._drafts", "s.request.max_new_tokens)", SCHEDULER,
+        "s.request.max_new_tokens) + self._runner.drafts", "s.request.max_new_tokens)", SCHEDULER,
     ),
     Fault(
         "as many rows as sequences", "helix/control/scheduler.py",
-        "min(1 << max(self.running).bit_length(), self._max_batch)", "min(len(self.running), self._max_batch)",
+        "min(1 << max(self.running).bit_length(), self._runner.max_batch)",
+        "min(len(self.running), self._runner.max_batch)",
         SCHEDULER,
     ),
     Fault(
@@ -122,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "runs of steps beside a grammar", "helix/control/scheduler.py",
-        "1 if masked else self._run_steps", "self._run_steps",
+        "1 if masked else self._runner.run_steps", "self._run_steps",
         SCHEDULER,
     ),
     Fault(
@@ -155,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "who looks back sees no prompt", "helix/control/scheduler.py",
-        "if self._drafts or request.sampling.changes_logits",
+        "if self._runner.drafts or request.sampling.changes_logits",
         "if request.sampling.changes_logits", SCHEDULER,
     ),
     Fault(
@@ -168,7 +169,7 @@ FAULTS = [
     ),
     Fault(
         "what the draft model has not read is shared", "helix/control/scheduler.py",
-        "s.text() if self._keep_drawn else s.tokens", "s.text()", SCHEDULER,
+        "s.text() if self._runner.keep_drawn else s.tokens", "s.text()", SCHEDULER,
     ),
     Fault(
         "the next run waits for the one before", "helix/control/serving.py",
