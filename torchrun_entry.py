@@ -1,7 +1,7 @@
 """Decode with Helix parallelism: `torchrun --nproc-per-node=N torchrun_entry.py KEY=VALUE ...`.
 
-Without torchrun, `python torchrun_entry.py KEY=VALUE ...` starts the ranks that the layout asks for by itself.
-`python torchrun_entry.py --help` explains the keys.
+Without torchrun, `helix run KEY=VALUE ...` starts the ranks that the layout asks for by itself.
+`helix run --help` explains the keys.
 """
 
 from __future__ import annotations

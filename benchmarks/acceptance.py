@@ -1,10 +1,10 @@
 """How many drafts hold that the model makes itself with few keys: each policy on the same prompts.
 
-  python -m benchmarks.acceptance model=demo
-  python -m benchmarks.acceptance model=DIR length=16384,32768 gamma=7,11 output=acceptance.jsonl
-  python -m benchmarks.acceptance model=demo policies=all sparsity=0.01,0.02,0.05,0.1,0.2
-  python -m benchmarks.acceptance model=demo policies=all temperature=0.6 noise=shared,own kvp=1,4
-  python -m benchmarks.acceptance model=demo prompts=4 policies=all,window meter=true
+  helix acceptance model=demo
+  helix acceptance model=DIR length=16384,32768 gamma=7,11 output=acceptance.jsonl
+  helix acceptance model=demo policies=all sparsity=0.01,0.02,0.05,0.1,0.2
+  helix acceptance model=demo policies=all temperature=0.6 noise=shared,own kvp=1,4
+  helix acceptance model=demo prompts=4 policies=all,window meter=true
 
 Every prompt is prefilled once, and each way to draft goes on from there. Values with commas are combined, each with
 each; an option that a policy does not read changes nothing of it. Ranges are of 95%: Student's over prompts for tokens

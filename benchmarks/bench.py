@@ -1,7 +1,7 @@
 """Benchmarks: time kernels, collectives and whole models, and append what was measured to benchmarks/results/.
 
-python -m benchmarks.bench WHAT                      one of the subjects below; `WHAT --help` says what it measures
-python -m benchmarks.bench step models=qwen2.5-7b
+helix bench WHAT                      one of the subjects below; `WHAT --help` says what it measures
+helix bench step models=qwen2.5-7b
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def taught(what: str | None) -> str:
     benchmark = BENCHMARKS[what]
     taken = "\n".join(f"  {key:<8} {KEYS[key][1]}" for key in keys(benchmark))
     models = f"\n\nmodels: {', '.join(benchmark.models)}" if benchmark.models else ""
-    example = f"python -m benchmarks.bench {what}" + (f" models={benchmark.models[0]}" if benchmark.models else "")
+    example = f"helix bench {what}" + (f" models={benchmark.models[0]}" if benchmark.models else "")
     return f"{benchmark.text.strip()}\n\n{taken}{models}\n\nexample: {example}"
 
 

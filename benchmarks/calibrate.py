@@ -1,7 +1,7 @@
 """Measures this machine for the simulator and the planner, or fits what no kernel shows alone on recorded steps.
 
-  python -m benchmarks.calibrate output=conf/hardware/mine.yaml      on all GPUs of this host, in under 100 s
-  python -m benchmarks.calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \\
+  helix calibrate output=conf/hardware/mine.yaml      on all GPUs of this host, in under 100 s
+  helix calibrate fit=benchmarks/results/step.jsonl,benchmarks/results/baselines.jsonl \\
       hardware=conf/hardware/mine.yaml output=conf/hardware/mine.yaml
 
 The first starts its own ranks, times reads, projections, attention, the choice of blocks, the link to host memory and
@@ -10,7 +10,7 @@ Rows are kept next to it in a .jsonl as each part ends. A part that fails or tak
 description says, or an H200's, marked as extrapolated.
 
 The second fits on half of the recorded workloads, and prints the errors of the predictions of the other half. To
-record them: python -m benchmarks.bench step, and baselines. Without a GPU the smallest sizes run, and mean nothing.
+record them: helix bench step, and baselines. Without a GPU the smallest sizes run, and mean nothing.
 
   output    the description to write, path/mine.yaml (default: it is only shown)
   fit       files of recorded steps, separated by commas: fit instead of measuring

@@ -1,8 +1,8 @@
 """What block-sparse attention changes: the same prompts under several policies, each beside dense attention.
 
-  python -m benchmarks.fidelity model=demo
-  python -m benchmarks.fidelity task=needles model=DIR length=8192,32768 haystack=loop,code count=200 output=FILE.jsonl
-  python -m benchmarks.fidelity task=text model=DIR length=32768 steps=256 kvp=4 choice=global output=fidelity.jsonl
+  helix fidelity model=demo
+  helix fidelity task=needles model=DIR length=8192,32768 haystack=loop,code count=200 output=FILE.jsonl
+  helix fidelity task=text model=DIR length=32768 steps=256 kvp=4 choice=global output=fidelity.jsonl
 
 Every prompt is prefilled densely once, and each policy goes on from there. Texts are this repository's sources, of
 which the demo model has seen none. Ranges are Wilson's, of 95%. A policy that was to leave blocks out and read them all

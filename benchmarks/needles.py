@@ -1,4 +1,4 @@
-"""Needles in code: `python -m benchmarks.needles make | score`; `--help` says more."""
+"""Needles in code: `helix needles make | score`; `--help` says more."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The figures and tables of Helix Parallelism, as the simulator redraws them from conf/hardware/gb200.yaml.
 
-python -m benchmarks.paper results=DIR figures=DIR page=false
+helix paper results=DIR figures=DIR page=false
 
 results   where the rows of numbers go (default benchmarks/results/simulate)
 figures   where the figures go (default benchmarks/figures)

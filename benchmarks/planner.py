@@ -1,7 +1,7 @@
 """The planner beside recorded steps.
 
-  python -m benchmarks.planner check [FILE ...]     its first choices against recorded steps
-  python -m benchmarks.planner bill [FILE ...]      what recorded block-sparse steps pay, and where they pay
+  helix planner check [FILE ...]     its first choices against recorded steps
+  helix planner bill [FILE ...]      what recorded block-sparse steps pay, and where they pay
 
 Without files, records of benchmarks/results/ are read.
 """

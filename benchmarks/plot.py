@@ -1,4 +1,4 @@
-"""Draws figures from what benchmarks recorded: `python -m benchmarks.plot [NAME ...]`."""
+"""Draws figures from what benchmarks recorded: `helix plot [NAME ...]`."""
 
 from __future__ import annotations
 

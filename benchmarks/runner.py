@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A subject of `python -m benchmarks.bench`.
+    """A subject of `helix bench`.
 
     Attributes:
         about: a sentence, for the list of all.

@@ -22,7 +22,7 @@ class BenchConfig:
     """Attributes:
     kind: none; decode: time decode steps over a cache filled with random data; comm: time the collectives of a step;
         hopb: time decode steps with and without HOP-B; prefill: time prompts; serve: serve requests by the clock; tune:
-        find sparsity and gamma of speculation=sparse (python -m benchmarks.tune).
+        find sparsity and gamma of speculation=sparse (helix tune).
     points: what decode, hopb and prefill time, each SEQUENCESxTOKENS in the cache of each; and tune, where
         bench.acceptance says how many drafts are kept.
     gammas: drafts of a step with which decode times each point, 0 being plain steps; none given: speculation.gamma.

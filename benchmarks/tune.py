@@ -1,8 +1,8 @@
 """Finds how many keys and how many drafts a model should draft for itself with, on your prompts and layout.
 
-  python -m benchmarks.tune name=mine model.path=DIR decode.prompts=sample.jsonl layout.kvp=2 layout.tpa=4
+  helix tune name=mine model.path=DIR decode.prompts=sample.jsonl layout.kvp=2 layout.tpa=4
   torchrun --nproc-per-node=8 -m benchmarks.tune name=mine ...           on ranks that are there, as on several hosts
-  python -m benchmarks.tune name=shape model=qwen2.5-7b model.load=random bench.acceptance=0.9 bench.points=[1x1M]
+  helix tune name=shape model=qwen2.5-7b model.load=random bench.acceptance=0.9 bench.points=[1x1M]
                                                                      times alone, with drafts kept at a set rate
 
 Then `speculation=mine` decodes with what was found. The three steps are those of Vegas, section 3.4:

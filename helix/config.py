@@ -222,8 +222,8 @@ class ServeConfig:
 
     Attributes:
         socket: Unix socket on which rank 0 serves; unset: the ranks decode `decode.prompts`.
-            `python -m launch.serve` sets it for the ranks that it starts.
-        attach: such a socket of ranks that somebody else started; unset: `python -m launch.serve` starts ranks.
+            `helix serve` sets it for the ranks that it starts.
+        attach: such a socket of ranks that somebody else started; unset: `helix serve` starts ranks.
         host: address to listen at.
         port: port to listen at; 0: any that is free.
         name: the model's name to clients; unset: that of its directory.

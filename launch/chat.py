@@ -30,7 +30,7 @@ COMMANDS = """\
 control-C   stop an answer"""
 
 
-class Chat:
+class Talk:
     """A conversation with a server.
 
     Args:
@@ -132,7 +132,7 @@ def served(line: Line) -> Iterator[str]:
             process.wait()
 
 
-def converse(chat: Chat) -> None:
+def converse(chat: Talk) -> None:
     """Reads questions from the terminal and streams the answers, until the input ends."""
     print(f"{chat.model} at {chat.url}\n{COMMANDS}", flush=True)
     while True:
@@ -163,7 +163,7 @@ def converse(chat: Chat) -> None:
             _answer(chat, text)
 
 
-def _answer(chat: Chat, question: str) -> None:
+def _answer(chat: Talk, question: str) -> None:
     begin, first, pieces = time.monotonic(), 0.0, 0
     answer = chat.ask(question)
     try:
@@ -195,10 +195,10 @@ def main(arguments: Sequence[str]) -> int:
         if (url := line.own.get("--url")) is not None:
             if line.overrides:
                 raise ValueError(f"--url {url} is a server's, which has its settings: leave out {line.overrides[0]}")
-            converse(Chat(url, key, options, system))
+            converse(Talk(url, key, options, system))
             return 0
         with served(line) as url:
-            converse(Chat(url, key, options, system))
+            converse(Talk(url, key, options, system))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """Conversion of a GGUF file, as llama.cpp has them, to a checkpoint directory: `helix convert FILE.gguf DIR`.
 
   helix convert model.gguf DIR                  DIR is new, or empty
-  helix serve model.path=DIR
+  helix serve DIR
 
   dtype=auto   float32, bfloat16, float16, or auto: the file's own; bfloat16 where its weights are quantised
 

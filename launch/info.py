@@ -1,4 +1,4 @@
-"""What this machine has, and what a run takes of it: `helix info`.
+"""The machine, and what a run takes of it: `helix info`.
 
 GPUs and their links, versions, the collectives and kernels that will be used, and the hardware description by which the
 planner predicts (`layout=auto`). `helix info json=-` prints the same as JSON.
@@ -58,7 +58,7 @@ def kernels(capability: tuple[int, int] | None) -> str:
 
 
 def described(name: str) -> str:
-    """Names the hardware description of a GPU, and its calibration."""
+    """Describes the hardware description that the planner takes for a GPU."""
     try:
         hardware = hardware_of(name)
     except ValueError:

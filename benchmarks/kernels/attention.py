@@ -1,4 +1,4 @@
-"""Times `flash_decode` beside torch's own attention: `python -m benchmarks.bench kernels`.
+"""Times `flash_decode` beside torch's own attention: `helix bench kernels`.
 
 Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2, ours over
 pages in random order, torch's over contiguous memory (which is easier), FlashInfer's, where it is installed, over the

@@ -1,4 +1,4 @@
-"""The collectives of a decode step over 2, 4, 8 GPUs: `python -m benchmarks.bench comm`."""
+"""The collectives of a decode step over 2, 4, 8 GPUs: `helix bench comm`."""
 
 from __future__ import annotations
 

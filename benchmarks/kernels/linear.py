@@ -1,4 +1,4 @@
-"""Times small-batch projections beside the library's: part of `python -m benchmarks.bench kernels`."""
+"""Times small-batch projections beside the library's: part of `helix bench kernels`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times `mla_decode` beside FlashInfer's FlashAttention-3 backend: `python -m benchmarks.bench mla`.
+"""Times `mla_decode` beside FlashInfer's FlashAttention-3 backend: `helix bench mla`.
 
 Each row is checked first, then timed as CUDA-graph replays over caches that together do not fit the L2; both read the
 same pages in random order.

@@ -1,4 +1,4 @@
-"""Times the routed experts of a rank, routing included: `python -m benchmarks.bench moe`."""
+"""Times the routed experts of a rank, routing included: `helix bench moe`."""
 
 from __future__ import annotations
 

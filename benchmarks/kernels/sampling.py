@@ -1,4 +1,4 @@
-"""Times what a step adds where a request wants something of its logits: `python -m benchmarks.bench sampling`.
+"""Times what a step adds where a request wants something of its logits: `helix bench sampling`.
 
 Bias, penalties and masks of all rows in one kernel, and the 20 best tokens of this rank with the weight of all, each
 beside plain torch on the same columns. What is timed is compared with the reference first: logits bit for bit.

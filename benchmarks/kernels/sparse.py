@@ -1,4 +1,4 @@
-"""Times attention over chosen blocks and over chosen keys: `python -m benchmarks.bench sparse`.
+"""Times attention over chosen blocks and over chosen keys: `helix bench sparse`.
 
 Block-sparse attention, choosing included: of each KV head, a query chooses `topk` of the blocks of 128 tokens between
 the first one and the last four. Each row is checked against torch's choice over the same bounds. It is then timed as

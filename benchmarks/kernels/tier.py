@@ -1,4 +1,4 @@
-"""Times the kernels of a cache in host memory, on one GPU: `python -m benchmarks.bench tier`.
+"""Times the kernels of a cache in host memory, on one GPU: `helix bench tier`.
 
 Blocks of 64 KB, keys and values of 128 tokens of one KV head, come from pinned host memory to places on the GPU, by
 lists on the device: `gbs` is the link's rate, by programs of the copy; 50.6 GB/s was measured for a plain gather of

@@ -1,6 +1,6 @@
 """Serves over HTTP, with clients in a process of their own: what they see of first tokens, gaps and throughput.
 
-`python -m benchmarks.bench serve-http`: Qwen2.5-7B's shape with random weights over all GPUs, behind `python -m
+`helix bench serve-http`: Qwen2.5-7B's shape with random weights over all GPUs, behind `python -m
 launch.serve`. This process is the clients. Figures bear the names of `vllm bench serve`: `ttft` is the time to the
 first token, `itl` the gap between two pieces of a stream, `tpot` the mean time of a token behind the first one. A piece
 can have several tokens: `over_step` is the mean `tpot` over the time of a step of `bench=decode`.

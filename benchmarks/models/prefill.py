@@ -1,6 +1,6 @@
 """Times prefill: the kernel beside torch's attention and in chunks of several lengths on one GPU, prompts over all.
 
-`python -m benchmarks.bench prefill`, or `prefill-kernels` without the prompts. A prompt is a job of its own
+`helix bench prefill`, or `prefill-kernels` without the prompts. A prompt is a job of its own
 (`bench=prefill`) with random weights of the real shape. Over two GPUs its time stands beside that of vLLM 0.25.1 with
 TP=2, as measured on two H200 on 2026-11-22.
 """

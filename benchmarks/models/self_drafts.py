@@ -1,12 +1,12 @@
-"""What a model gains that drafts for itself: `python -m benchmarks.bench self-drafts`.
+"""What a model gains that drafts for itself: `helix bench self-drafts`.
 
 Decode steps of whole models over a cache of random data (`bench=decode speculation=sparse`), with no drafts and with 2
 to 11, in one job. Random weights draft nothing that means anything, so drafts are kept at a set rate; they are made,
 verified, scored and chosen from as ever. What an iteration takes does not depend on that rate: the gains at other rates
 are computed from the same times. `phase_us` says what an iteration consists of.
 
-  python -m benchmarks.bench self-drafts
-  python -m benchmarks.bench self-drafts ranks=8 models=qwen2.5-7b,llama-3.1-8b
+  helix bench self-drafts
+  helix bench self-drafts ranks=8 models=qwen2.5-7b,llama-3.1-8b
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serves requests by the clock, inside one job: time between tokens, first tokens, and what is left behind.
 
-`python -m benchmarks.bench serve`; Qwen2.5-7B's shape with random weights over all GPUs (`bench=serve`). Contexts are
+`helix bench serve`; Qwen2.5-7B's shape with random weights over all GPUs (`bench=serve`). Contexts are
 random numbers in the cache that rank 0 takes for those of some tokens; what comes behind them is computed. Each row is
 kept as it is measured. One trace alone: `bench=serve bench.traces=[streams]`, of those in
 `benchmarks/ranks/serving.py`.

@@ -1,4 +1,4 @@
-"""Starts jobs and says where the time goes until their first prompt can come: `python -m benchmarks.bench start`.
+"""Starts jobs and says where the time goes until their first prompt can come: `helix bench start`.
 
 Each model twice: with a cache of compiled kernels that is empty, and with what the first time has left there. It is a
 job as a user starts it, over all GPUs, with five prompts of ids. `ready_s` is from the command to the first prompt, the

@@ -1,4 +1,4 @@
-"""Times decode steps of whole models: `python -m benchmarks.bench step | baselines | sparse-steps | sparse-policies`.
+"""Times decode steps of whole models: `helix bench step | baselines | sparse-steps | sparse-policies`.
 
 Every point is a job of its own (`bench=decode`): random weights of the real shape, a KV cache full of random data,
 over all GPUs of this machine. TTL (time per token) stands beside its floor, the ideal: all weights that a step reads
@@ -8,8 +8,8 @@ and all KV, each once, over all GPUs at the measured read ceiling, whatever the 
 128, from the first token on: a job each, in one layout. A row's `sparse` says what queries read, and is null where they
 read everything. On one GPU, and on eight ranks that it emulates:
 
-  python -m benchmarks.bench sparse-steps
-  python -m benchmarks.bench sparse-steps ranks=8
+  helix bench sparse-steps
+  helix bench sparse-steps ranks=8
 
 `sparse-policies` times every policy beside dense attention, at fewer points of more models.
 """

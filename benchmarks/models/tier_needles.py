@@ -1,4 +1,4 @@
-"""Needles over a cache in host memory: `python -m benchmarks.bench tier-needles`.
+"""Needles over a cache in host memory: `helix bench tier-needles`.
 
 The demo model looks for a numbered line in 32K tokens of code: with the cache on the GPU, then in host memory, with hot
 places for a third of the blocks, and for no more than the sequences choose in one step. Prompts are computed over the

@@ -1,4 +1,4 @@
-"""Times a long prompt over a cache in host memory, beside one on the GPU: `python -m benchmarks.bench tier-prefill`.
+"""Times a long prompt over a cache in host memory, beside one on the GPU: `helix bench tier-prefill`.
 
 Qwen2.5-7B's shape with random weights on one GPU, 256K tokens, block-sparse decode behind them: with 4 GB of the GPU
 for the cache, then with the whole cache there. Chunks are chosen by themselves. `turn_ms` is what 100 more tokens take

@@ -1,4 +1,4 @@
-"""Times decode steps over a cache in host memory: `python -m benchmarks.bench tier-steps`.
+"""Times decode steps over a cache in host memory: `helix bench tier-steps`.
 
 Qwen2.5-7B's shape with random weights over all GPUs, one sequence of 1M tokens of random data, block-sparse: with the
 cache in host memory and a small share of the GPU, then with the cache on the GPU. Random weights choose at random, so

@@ -1,4 +1,4 @@
-"""Times verification and packing beside their baselines: `python -m benchmarks.bench verify`.
+"""Times verification and packing beside their baselines: `helix bench verify`.
 
 The grid is that of Kolawole, "Batched Speculative Decoding Verification Kernels" (CMU, 2026). Each row is checked
 against the generator's own record, then timed twice: launch by launch from Python, and as replays of a CUDA graph. Rows

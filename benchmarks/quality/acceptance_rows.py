@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.acceptance` measures: the ways to draft, and a row for each and for each task."""
+"""What `helix acceptance` measures: the ways to draft, and a row for each and for each task."""
 
 from __future__ import annotations
 

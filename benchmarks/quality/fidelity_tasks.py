@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.fidelity` measures: each task gives rows of one kind."""
+"""What `helix fidelity` measures: each task gives rows of one kind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Needles in code: prompts that the demo model answers only if it finds one line among thousands.
 
-  python -m benchmarks.needles make length=32768 count=50 output=needles.jsonl
-  python -m benchmarks.needles score results.jsonl
+  helix needles make length=32768 count=50 output=needles.jsonl
+  helix needles score results.jsonl
 
 A prompt is Python source with the line `# The magic number for WORD is NNNNN.` at a depth of its own, and ends with the
 question. Its id holds the answer. `score` counts the needles found in a result file; exit code 1: none.

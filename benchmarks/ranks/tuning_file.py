@@ -42,9 +42,7 @@ def check_tuning(config: LabConfig, prompts: Sequence[PromptLine]) -> None:
     if bench.sparsities[-1] > 1:
         raise ValueError(f"bench.sparsities={bench.sparsities}: a share of the keys is at most 1")
     if bench.output is None:
-        raise ValueError(
-            "bench=tune keeps what it measures: set bench.output=FILE.jsonl, or use python -m benchmarks.tune"
-        )
+        raise ValueError("bench=tune keeps what it measures: set bench.output=FILE.jsonl, or use helix tune")
     if config.decode.output is not None:
         raise ValueError(f"decode.output={config.decode.output}: tuning keeps no texts, leave it out")
     if prompts:

@@ -1,4 +1,4 @@
-"""Draws the figures of `benchmarks/results/*.jsonl` into `benchmarks/figures/`: `python -m benchmarks.plot [NAME ...]`.
+"""Draws the figures of `benchmarks/results/*.jsonl` into `benchmarks/figures/`: `helix plot [NAME ...]`.
 
 results=DIR names where the results are, figures=DIR where the figures go. Without a NAME all are drawn.
 

@@ -27,7 +27,7 @@ def correctness() -> list[str]:
 
 
 def decode_kernel() -> list[str]:
-    """`flash_decode` beside torch's attention and FlashInfer's, as `python -m benchmarks.bench kernels` recorded it."""
+    """`flash_decode` beside torch's attention and FlashInfer's, as `helix bench kernels` recorded it."""
     columns: Columns = {
         "heads q/kv": at("heads"),
         "batch": at("batch"),
@@ -131,7 +131,7 @@ def moe() -> list[str]:
 
 
 def comm() -> list[str]:
-    """Collectives, as `python -m benchmarks.bench comm` recorded them."""
+    """Collectives, as `helix bench comm` recorded them."""
     columns: Columns = {
         "collective": at("op"),
         "GPUs": at("ranks"),

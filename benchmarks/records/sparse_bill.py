@@ -26,7 +26,7 @@ from helix.simulate.step import predict
 from launch.inputs.hardware import load_hardware
 
 TARGETS = (0.03, 0.06)  # median and worst error of steps that were not fitted
-RECORDS = "python -m benchmarks.bench sparse-steps"
+RECORDS = "helix bench sparse-steps"
 
 
 @dataclass(frozen=True)

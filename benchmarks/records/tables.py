@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ from `benchmarks/results/`: `python -m benchmarks.tables`.
+"""Writes the tables of README.md and docs/ from `benchmarks/results/`: `helix tables`.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; of a point that was measured more than once, the newest
 line counts.

@@ -290,7 +290,7 @@ class Layer:
         if rate is None or fixed is None:
             raise ValueError(
                 f"the link to host memory is not known on {self.hardware.name}: add link_bytes_per_s and fetch_s to "
-                "its description (python -m benchmarks.calibrate), or leave out tier=host"
+                "its description (helix calibrate), or leave out tier=host"
             )
         chosen = np.minimum(_up(sparse.topk, self.points.kvp) * sparse.block, self._seen(None))
         tokens = share * (1 - tier.hits) * chosen

@@ -1,4 +1,4 @@
-"""What one types: a command's model, files and flags, all of which stand for keys. Standard library alone."""
+"""Command lines as one types them: a model, files and flags, all of which stand for keys. Standard library alone."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def model_override(name: str) -> str:
     if name in shapes():
         return f"model={name}"
     near = get_close_matches(name, shapes(), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f" (did you mean {near[0]}?)" if near else ""
     raise ValueError(
-        f"{name} is not a directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub, nor one of conf/model/ "
-        f"({', '.join(shapes())}){hint}"
+        f"{name!r} is not a directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub, nor one of conf/model/: "
+        f"{', '.join(shapes())}{hint}; a setting is KEY=VALUE"
     )
 
 

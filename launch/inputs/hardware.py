@@ -12,7 +12,7 @@ from yaml import YAMLError
 from helix.simulate.hardware import Hardware
 
 HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"
-CALIBRATE = "python -m benchmarks.calibrate output=conf/hardware/mine.yaml"
+CALIBRATE = "helix calibrate output=conf/hardware/mine.yaml"
 
 
 def known_hardware() -> list[str]:

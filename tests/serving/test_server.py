@@ -30,7 +30,7 @@ SMALL = ["kv.tokens=8192", "decode.max_batch=4"]
 
 
 class Server(Job):
-    """`python -m launch.serve` at a port of its own, ready."""
+    """`helix serve` at a port of its own, ready."""
 
     def __init__(self, directory: Path, *overrides: str) -> None:
         super().__init__(SERVE, "serve.port=0", *SMALL, *overrides, log=directory / "log")

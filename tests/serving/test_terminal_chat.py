@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from launch.chat import Chat, converse
+from launch.chat import Talk, converse
 from tests.e2e.cli import ROOT
 from tests.real.smollm2 import MODEL
 
@@ -90,7 +90,7 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
         return text
 
     monkeypatch.setattr("builtins.input", read)
-    converse(Chat(double.url + "/v1", "secret", {"temperature": 0.0, "max_tokens": 9}))
+    converse(Talk(double.url + "/v1", "secret", {"temperature": 0.0, "max_tokens": 9}))
     shown = capsys.readouterr().out
     assert shown.startswith(f"tiny at {double.url}\n") and "one two \n[" in shown
     assert "error: " in shown and "no such word" in shown and "the ranks died" in shown
@@ -106,7 +106,7 @@ def test_a_conversation(double: Double, monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_what_is_said_where_nobody_answers() -> None:
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9 does not answer: .*refused"):
-        Chat("http://127.0.0.1:9", None, {})
+        Talk("http://127.0.0.1:9", None, {})
 
 
 def test_control_c_stops_an_answer_and_control_d_ends(double: Double) -> None:

@@ -136,7 +136,7 @@ def test_every_benchmark_is_listed_and_teaches(
     for what, benchmark in BENCHMARKS.items():
         assert f"{what:<15} {benchmark.about}" in listed
         taught = said(monkeypatch, capsys, what, "--help")
-        assert f"python -m benchmarks.bench {what}" in taught and "output" in taught
+        assert f"helix bench {what}" in taught and "output" in taught
         assert ("ranks " in taught, "models:" in taught) == (benchmark.emulated, bool(benchmark.models))
     monkeypatch.setattr(sys, "argv", ["benchmarks.bench", "kernel"])
     with pytest.raises(SystemExit, match=r"^error: kernel is unknown; known: .*\(did you mean kernels\?\)"):

@@ -18,12 +18,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reference
+from benchmarks.program import PROGRAM
 from benchmarks.records.step_tables import headline
 from benchmarks.records.tables import PAGES, with_tables
-from benchmarks.schema import SETTINGS
 from helix.layout import HelixLayout
+from launch import cli
+from launch.inputs import front
 from launch.inputs.compose import RUN, Settings, composed, sweep_points
+from launch.inputs.front import Command
 from launch.inputs.shapes import load_spec
+from launch.inputs.work import RUNTIME
+from tests.e2e.checkpoints import DEMO
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
@@ -37,7 +42,12 @@ FILE = re.compile(
 PLACEHOLDER = re.compile(r"\b(?:x|test_x|x_sm90|mine)\.|[A-Z]{2,}")  # in `helix/models/x.py`, `conf/GROUP/`
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
 NEEDS = re.compile(r"\s+# (needs GPUs|needs several hosts|takes minutes)$")
-RUNS = "torchrun_entry.py", "benchmarks.entry", "helix run", "launch.serve", "launch/agent.sh", "launch/slurm.sbatch"
+RUNS = {
+    "torchrun_entry.py": RUNTIME,
+    "benchmarks.entry": PROGRAM,
+    "launch/agent.sh": RUNTIME,
+    "launch/slurm.sbatch": RUNTIME,
+}
 # Words for what this project once reported to someone; in records, `"bar"` is a key.
 WORDS = re.compile(
     r"""\b(?:asked|bars|(?<!['"])(?<!progress )bar(?!['"])|missed|likewise|play(?:s|ed|ing)?|stand-ins?)\b""", re.I
@@ -45,7 +55,6 @@ WORDS = re.compile(
 CODE = [ROOT / room for room in ("helix", "kernels", "comm", "launch", "conf")]
 CODE += [*(ROOT / "benchmarks").glob("*.py"), *(f.parent for f in (ROOT / "benchmarks").glob("*/__init__.py"))]
 CODE += [ROOT / "benchmarks" / "conf"]
-SWEEPS = {"launch.sweep": RUN, "benchmarks.sweep": SETTINGS}
 BESIDE = "torchrun_entry.py", "Makefile", "pyproject.toml", "constraints.txt", ".ci/run"  # code that is in no room
 
 
@@ -205,11 +214,18 @@ def test_commands_are_understood(
     monkeypatch.chdir(ROOT)
     for command, quick in commands(page):
         words = [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
-        if any(name in command for name in RUNS):
-            at = max(i for i, word in enumerate(words) if any(word == name.split()[-1] for name in RUNS))
-            _composes(words[at + 1 :], sweeps=False, settings=SETTINGS if "benchmarks.entry" in words else RUN)
-        elif words[:2] == ["python", "-m"] and words[2] in SWEEPS:
-            _composes(words[4:], sweeps=True, settings=SWEEPS[words[2]])
+        if program := next((program for name, program in RUNS.items() if name in words), None):
+            at = max(i for i, word in enumerate(words) if word in RUNS)
+            _composes(words[at + 1 :], program.typed, program.settings)
+        elif words[:3] == ["python", "-m", "benchmarks.sweep"]:
+            _composes([*words[3:], "-m"], PROGRAM.typed, PROGRAM.settings)
+        elif words[0] == "helix" and words[1] in front.COMMANDS:
+            _composes(words[2:], front.COMMANDS[words[1]], RUN)
+        elif words[0] == "helix" and words[1] in cli.COMMANDS | cli.LABORATORY:
+            module = f"{'launch' if words[1] in cli.COMMANDS else 'benchmarks'}.{words[1]}"
+            _has_options(module, words[2:], monkeypatch, capsys)
+            if quick:
+                assert _main(module, words[2:], monkeypatch) in (None, 0), command
         elif words[:3] == ["python", "-m", "pytest"]:
             assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), command
         elif words[:2] == ["python", "-m"]:
@@ -221,13 +237,15 @@ def test_commands_are_understood(
         elif words[0] == "torchrun":
             assert importlib.util.find_spec(words[words.index("-m") + 1]), command
         else:
-            assert words[0] in (".", "pip"), command
+            assert words[0] in (".", "pip", "git", "cd", "eval") or words[1:] in (["--help"], ["--version"]), command
 
 
-def _composes(overrides: list[str], sweeps: bool, settings: Settings) -> None:
-    if overrides == ["--help"]:
+def _composes(words: list[str], command: Command, settings: Settings) -> None:
+    line = front.read([str(DEMO) if word in ("DIR", "./model") else word for word in words], command)
+    if {"--help", "--info", "--url"} & {*line.options, *line.own}:
         return
-    for point in sweep_points(overrides, settings)[0] if sweeps else [overrides]:
+    sweeps = "--multirun" in line.options or command is front.SWEEP
+    for point in sweep_points(line.overrides, settings)[0] if sweeps else [line.overrides]:
         config = composed(point, settings)
         assert config.model.path is not None or config.model.load == "random", "a shape has no weights"
 

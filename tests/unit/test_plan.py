@@ -344,7 +344,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("model=gpt-5 gpus=8 context=1", "gpt-5 is not a directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub"),
+        ("model=gpt-5 gpus=8 context=1", "'gpt-5' is not a directory, nor ORG/NAME[@REVISION] of the Hugging Face Hub"),
         ("model=demo gpus=8 context=1 hardware=a100", "unknown hardware 'a100'; known: b200, gb200, h100, h200"),
         ("model=demo gpus=8 context=1 hardware=nowhere.yaml", "hardware nowhere.yaml cannot be read"),
         ("model=demo gpus=8 context=1 hardware=gb200 backend=nccl", "nothing is known of NCCL's collectives on GB200"),

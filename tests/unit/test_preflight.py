@@ -247,10 +247,12 @@ def test_nothing_is_started_for_a_wrong_run(model: Path, prompts: Path, monkeypa
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_a_sweep_is_sent_where_it_belongs(flag: str, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    ranks = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in (ranks | {"MASTER_PORT": 1}).items():
+        monkeypatch.setenv(name, str(value))
     assert main([flag, "layout.kvp=1,2"]) == 1
     said = capsys.readouterr().err
-    assert "every rank would run the whole sweep" in said and "python -m launch.sweep" in said
+    assert "-m under torchrun would run the whole sweep on every rank: leave out torchrun" in said
 
 
 def test_blocks_can_be_chosen(model: Path, prompts: Path) -> None:

@@ -260,7 +260,7 @@ def test_figures_and_tables_are_those_of_the_code(
         if path.stem == "recorded":  # grows with what is measured
             continue
         with path.open() as old, (tmp_path / path.name).open() as new:
-            assert list(csv.reader(old)) == list(csv.reader(new)), f"run python -m benchmarks.paper: {path.name}"
+            assert list(csv.reader(old)) == list(csv.reader(new)), f"run helix paper: {path.name}"
     for picture in tmp_path.glob("*.png"):
         assert (ROOT / "benchmarks" / "figures" / picture.name).is_file() and picture.stat().st_size > 10_000
     assert len(list(tmp_path.glob("*.png"))) == 6
@@ -276,7 +276,7 @@ def test_the_page_has_the_tables_of_the_kept_results() -> None:
 
 
 def test_a_point_phase_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "model=llama-3.1-405b kvp=8 tpa=8 batch=4 length=1000000 dtype=fp4"
+    shape = "model=llama-3.1-405b kvp=8 tpa=8 batch=4 context=1000000 dtype=fp4"
     main(["point", "hardware=gb200", *shape.split()])
     out = capsys.readouterr().out
     assert "exchange" in out and "TTL 6.100 ms" in out and "(roofline)" in out
@@ -304,8 +304,6 @@ def test_wrong_arguments_are_answered_with_what_is_known(arguments: str, words: 
 
 def test_the_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["point", "--help"])
-    (example,) = (
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m launch.simulate p")
-    )
-    main(example.split()[3:])
+    (example,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  helix simulate p"))
+    main(example.split()[2:])
     assert "helix kvp=2 tpa=4" in capsys.readouterr().out
