@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from helix.config import Config
+
 ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # ORG/NAME[@REVISION]
 FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]  # weights in other formats can hold programs
 INDEX = "model.safetensors.index.json"
@@ -70,6 +72,17 @@ def local_directory(name: str, weights: bool = True) -> Path:
     if missing := missing_files(path, weights):
         raise ValueError(f"{name} at {constants.ENDPOINT} has no {_some(missing)}: safetensors alone are read")
     return path
+
+
+def find_models(config: Config) -> None:
+    """Puts directories in place of models of the Hugging Face Hub, which are downloaded where the cache lacks them.
+
+    Raises:
+        ValueError: one cannot be had.
+    """
+    for model in (config.model, config.speculation.model):
+        if model.path is not None:
+            model.path = str(local_directory(model.path, weights=model.load == "checkpoint"))
 
 
 def missing_files(path: Path, weights: bool = True) -> list[str]:

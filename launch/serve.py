@@ -24,9 +24,8 @@ from tempfile import TemporaryDirectory
 import uvloop
 
 from helix.config import ServeConfig, check
-from helix.hub import is_hub_id
+from helix.hub import find_models, is_hub_id
 from launch.inputs import compose, front
-from launch.inputs.parts import find_models
 from launch.job import lifeline
 from launch.serving.core import Core
 from launch.serving.frames import Ready

@@ -25,11 +25,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from helix.config import Config
+from helix.hub import find_models
 from launch.inputs import front
 from launch.inputs.auto_layout import ranks
 from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points, told
 from launch.inputs.front import Line
-from launch.inputs.parts import find_models, make_layout, make_spec
+from launch.inputs.parts import make_layout, make_spec
 from launch.inputs.preflight import check_layout, prepared
 from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn

@@ -10,22 +10,10 @@ import torch
 from comm.emulated import PROCESSES
 from comm.loopback import LoopbackWorld
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
-from helix.hub import local_directory
 from helix.layers.weights import Weights
 from helix.layout import HelixLayout
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.models.loading import Checkpoint, load_spec_config
-
-
-def find_models(config: Config) -> None:
-    """Puts directories in place of models of the Hugging Face Hub, which are downloaded where the cache lacks them.
-
-    Raises:
-        ValueError: one cannot be had.
-    """
-    for model in (config.model, config.speculation.model):
-        if model.path is not None:
-            model.path = str(local_directory(model.path, weights=model.load == "checkpoint"))
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:

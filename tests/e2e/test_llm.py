@@ -100,6 +100,6 @@ def test_the_command_names_all_commands() -> None:
         )
 
     assert all(name in helix("--help").stdout for name in COMMANDS)
-    assert "known: run, serve, convert, sweep" in helix("dance").stderr and helix("dance").returncode == 1
+    assert "known: run, serve, chat, info, plan, sweep" in helix("dance").stderr and helix("dance").returncode == 1
     ended = helix("run", f"model.path={DEMO}", "layout.kvp=0")
     assert ended.returncode == 1 and ended.stderr.startswith("error: layout.kvp=0")

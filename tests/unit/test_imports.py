@@ -42,8 +42,8 @@ LEVELS = {
         {"moe"},
     ],
     "helix": [
-        {"config", "errors", "files", "hub", "layout", "library"},
-        {"place", "placement", "tokenizer"},
+        {"config", "errors", "files", "layout", "library"},
+        {"hub", "place", "placement", "tokenizer"},
         {"events"},
         {"memory"},
         {"steps"},
