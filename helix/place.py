@@ -60,6 +60,11 @@ class Place:
         return cls(*(values[name] for name in names[:4]))
 
 
+def most_ranks() -> int:
+    """Returns the most ranks that this host runs: on CPUs several share a core, to try a layout."""
+    return max(32, 8 * (os.cpu_count() or 1))
+
+
 def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:
     """Resolves `comm.backend` to a backend, given the `facts` of all ranks about their GPUs.
 

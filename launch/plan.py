@@ -50,6 +50,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from helix.build.parts import make_spec
 from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
 from helix.models import DecoderSpec
@@ -63,7 +64,6 @@ from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware
-from launch.inputs.parts import make_spec
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "length": int, "batch": int, "ttl_ms": float, "hardware": str,

@@ -18,6 +18,7 @@ from time import sleep
 import numpy as np
 
 import helix.events.request
+from helix.answers.matcher import BegunGrammar, Grammars
 from helix.build.engine import build_engine
 from helix.build.tiering import of_short_chunks
 from helix.control.engine import Engine
@@ -42,7 +43,6 @@ from launch.serving.frames import (
     Unread,
     encode,
 )
-from launch.serving.matcher import BegunGrammar, Grammars
 
 # Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
 PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}

@@ -43,7 +43,7 @@ LEVELS = {
     ],
     "helix": [
         {"config", "errors", "files", "layout", "library"},
-        {"place", "placement", "tokenizer"},
+        {"answers", "place", "placement", "tokenizer"},
         {"events"},
         {"memory"},
         {"steps"},
