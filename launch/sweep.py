@@ -27,7 +27,7 @@ from rich.table import Table
 from helix.build.checks import check_layout
 from helix.build.parts import make_layout, make_spec
 from helix.config import Config
-from launch.inputs.auto_layout import ranks
+from helix.place import ranks
 from launch.inputs.compose import SWEEP_DIR, composed, sweep_points, told
 from launch.inputs.preflight import prepared
 from launch.inputs.work import RUNTIME, Program, Work

@@ -15,9 +15,9 @@ from helix.config import Config, check
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.models.loading import Checkpoint
-from helix.place import Place, choose_backend
+from helix.place import Place, choose_backend, ranks
 from helix.tokenizer import check_tokenizer_files, has_tokenizer
-from launch.inputs.auto_layout import choose, ranks
+from launch.inputs.auto_layout import choose
 from launch.inputs.files import check_record, check_writable
 from launch.inputs.prompts import PromptLine, check_defaults, kept_results, read_prompts
 from launch.inputs.work import Work, work_of

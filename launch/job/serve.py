@@ -62,7 +62,8 @@ def run(task: Task) -> Done:
     max_batch = plan.config.decode.max_batch
     most = max_batch * model.spec.max_positions  # if memory allows
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
-    if (warning := of_short_chunks(plan.config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
+    chunk = engine.prefill_chunk
+    if plan.config.kv.tier == "host" and (warning := of_short_chunks(model.spec, model.weights.dtype, chunk)):
         task.console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":

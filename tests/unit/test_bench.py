@@ -19,7 +19,7 @@ from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from benchmarks.records.step_tables import largest_batch
 from benchmarks.runner import Benchmark, Given, Part, record, run
-from launch.inputs.auto_layout import ranks as ranks_of
+from helix.place import ranks as ranks_of
 from launch.inputs.shapes import spec_of
 from launch.job import spawn
 from tests.laboratory import composed
