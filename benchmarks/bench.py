@@ -31,7 +31,7 @@ from benchmarks.models import (
 )
 from benchmarks.papers import verification as verify
 from benchmarks.runner import Benchmark, Given, record, run
-from launch.inputs import parts
+from comm.emulated import is_emulated
 from launch.inputs.arguments import helped, need_checkout, parse, several, unknown
 from launch.inputs.compose import ROOT
 from launch.job import spawn
@@ -99,7 +99,7 @@ def given(what: str, arguments: Sequence[str], gpus: int) -> tuple[Given, Path |
     benchmark = BENCHMARKS[what]
     values = parse(arguments, {key: KEYS[key][0] for key in keys(benchmark)})
     models, ranks = values.get("models"), values.get("ranks")
-    if ranks is not None and not parts.is_emulated(ranks):
+    if ranks is not None and not is_emulated(ranks):
         raise ValueError(f"ranks={ranks}: one or two GPUs emulate more ranks than there are GPUs; there are {gpus}")
     if models is not None:
         if not gpus:

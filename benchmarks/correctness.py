@@ -21,6 +21,7 @@ import torch
 from benchmarks.quality.needles import SOURCES, make, score
 from comm.loopback import LoopbackWorld, run_ranks
 from helix.build.engine import build_engine
+from helix.build.parts import make_spec
 from helix.config import Config, KVConfig, ModelConfig
 from helix.events.request import Request
 from helix.layout import HelixLayout
@@ -29,7 +30,6 @@ from helix.models.loading import Checkpoint
 from helix.tokenizer import load_tokenizer
 from launch.inputs.arguments import helped, parse, several, unknown
 from launch.inputs.compose import ROOT
-from launch.inputs.parts import make_spec
 
 DEMO = ROOT / "assets" / "demo-model"
 NEEDLE_LENGTH, NEEDLES = 32_768, 50

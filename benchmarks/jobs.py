@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.inputs import parts
+from comm.emulated import is_emulated
 from launch.job import spawn
 
 COMMAND = ("-m", "benchmarks.entry")
@@ -26,7 +26,7 @@ def measure(ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
         JobError: it failed.
         KeyboardInterrupt: it was interrupted, and no other shall start.
     """
-    emulated = parts.is_emulated(ranks)
+    emulated = is_emulated(ranks)
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "record.json"
         backend = ["comm.backend=emulated"] if emulated else []

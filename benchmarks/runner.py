@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from launch.inputs import parts
+from comm.emulated import emulating_processes, is_emulated
 from launch.job.report import provenance
 
 Row = dict[str, Any]
@@ -39,7 +39,7 @@ class Given:
 
     @property
     def emulated(self) -> bool:
-        return parts.is_emulated(self.ranks)
+        return is_emulated(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def record(name: str, rows: Iterable[Row], given: Given, output: Path | None) ->
     """Appends a JSON line for each row to `output`; what is measured is kept, whatever becomes of the next row."""
     count, facts = 0, provenance(given.device)
     if given.emulated:
-        facts |= {"emulated_by": parts.emulating_processes()}
+        facts |= {"emulated_by": emulating_processes()}
     try:
         with output.open("a", encoding="utf-8") if output is not None else nullcontext() as file:
             for row in rows:

@@ -26,6 +26,16 @@ from comm.torch_dist import TorchDistCommunicator
 PROCESSES = 2  # at most
 
 
+def is_emulated(ranks: int) -> bool:
+    """Returns whether GPUs emulate this many ranks: there are GPUs, and fewer than ranks."""
+    return 0 < torch.cuda.device_count() < ranks
+
+
+def emulating_processes() -> int:
+    """Counts the processes that emulate ranks on this host."""
+    return min(PROCESSES, torch.cuda.device_count())
+
+
 def rank_of(process: int, processes: int, world_size: int) -> int:
     """Returns the rank that a process emulates: the first of all, or the first of the second half."""
     return process * (world_size // processes)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from comm.emulated import EmulatedCommunicator
+from comm.emulated import EmulatedCommunicator, emulating_processes
 from comm.symm_mem import SymmMemCommunicator
+from helix.config import Config
 from helix.errors import ConfigError
+from helix.layout import HelixLayout
 
 KINDS = {"symm_mem": SymmMemCommunicator, "emulated": EmulatedCommunicator}  # others: TorchDistCommunicator
 
@@ -58,6 +60,34 @@ class Place:
         except (OSError, UnicodeError) as error:
             raise ValueError(f"MASTER_ADDR={host} is not a host that is known here: {remedy}") from error
         return cls(*(values[name] for name in names[:4]))
+
+
+def most_ranks() -> int:
+    """Returns the most ranks that this host runs: on CPUs several share a core, to try a layout."""
+    return max(32, 8 * (os.cpu_count() or 1))
+
+
+def ranks(config: Config) -> int:
+    """Counts the processes of a run without a launcher: ranks of its layout; with `auto` every GPU, or one on a CPU.
+
+    Raises:
+        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to emulate
+            ranks and this host has none.
+    """
+    layout = config.layout
+    if config.comm.backend == "emulated":
+        if not (processes := emulating_processes()):
+            raise ValueError("comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none")
+        return processes
+    if layout.mode == "auto":
+        return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
+    world_size = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
+    if world_size > (most := most_ranks()):
+        raise ValueError(
+            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {world_size} ranks, and this host runs {most} at most: set "
+            "layout.kvp and layout.tpa to fewer, or spread the ranks over hosts (launch/agent.sh)"
+        )
+    return world_size
 
 
 def choose_backend(backend: str, place: Place, facts: list[dict[str, Any]]) -> str:

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from helix.place import most_ranks
 from launch.inputs import compose, front
-from launch.inputs.parts import most_ranks
 from launch.inputs.work import RUNTIME
 from launch.job.membership import deadline
 from launch.job.spawn import INTERRUPTED

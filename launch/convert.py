@@ -33,10 +33,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helix.models.gguf import GGUFModel, read_gguf, special_ids
+from helix.models.gguf_tokenizer import make_tokenizer
 from helix.models.loading import INDEX, SINGLE
 from launch.inputs.arguments import helped, one_of, parse
-from launch.inputs.gguf_model import GGUFModel, read_gguf, special_ids
-from launch.inputs.gguf_tokenizer import make_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES = 4 << 30

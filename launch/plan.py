@@ -49,6 +49,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from helix.build.parts import make_spec
 from helix.config import Config, SpeculationConfig
 from helix.config import check as check_config
 from helix.hub import local_directory
@@ -64,7 +65,6 @@ from launch.inputs.auto_layout import planned
 from launch.inputs.compose import ROOT, composed
 from launch.inputs.files import check_writable, write_atomically
 from launch.inputs.hardware import hardware_of, load_hardware
-from launch.inputs.parts import make_spec
 
 KEYS: dict[str, Callable[[str], Any]] = {
     "model": str, "gpus": int, "context": tokens, "batch": int, "ttl_ms": float, "hardware": str,

@@ -13,19 +13,19 @@ import torch
 
 from comm.base import Communicator
 from comm.torch_dist import TorchDistCommunicator
+from helix.build.checks import CheckedDraft
 from helix.config import Config, ModelConfig
 from helix.errors import ConfigError
 from helix.hub import find_models
 from helix.library import import_transformers
 from helix.memory.kv_cache import free_bytes
 from helix.models import Decoder
-from helix.models.loading import randomize
+from helix.models.loading import randomize, weights_of
 from helix.place import KINDS, Place, gpu_facts, gpu_name
 from helix.speculation import DraftModel
 from helix.tokenizer import load_tokenizer
 from launch.inputs import compose, front
-from launch.inputs.parts import weights_of
-from launch.inputs.preflight import CheckedDraft, CheckedRun, preflight, prepared
+from launch.inputs.preflight import CheckedRun, preflight, prepared
 from launch.inputs.prompts import ResultFile
 from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn

@@ -24,14 +24,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from helix.build.checks import check_layout
+from helix.build.parts import make_layout, make_spec
 from helix.config import Config
 from helix.hub import find_models
+from helix.place import ranks
 from launch.inputs import front
-from launch.inputs.auto_layout import ranks
 from launch.inputs.compose import SWEEP_DIRS, composed, sweep_points, told
 from launch.inputs.front import Line
-from launch.inputs.parts import make_layout, make_spec
-from launch.inputs.preflight import check_layout, prepared
+from launch.inputs.preflight import prepared
 from launch.inputs.work import RUNTIME, Program, Work
 from launch.job import spawn
 from launch.job.spawn import REFUSED, cause, heard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import jobs
 from benchmarks.runner import Benchmark, Part, Row
-from launch.inputs import parts
+from comm.emulated import is_emulated
 
 
 def measure(width: int, *overrides: str) -> list[Row]:
@@ -15,7 +15,7 @@ def measure(width: int, *overrides: str) -> list[Row]:
 
 def widths(ranks: int) -> list[int]:
     """2, 4, 8 as far as there are GPUs, or what they emulate."""
-    return [ranks] if parts.is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
+    return [ranks] if is_emulated(ranks) else [width for width in (2, 4, 8) if width <= ranks]
 
 
 COLUMNS = "op ranks message_bytes symm_us symm_p90_us nccl_us nccl_p90_us nccl_bare_us bar_us"

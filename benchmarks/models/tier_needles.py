@@ -18,6 +18,7 @@ from comm.loopback import LoopbackWorld, run_ranks
 from helix.attention.policies import make_policy
 from helix.attention.tiered import TieredAttention
 from helix.build.engine import build_engine
+from helix.build.parts import make_spec
 from helix.build.tiering import tiered_bytes
 from helix.config import AttentionConfig, Config, DecodeConfig, KVConfig, ModelConfig
 from helix.events.request import Request
@@ -29,7 +30,6 @@ from helix.models.loading import Checkpoint
 from helix.placement import Placement
 from helix.tokenizer import load_tokenizer
 from launch.inputs.compose import ROOT
-from launch.inputs.parts import make_spec
 
 DEMO = ROOT / "assets" / "demo-model"
 PAGE, BATCH, CHUNK = 128, 4, 8192

@@ -134,9 +134,9 @@ def least_chunk(spec: DecoderSpec, dtype: torch.dtype) -> int:
     return math.ceil(FLOPS_A_BYTE * dtype.itemsize / (2 * group))
 
 
-def of_short_chunks(config: Config, spec: DecoderSpec, dtype: torch.dtype, chunk: int) -> str | None:
+def of_short_chunks(spec: DecoderSpec, dtype: torch.dtype, chunk: int) -> str | None:
     """Returns a warning if chunks are so short that prompts wait for the link; else None."""
-    if config.kv.tier == "gpu" or chunk >= (least := least_chunk(spec, dtype)):
+    if chunk >= (least := least_chunk(spec, dtype)):
         return None
     return (
         f"warning: prompts in chunks of {chunk:,} tokens wait for what lies before them to come from host memory: with "

@@ -14,9 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from comm.loopback import LoopbackWorld
 from helix.files import check_file, read_json
 from helix.layers.weights import MXFP4_BLOCK, Slice, Weights
-from helix.models import DecoderSpec
+from helix.layout import HelixLayout
+from helix.models import Decoder, DecoderSpec
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LISTED = 8  # most names shown per kind of problem
@@ -187,6 +189,12 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., n, 16, 2]
     values = torch.tensor(FP4, device=blocks.device)[pairs.int()]
     return torch.ldexp(values, scales[..., None, None].int() - 127).flatten(-3)
+
+
+def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
+    """Returns a rank's weight declarations, on the meta device."""
+    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
+    return Decoder(spec, layout, comm, dtype, torch.device("meta")).weights
 
 
 def randomize(weights: Weights, seed: int) -> None:

@@ -8,41 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-import torch
-
 from helix.config import Config, LayoutConfig
 from helix.layout import HelixLayout
 from helix.models import DecoderSpec
 from helix.simulate.plan import Question, plan
 from helix.simulate.points import Options, Sparse, Tier
-from launch.inputs import parts
 from launch.inputs.hardware import hardware_of
 from launch.inputs.prompts import PromptLine
 
 TEXT_BYTES = 4  # a token of text, about; counting them takes the tokenizer, which rank 0 alone loads
-
-
-def ranks(config: Config) -> int:
-    """Counts the processes of a run without a launcher: ranks of its layout; with `auto` every GPU, or one on a CPU.
-
-    Raises:
-        ValueError: the widths form no layout, or one of more ranks than this host can run; or GPUs are to emulate
-            ranks and this host has none.
-    """
-    layout = config.layout
-    if config.comm.backend == "emulated":
-        if not (processes := parts.emulating_processes()):
-            raise ValueError("comm.backend=emulated: GPUs emulate ranks of a larger layout, and this machine has none")
-        return processes
-    if layout.mode == "auto":
-        return 1 if config.comm.backend == "gloo" else max(torch.cuda.device_count(), 1)
-    world_size = HelixLayout.create(layout.mode, layout.kvp, layout.tpa, layout.tpf, layout.ep).world_size
-    if world_size > (most := parts.most_ranks()):
-        raise ValueError(
-            f"layout.kvp*tpa = {layout.kvp}*{layout.tpa} = {world_size} ranks, and this host runs {most} at most: set "
-            "layout.kvp and layout.tpa to fewer, or spread the ranks over hosts (launch/agent.sh)"
-        )
-    return world_size
 
 
 def choose(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from helix.build.parts import make_spec
 from helix.models import DecoderSpec
 from launch.inputs.compose import CONF, composed
-from launch.inputs.parts import make_spec
 
 
 def spec_of(model: str, *overrides: str) -> DecoderSpec:

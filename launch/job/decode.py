@@ -35,7 +35,7 @@ def run(task: Task) -> Done:
     engine = build_engine(plan.layout, comm, model, config, config.decode.max_batch, wanted, tokenizer, draft)
     if config.decode.prefill_chunk == "auto":
         console.note(f"decode.prefill_chunk=auto takes chunks of up to {engine.prefill_chunk:,} prompt tokens")
-    if (warning := of_short_chunks(config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
+    if config.kv.tier == "host" and (warning := of_short_chunks(model.spec, model.weights.dtype, engine.prefill_chunk)):
         console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":

@@ -18,6 +18,7 @@ from time import sleep
 import numpy as np
 
 import helix.events.request
+from helix.answers.matcher import BegunGrammar, Grammars
 from helix.build.engine import build_engine
 from helix.build.tiering import of_short_chunks
 from helix.control.engine import Engine
@@ -42,7 +43,6 @@ from launch.serving.frames import (
     Unread,
     encode,
 )
-from launch.serving.matcher import BegunGrammar, Grammars
 
 # Captured steps: greedy, sampled, sampled with filters; later the same with shaped logits.
 PLAIN = {StepKind(), StepKind(stochastic=True), StepKind(stochastic=True, filtered=True)}
@@ -62,7 +62,8 @@ def run(task: Task) -> Done:
     max_batch = plan.config.decode.max_batch
     most = max_batch * model.spec.max_positions  # if memory allows
     engine = build_engine(plan.layout, comm, model, plan.config, max_batch, most, draft=draft)
-    if (warning := of_short_chunks(plan.config, model.spec, model.weights.dtype, engine.prefill_chunk)) is not None:
+    chunk = engine.prefill_chunk
+    if plan.config.kv.tier == "host" and (warning := of_short_chunks(model.spec, model.weights.dtype, chunk)):
         task.console.note(warning)
     task.phases.mark("build")
     if comm.device.type == "cuda":

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from helix.answers.dialects import AnswerPart
 from launch.serving.choice import Choice, News
-from launch.serving.dialects import AnswerPart
 from launch.serving.errors import ApiError
 from launch.serving.streams import COMMENT, COMMENT_S, DONE
 from launch.serving.tokens import Tokens

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from helix.answers.dialects import AnswerPart, Parser
 from helix.control.detokenize import TextStream
 from launch.serving.core import Flight
-from launch.serving.dialects import AnswerPart, Parser
 from launch.serving.tokens import Tokens
 
 

@@ -11,13 +11,14 @@ import os
 import resource
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from launch.serving.matcher import Grammars
+from helix.answers.grammars import MOST_BYTES, Parts
+from helix.answers.matcher import Grammars
 from launch.serving.workers import Answerer, Workers, answer
 
 COMPILE_S = 2.0
@@ -25,8 +26,6 @@ COMPILE_BYTES = 1 << 30
 WAIT_S = 60.0  # for a process to be free, or to read the tokenizer
 PROCESSES = 2
 KEPT = 32  # grammars whose answer is cached
-MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
-Parts = Sequence[dict[str, Any]]
 
 
 class Compiler:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from helix.answers.grammars import Shape, Tag
 from launch.serving.checked import SAID, Schema, Some
 
 MOST_EXPRESSION = 1 << 16  # characters of an expression or a grammar, of all choices, or of a template's variables
@@ -18,24 +18,7 @@ Expression = Annotated[str, Field(max_length=MOST_EXPRESSION)]
 Texts = Annotated[Some[str], Field(min_length=1, max_length=MOST_EXPRESSION)]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A constraint on an answer's text.
-
-    Attributes:
-        param: the request field that sets it.
-        kind: json, regex, choice, grammar or structural_tag.
-        value: a schema, an expression, texts, a grammar in EBNF or in Lark's syntax, or `Tagged`.
-        options: llguidance's options for a schema's spaces.
-    """
-
-    param: str
-    kind: str
-    value: Any
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-class Tag(Schema):
+class Structure(Schema):
     begin: str
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     end: str
@@ -45,7 +28,7 @@ class Tagged(Schema):
     """Free text with JSON that follows a schema between tags."""
 
     type: Literal["structural_tag"] = "structural_tag"
-    structures: Some[Tag] = Field(min_length=1)
+    structures: Some[Structure] = Field(min_length=1)
     triggers: Some[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -54,6 +37,13 @@ class Tagged(Schema):
             if not any(tag.begin.startswith(trigger) for trigger in self.triggers):
                 raise ValueError(f"has the begin {tag.begin!r:.80}, which starts with none of its triggers")
         return self
+
+    @property
+    def tags(self) -> list[Tag]:
+        return [
+            Tag(s.begin, next(t for t in self.triggers if s.begin.startswith(t)), s.schema_ or {}, s.end)
+            for s in self.structures
+        ]
 
 
 class Format(Schema):
@@ -87,7 +77,7 @@ class Format(Schema):
             case "text":
                 return None
             case "structural_tag":
-                return Shape(param, "structural_tag", self._tags())
+                return Shape(param, "structural_tag", self._tags().tags)
         return Shape(param, "json", {"type": "object"} if self.json_schema is None else self.json_schema["schema"])
 
 
@@ -138,7 +128,7 @@ def shape_of(param: str, kind: str, value: Any, spaces: dict[str, Any], closed: 
     if kind == "choice" and (total := sum(map(len, value))) > MOST_EXPRESSION:
         raise ValueError(f"{param} has {total} characters, and may have {MOST_EXPRESSION}")
     if kind == "structural_tag":
-        return Shape(param, kind, tagged(param, _object(param, value)))
+        return Shape(param, kind, tagged(param, _object(param, value)).tags)
     if kind == "json_object":
         value = {"type": "object"}
     elif kind != "json":

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch.serving.compiler import Parts
-from launch.serving.dialects import Dialect, turn_of
+from helix.answers.dialects import Dialect, turn_of
+from helix.answers.grammars import Parts, of_calls, of_shape
 from launch.serving.errors import ApiError
-from launch.serving.grammars import of_calls, of_shape
 from launch.serving.schemas import Chat, Generation, Tokenize, Tool
 from launch.serving.tokens import Tokens
 

@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from helix.answers.dialects import Dialect, Parser, dialect_of
 from helix.config import ServeConfig
 from launch.serving.answers import Answer
 from launch.serving.choice import Choice
 from launch.serving.compiler import Compiler
 from launch.serving.core import Core, Flight
-from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
 from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
@@ -146,6 +146,7 @@ class Api:
         ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
         reader = self._known(body.model)
         tools = [] if body.tool_choice == "none" else body.tools or []
+        given = [tool.model_dump(exclude_none=True) for tool in tools]
         of_chat = reader.tokens, self._dialect, body, tools, ready.max_length, ready.eos
         ids, turn, form = await reader.run(request.state.size, read_chat, *of_chat)
         template = self._dialect.template if self._dialect is not None else None
@@ -158,7 +159,7 @@ class Api:
             None,
             wanted,
             [],
-            lambda: Parser(template, turn, tools, body.may_call_again),
+            lambda: Parser(template, turn, given, body.may_call_again),
             form,
         )
 

@@ -16,11 +16,12 @@ from pydantic import (
     model_validator,
 )
 
+from helix.answers.grammars import Shape
 from launch.serving.checked import SAID, Schema, Some
 from launch.serving.errors import ApiError
 from launch.serving.fields import REFUSED, field_of
 from launch.serving.fields import Field as Known
-from launch.serving.forms import MOST_EXPRESSION, Expression, Format, Shape, Structured, Texts, bounded, shape_of
+from launch.serving.forms import MOST_EXPRESSION, Expression, Format, Structured, Texts, bounded, shape_of
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -290,12 +291,12 @@ class Chat(Generation, Conversation):
         return self
 
     @property
-    def callable_tools(self) -> list[Tool]:
-        """Tools that the answer may call."""
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call, as they came."""
         tools, choice = self.tools or [], self.tool_choice
         if isinstance(choice, ToolChoice):
-            return [tool for tool in tools if tool.function.name == choice.function.name]
-        return [] if choice == "none" else tools
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        return [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property
     def has_to_call(self) -> bool:

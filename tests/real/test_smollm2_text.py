@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from safetensors.torch import load_file
 
-from launch.inputs.gguf_tokenizer import bytes_of_characters
+from helix.models.gguf_tokenizer import bytes_of_characters
 from launch.serving.tokens import Tokens
 from tests.real.smollm2 import CHATS, GGUF, MODEL, ids_of, licence, theirs, tokenizer
 

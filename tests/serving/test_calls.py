@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from launch.serving.dialects import DIALECTS, AnswerPart, Dialect, Parser, turn_of
-from launch.serving.forms import Shape
-from launch.serving.grammars import of_calls, of_shape
-from launch.serving.matcher import BegunGrammar, Grammars
+from helix.answers.dialects import DIALECTS, AnswerPart, Dialect, Parser, turn_of
+from helix.answers.grammars import Shape, of_calls, of_shape
+from helix.answers.matcher import BegunGrammar, Grammars
 from launch.serving.schemas import Tool
 from tests.e2e.checkpoints import DEMO
 from tests.serving.test_dialects import RECORDED, TOOLS
@@ -76,10 +75,14 @@ def grammars_of(name: str) -> Grammars:
         return Grammars(path, tokenizer.get_vocab_size(), [EOS])
 
 
+def given(tools: list[Tool]) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
 def grammar_of(name: str, tools: list[Tool], many: bool = True, prompt: str = "") -> str:
     dialect = dialect_of(name)
     turn = turn_of(dialect.template, prompt)
-    return json.dumps({"grammars": of_calls(dialect, tools, many, turn, tokenizer_of(name)[1], [EOS])})
+    return json.dumps({"grammars": of_calls(dialect, given(tools), many, turn, tokenizer_of(name)[1], [EOS])})
 
 
 def allowed(grammar: BegunGrammar) -> np.ndarray:
@@ -106,7 +109,7 @@ def walk(name: str, grammar: BegunGrammar, seed: int, most: int = 300) -> str | 
 
 def read(name: str, prompt: str, answer: str, tools: list[Tool]) -> tuple[str, list[tuple[str, Any]]]:
     template = dialect_of(name).template
-    parser = Parser(template, turn_of(template, prompt), tools)
+    parser = Parser(template, turn_of(template, prompt), given(tools))
     parts: list[AnswerPart] = [*parser.feed(answer), *parser.finish()]
     content = "".join(part.text for part in parts if part.kind == "content")
     return content, [(part.name, json.loads(part.text)) for part in parts if part.kind == "call"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.serving.dialects import DIALECTS, AnswerPart, Parser, dialect_of, turn_of
+from helix.answers.dialects import DIALECTS, AnswerPart, Parser, dialect_of, turn_of
 from launch.serving.schemas import Tool
 
 TOOLS = [
@@ -89,7 +89,7 @@ RECORDED: list[tuple[str, str, str, str, str, list[Any]]] = [
 
 def read(dialect: str, prompt: str, answer: str, size: int, tools: list[Tool]) -> tuple[str, str, list[Any], Parser]:
     template = next(d.template for d in DIALECTS if d.name == dialect)
-    parser = Parser(template, turn_of(template, prompt), tools)
+    parser = Parser(template, turn_of(template, prompt), [tool.model_dump(exclude_none=True) for tool in tools])
     parts: list[AnswerPart] = []
     for begin in range(0, len(answer), size):
         parts += parser.feed(answer[begin : begin + size])

@@ -19,12 +19,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from comm.loopback import LoopbackWorld
+from helix.answers.matcher import Grammars
 from helix.control.engine import Engine
 from helix.control.inbox import Inbox
 from helix.events.request import Request
 from helix.layout import HelixLayout
 from helix.speculation import NgramDrafter
-from launch.serving.matcher import Grammars
 from tests.e2e.checkpoints import checkpoint
 from tests.e2e.parity import build_engine
 from tests.serving.engine import EngineJob

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from launch.inputs.compose import composed
+from launch.inputs.front import SERVE, read
 from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Queued, Stats, Submit
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
@@ -274,9 +275,9 @@ def test_the_page_s_unit_and_container_start_what_there_is(tmp_path: Path) -> No
     unit = next(line for line in text.splitlines() if line.startswith("ExecStart="))
     container = next(line for line in text.splitlines() if line.startswith("ENTRYPOINT "))
     for command in (unit.removeprefix("ExecStart=").split(), json.loads(container.removeprefix("ENTRYPOINT "))):
-        assert command[0].endswith(".venv/bin/python") and command[1:3] == ["-m", "launch.serve"]
-        given = [word for word in command[3:] if not word.startswith("model.path=")]
-        config = composed([*given, "model.path=/models"])
+        assert command[0].endswith("helix") and command[1] == "serve"
+        line = read([word for word in command[2:] if not word.startswith("/models")], SERVE)
+        config = composed([*line.overrides, "model.path=/models"])
         check_exposure(config.serve)
         assert config.serve.host == "0.0.0.0" and config.serve.api_keys is not None
 

@@ -14,9 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from launch.serving.forms import Shape, Tagged
-from launch.serving.grammars import of_shape
-from launch.serving.matcher import BegunGrammar, Grammars
+from helix.answers.grammars import Shape, Tag, of_shape
+from helix.answers.matcher import BegunGrammar, Grammars
 from tests.e2e.checkpoints import DEMO
 
 VOCAB, EOS = 4096, 0
@@ -71,9 +70,7 @@ def test_json_may_be_laid_out_in_the_usual_ways(grammars: Grammars, layout: dict
 def test_json_follows_its_schema_between_marks(grammars: Grammars) -> None:
     """A mark in free text begins it; behind its end there is free text again."""
     tokenizer, rng = PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "tokenizer.json")), random.Random(3)
-    tags = Tagged.model_validate(
-        {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
-    )
+    tags = [Tag("<f=x>", "<f", SCHEMA, "</f>")]
     grammar = grammars.begun(json.dumps({"grammars": of_shape(Shape("x", "structural_tag", tags), {}, (), [EOS])}))
     for text in ("a < b, and { ", "<f", "", " so, ", "<f", "", "."):
         if text == "":  # what stands between the marks is certain, but for the JSON
@@ -96,7 +93,7 @@ def test_a_mark_may_be_a_token(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<|call|>"])
     tokenizer.save(str(path := tmp_path / "tokenizer.json"))
     mark = tokenizer.token_to_id("<|call|>")
-    tags = Tagged.model_validate({"structures": [{"begin": "<|call|>{", "end": ""}], "triggers": ["<|call|>"]})
+    tags = [Tag("<|call|>{", "<|call|>", {}, "")]
     parts = of_shape(Shape("x", "structural_tag", tags), {"<|call|>": mark}, {"<|call|>"}, [EOS])
     grammar = Grammars(path, VOCAB + 1, [EOS]).begun(json.dumps({"grammars": parts}))
     grammar.take(tokenizer.token_to_id("a"))

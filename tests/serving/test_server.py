@@ -256,7 +256,7 @@ def test_the_front_end_has_no_torch() -> None:
     program = (
         "import sys; from launch import serve; from launch.serving.tokens import Tokens; "
         f"t = Tokens({str(DEMO)!r}); assert t.encode_segments('a').size; "
-        "from launch.serving.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
+        "from helix.answers.dialects import DIALECTS, Parser; Parser(DIALECTS[0].template, '', []); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

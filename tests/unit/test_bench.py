@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import jobs
 from benchmarks.bench import BENCHMARKS, given, main
@@ -18,8 +19,7 @@ from benchmarks.models.steps import time_job
 from benchmarks.models.workloads import BASELINES, WORKLOADS, fitting_layers, floor_s, layouts
 from benchmarks.records.step_tables import largest_batch
 from benchmarks.runner import Benchmark, Given, Part, record, run
-from launch.inputs import parts
-from launch.inputs.auto_layout import ranks as ranks_of
+from helix.place import ranks as ranks_of
 from launch.inputs.shapes import spec_of
 from launch.job import spawn
 from tests.laboratory import composed
@@ -74,7 +74,7 @@ def test_ranks_beyond_the_gpus_are_emulated(
     gpus: int, ranks: int, processes: int, emulated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(spawn, "run", lambda overrides: started.append(overrides) or 1)
     with pytest.raises(jobs.JobError, match=r"^exit code 1$"):
         jobs.measure(ranks, wanted := ["bench=comm", f"layout.kvp={ranks}"])
@@ -109,13 +109,13 @@ def test_a_failed_job_is_a_result_and_an_interrupted_one_is_none(monkeypatch: py
 def test_a_wrong_argument_of_a_benchmark(
     what: str, argument: str, gpus: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ValueError, match=words):
         given(what, [argument], gpus)
 
 
 def test_what_a_benchmark_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found, output = given("step", ["models=qwen2.5-7b,llama-3.1-70b", "ranks=8", "output=here"], 2)
     assert (found.ranks, found.models, found.emulated) == (8, ["qwen2.5-7b", "llama-3.1-70b"], True)
     assert output == Path("here")
@@ -152,7 +152,7 @@ def test_rows_are_tabulated_and_kept_whatever_becomes_of_the_next(
         if count == 3:
             raise jobs.JobError("no room")
 
-    device, out = parts.torch.device("cpu"), tmp_path / "rows.jsonl"
+    device, out = torch.device("cpu"), tmp_path / "rows.jsonl"
     part = Part(lambda given: [(1,), (2,)], measure, "bare us bar_us us/bar_us")
     summed = Benchmark("", "", (part,), summary=lambda rows: {"rows": len(rows)})
     record("x", run(summed, Given(device, 2)), Given(device, 2), out)
@@ -174,8 +174,8 @@ def test_what_no_model_and_no_backend_changes_counts_once(monkeypatch: pytest.Mo
     kinds = ("ttl", "mla", "delay", "timeline")
     job = {"hopb": [{"kind": kind} for kind in kinds]}
     monkeypatch.setattr(jobs, "measure", lambda ranks, overrides: job)
-    given = Given(parts.torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
-    monkeypatch.setattr(parts.torch.cuda, "device_count", lambda: 2)
+    given = Given(torch.device("cuda"), 2, ["qwen2.5-3b", "qwen2.5-7b"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     counted = {case: [row["kind"] for row in hopb.measure(given, *case)] for case in hopb.cases(given)}
     assert counted == {
         ("qwen2.5-3b", "symm_mem"): [*kinds], ("qwen2.5-3b", "nccl"): ["ttl", "mla"],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from comm.loopback import LoopbackWorld
 from helix.build import engine as build
 from helix.build.buffers import longest_chunk, token_buffers
+from helix.build.checks import CheckedDraft
 from helix.config import Config
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
@@ -23,7 +24,6 @@ from helix.models import Decoder, spec_from_config
 from helix.models.loading import read_config
 from helix.placement import Placement
 from helix.speculation import DraftModel, ModelDrafter
-from launch.inputs.preflight import CheckedDraft
 from tests.e2e.checkpoints import DEMO, checkpoint
 from tests.laboratory import composed, preflight
 

@@ -43,7 +43,7 @@ LEVELS = {
     ],
     "helix": [
         {"config", "errors", "files", "layout", "library"},
-        {"hub", "place", "placement", "tokenizer"},
+        {"answers", "hub", "place", "placement", "tokenizer"},
         {"events"},
         {"memory"},
         {"steps"},

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from comm.loopback import LoopbackWorld
+from helix.build.checks import check_layout
 from helix.layers import mla
 from helix.layers.mlp import MLPSpec
 from helix.layout import HelixLayout
 from helix.memory.keeps import Keeps, token_bytes
 from helix.models import Decoder, DecoderSpec, spec_from_config
 from helix.models.loading import Checkpoint, randomize, read_config
-from launch.inputs.preflight import check_layout
 from launch.inputs.shapes import spec_of
 from tests.e2e.checkpoints import checkpoint
 

@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from comm.loopback import LoopbackWorld
+from helix.build.parts import make_spec
 from helix.layers.attention import AttentionSpec
 from helix.layers.mlp import MLPSpec
 from helix.layers.moe import MoESpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, Decoder, DecoderSpec, spec_from_config
-from launch.inputs.parts import make_spec
 from tests.unit.test_config import composed
 
 

@@ -17,6 +17,7 @@ from benchmarks.program import PROGRAM
 from benchmarks.records.planner_check import regrets, summary
 from benchmarks.records.recorded_steps import RECORDED, Cell, compare, halves, measured, read_cells
 from helix.layout import HelixLayout
+from helix.place import ranks
 from helix.simulate import fit as fitting
 from helix.simulate.crossover import compared, dense_ttl_s, pays_from
 from helix.simulate.fit import MeasuredSteps
@@ -25,7 +26,7 @@ from helix.simulate.plan import PlannedLayout, Question, Ranking, plan
 from helix.simulate.points import Options, Points, Sparse
 from helix.simulate.step import memory_of, predict
 from launch.inputs.arguments import parse
-from launch.inputs.auto_layout import choose, ranks, workload
+from launch.inputs.auto_layout import choose, workload
 from launch.inputs.hardware import HARDWARE, hardware_of, load_hardware, read_hardware
 from launch.inputs.prompts import PromptLine
 from launch.inputs.shapes import load_spec

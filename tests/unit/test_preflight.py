@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from comm.loopback import LoopbackWorld
 from helix.attention.policies import make_policy
+from helix.build.checks import check_tokenizers
 from helix.config import AttentionConfig, Config, KVConfig
 from helix.errors import ConfigError
 from helix.layout import HelixLayout
@@ -20,7 +21,6 @@ from helix.placement import Placement
 from helix.tokenizer import load_tokenizer
 from kernels.sparse.select_blocks import MOST_PAGES
 from launch.inputs.compose import RUN
-from launch.inputs.preflight import check_tokenizers
 from launch.job import spawn
 from launch.run import main
 from tests.e2e.checkpoints import DEMO, checkpoint

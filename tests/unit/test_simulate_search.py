@@ -17,6 +17,7 @@ from benchmarks import paper
 from benchmarks.papers import rows as paper_rows
 from benchmarks.papers.figures import PAGE, recorded, with_tables
 from benchmarks.records import style
+from helix.build.checks import check_layout
 from helix.layout import HelixLayout
 from helix.simulate.hardware import COLLECTIVES, PROVENANCE, Hardware
 from helix.simulate.points import MODES, Options, Points, Sparse, Speculation
@@ -24,7 +25,6 @@ from helix.simulate.search import best_at, frontier, layouts, search
 from helix.simulate.step import predict
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import HARDWARE, load_hardware
-from launch.inputs.preflight import check_layout
 from launch.inputs.shapes import load_spec, spec_of
 from launch.simulate import main
 from tests.legible import illegible

@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import jobs
 from benchmarks.models import steps
@@ -22,7 +23,6 @@ from benchmarks.records.sparse_bill import Account, Bill, accounts, bill_table, 
 from helix.simulate.constants import LEAST_S
 from helix.simulate.crossover import crossover
 from helix.simulate.points import Sparse
-from launch.inputs import parts
 from tests.legible import illegible
 
 K = 1024
@@ -200,7 +200,7 @@ def test_what_the_benchmark_keeps_is_what_the_bill_reads(monkeypatch: pytest.Mon
         }  # fmt: skip
 
     monkeypatch.setattr(jobs, "measure", job)
-    given = steps.Given(parts.torch.device("cuda"), 1)
+    given = steps.Given(torch.device("cuda"), 1)
     (part,) = steps.SPARSE.parts
     rows = [r for case in part.cases(given) for r in part.measure(given, *case)]
     assert len(started) == 3 and len(rows) == 3 * 20 and sum("failed" in r for r in rows) == 3 * 3

@@ -28,22 +28,22 @@ FAULTS = [
     ),
     # ---- GGUF files
     Fault(
-        "rotated pairs stay side by side", "launch/inputs/gguf_model.py",
+        "rotated pairs stay side by side", "helix/models/gguf.py",
         '== "llama" and re.search', '== "none" and re.search',
         (CONVERT + "test_the_model_is_the_one_that_was_written[llama]",),
     ),
     Fault(
-        "tensors are left out", "launch/inputs/gguf_model.py",
+        "tensors are left out", "helix/models/gguf.py",
         "sorted(name for name in wanted.keys() | shapes.keys()", "sorted(name for name in wanted.keys()",
         (CONVERT + "test_what_would_be_left_out_is_refused",),
     ),
     Fault(
-        "numbers are words", "launch/inputs/gguf_tokenizer.py",
+        "numbers are words", "helix/models/gguf_tokenizer.py",
         '"smollm": Splitting(digits=True)', '"smollm": Splitting()',
         (CONVERT + "test_texts_become_the_tokens_of_the_reference[smollm]",),
     ),
     Fault(
-        "special tokens are text", "launch/inputs/gguf_tokenizer.py",
+        "special tokens are text", "helix/models/gguf_tokenizer.py",
         "special=type_ != USER_DEFINED", "special=False",
         (CONVERT + "test_special_tokens_are_tokens_and_others_are_text",),
     ),
@@ -67,7 +67,7 @@ FAULTS = [
         "        listener.close()", "        pass", ("tests/unit/test_spawn.py",),
     ),
     Fault(
-        "a resumed answer begins its grammar anew", "launch/serving/matcher.py",
+        "a resumed answer begins its grammar anew", "helix/answers/matcher.py",
         "        for token in drawn:\n", "        for token in ():\n",
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),
@@ -78,7 +78,7 @@ FAULTS = [
     ),
     # ---- serving
     Fault(
-        "what is certain is looked for ahead", "launch/serving/grammars.py",
+        "what is certain is looked for ahead", "helix/answers/grammars.py",
         '"no_forcing": true', '"no_forcing": false',
         ("tests/serving/test_grammar.py::test_what_is_certain_is_not_looked_for_ahead",),
     ),
@@ -94,12 +94,12 @@ FAULTS = [
         ("tests/serving/test_chat.py::test_prompts_are_those_of_transformers",),
     ),
     Fault(
-        "spaces where a message goes on are lost", "launch/serving/dialects.py",
+        "spaces where a message goes on are lost", "helix/answers/dialects.py",
         "self._parts(self._parser.initial_events)", "pass",
         ("tests/serving/test_chat.py::test_an_answer_goes_on_where_a_message_ends",),
     ),
     Fault(
-        "a form begins within a thought", "launch/serving/grammars.py",
+        "a form begins within a thought", "helix/answers/grammars.py",
         "start = _behind_thought(rules, dialect, turn, eos, f", "start = (lambda *a: a[-1])(f",
         ("tests/serving/test_calls.py::test_a_form_begins_behind_a_thought",),
     ),
@@ -143,15 +143,15 @@ FAULTS = [
         (MALFORMED + "test_malformed_bodies_are_refused_and_reach_no_rank",),
     ),
     Fault(
-        "a call is followed by others where one is wanted", "launch/serving/grammars.py",
+        "a call is followed by others where one is wanted", "helix/answers/grammars.py",
         "if many and calls.between is not None", "if calls.between is not None", (CALLS,),
     ),
     Fault(
-        "a thought may hold the answer's end", "launch/serving/grammars.py",
+        "a thought may hold the answer's end", "helix/answers/grammars.py",
         "{close, *eos}", "{close}", (CALLS,),
     ),
     Fault(
-        "marks of calls are spelled out", "launch/serving/grammars.py",
+        "marks of calls are spelled out", "helix/answers/grammars.py",
         "for found in self._pattern.finditer(text):", "for found in ():",
         ("tests/serving/test_calls.py::test_recorded_calls_are_among_what_may_come",),
     ),
@@ -161,12 +161,12 @@ FAULTS = [
         ("tests/serving/test_chat.py::test_a_call_that_has_to_come",),
     ),
     Fault(
-        "what follows the only call is told", "launch/serving/dialects.py",
+        "what follows the only call is told", "helix/answers/dialects.py",
         "return self.calls > 0 and not self._many", "return False",
         ("tests/serving/test_chat.py::test_calls_that_may_not_be_parallel_end_with_the_first",),
     ),
     Fault(
-        "spaces in JSON have no bound", "launch/serving/grammars.py",
+        "spaces in JSON have no bound", "helix/answers/grammars.py",
         '{"whitespace_pattern": r"( |\\n[ \\t]{0,64})?"}', '{"whitespace_flexible": True}',
         ("tests/serving/test_grammar.py::test_any_walk_follows_the_schema",),
     ),

@@ -8,21 +8,47 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from launch.serving.compiler import MOST_BYTES, Parts
-from launch.serving.dialects import Calls, Dialect
-from launch.serving.forms import Shape, Tagged
-from launch.serving.schemas import Tool
+from helix.answers.dialects import Calls, Dialect
 
+MOST_BYTES = 1 << 19  # of a grammar's parts as JSON
 # Spaces between JSON tokens: one space, or a line break with indentation. Unbounded, some models write spaces for ever.
 SPACES = {"x-guidance": {"whitespace_pattern": r"( |\n[ \t]{0,64})?"}}
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 # No search for forced tokens ahead: it would make each mask's time grow with the length of forced text.
 HEAD = '%llguidance {"no_forcing": true}\n'
 SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")  # characters of a regular expression
+Parts = Sequence[dict[str, Any]]
+
+
+class Tag(NamedTuple):
+    """JSON between tags in free text; the first characters of `begin`, its `trigger`, start it."""
+
+    begin: str
+    trigger: str
+    schema: dict[str, Any]
+    end: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A constraint on an answer's text.
+
+    Attributes:
+        param: the request field that sets it.
+        kind: json, regex, choice, grammar or structural_tag.
+        value: a schema, an expression, texts, a grammar in EBNF or in Lark's syntax, or a list of `Tag`.
+        options: llguidance's options for a schema's spaces.
+    """
+
+    param: str
+    kind: str
+    value: Any
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def of_shape(
@@ -55,7 +81,7 @@ def of_shape(
 
 def of_calls(
     dialect: Dialect,
-    tools: Sequence[Tool],
+    tools: Sequence[Mapping[str, Any]],
     many: bool,
     turn: str,
     added: Mapping[str, int],
@@ -64,6 +90,7 @@ def of_calls(
     """Creates the grammar of an answer that consists of tool calls, after an optional thought.
 
     Args:
+        tools: tools in OpenAI's format.
         many: whether several calls are allowed, if the dialect has a syntax for them.
         turn: the prompt's end that belongs to the answer's turn; it shows whether the answer begins within a thought.
         added: the tokenizer's own tokens, by their texts.
@@ -121,18 +148,17 @@ def _regex(expression: str) -> dict[str, Any]:
     return {"lark_grammar": part["lark_grammar"]}
 
 
-def _tagged(tags: Tagged, rules: _Rules, special: Collection[str]) -> dict[str, Any]:
+def _tagged(tags: Sequence[Tag], rules: _Rules, special: Collection[str]) -> dict[str, Any]:
     """Creates the part for free text with JSON between tags."""
     rules.define("TEXT", "/(?s:.*)/")
     ways = []
-    for tag in tags.structures:
-        trigger = next(trigger for trigger in tags.triggers if tag.begin.startswith(trigger))
-        if trigger in special:
-            head = f"TEXT {rules.text(trigger)}"
+    for tag in tags:
+        if tag.trigger in special:
+            head = f"TEXT {rules.text(tag.trigger)}"
         else:
-            head = rules.add(f"TEXT {json.dumps(trigger)}", "[lazy]")
-        rest = rules.text(tag.begin.removeprefix(trigger))
-        ways.append(rules.add(f"{head} {rest} {_json(tag.schema_ or {})} {rules.text(tag.end)}"))
+            head = rules.add(f"TEXT {json.dumps(tag.trigger)}", "[lazy]")
+        rest = rules.text(tag.begin.removeprefix(tag.trigger))
+        ways.append(rules.add(f"{head} {rest} {_json(tag.schema)} {rules.text(tag.end)}"))
     return _lark(f"({' | '.join(ways)})* TEXT", rules)
 
 
@@ -182,12 +208,11 @@ class _Rules:
             yield json.dumps(text, ensure_ascii=False)
 
 
-def _call(rules: _Rules, calls: Calls, tool: Tool) -> str:
+def _call(rules: _Rules, calls: Calls, tool: Mapping[str, Any]) -> str:
     """Adds the rule of a tool's calls and returns its name."""
-    function = tool.function
-    parameters = (NO_PARAMETERS if function.parameters is None else function.parameters) | {"type": "object"}
+    name, parameters = tool["function"]["name"], tool["function"].get("parameters", NO_PARAMETERS) | {"type": "object"}
     arguments = _json(parameters) if calls.argument is None else _arguments(rules, calls.argument, parameters)
-    before, after = (text.replace("NAME", function.name) for text in calls.call.split("ARGUMENTS"))
+    before, after = (text.replace("NAME", name) for text in calls.call.split("ARGUMENTS"))
     return rules.add(f"{rules.text(before)} {arguments} {rules.text(after)}")
 
 

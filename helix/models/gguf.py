@@ -17,7 +17,7 @@ from helix.files import check_file
 from helix.layers.rotary import RopeSpec
 from helix.layout import HelixLayout
 from helix.models import FAMILIES, DecoderSpec, spec_from_config
-from launch.inputs.parts import weights_of
+from helix.models.loading import weights_of
 
 # Architectures, as llama.cpp names them, that both this converter and the runtime know.
 ARCHITECTURES = {

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
-from comm.emulated import PROCESSES
-from comm.loopback import LoopbackWorld
 from helix.config import Config, DraftLayoutConfig, LayoutConfig, ModelConfig
-from helix.layers.weights import Weights
 from helix.layout import HelixLayout
-from helix.models import Decoder, DecoderSpec, spec_from_config
-from helix.models.loading import Checkpoint, load_spec_config
+from helix.models import DecoderSpec, spec_from_config
+from helix.models.loading import Checkpoint, load_spec_config, weights_of
 
 
 def make_layout(config: LayoutConfig) -> HelixLayout:
@@ -25,12 +21,6 @@ def make_spec(config: Config) -> DecoderSpec:
     """Creates the spec of the model; raises ValueError if the runtime does not know the model."""
     path = None if config.model.path is None else Path(config.model.path)
     return spec_from_config(load_spec_config(path, config.model.config))
-
-
-def weights_of(spec: DecoderSpec, layout: HelixLayout, rank: int, dtype: torch.dtype) -> Weights:
-    """Returns a rank's weight declarations, on the meta device."""
-    comm = LoopbackWorld(layout.world_size).communicator(rank, layout.kvp_group(rank))  # a place, nothing is sent
-    return Decoder(spec, layout, comm, dtype, torch.device("meta")).weights
 
 
 def check_weights(config: ModelConfig, key: str) -> None:
@@ -71,18 +61,3 @@ def make_draft_layout(config: DraftLayoutConfig, spec: DecoderSpec, world_size: 
     if kvp is None:
         kvp = max(1, world_size // max(1, tpa))
     return HelixLayout.create(config.mode, kvp, tpa, config.tpf, config.ep)
-
-
-def is_emulated(ranks: int) -> bool:
-    """Returns whether GPUs emulate the ranks of a benchmark: there are GPUs, and fewer than ranks."""
-    return 0 < torch.cuda.device_count() < ranks
-
-
-def emulating_processes() -> int:
-    """Counts the processes that emulate ranks."""
-    return min(PROCESSES, torch.cuda.device_count())
-
-
-def most_ranks() -> int:
-    """Returns the most ranks that this host runs: on CPUs several share a core, to try a layout."""
-    return max(32, 8 * (os.cpu_count() or 1))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from launch.serving.schemas import Tool
 
 CAPTURED = {"function": {"name": "{name}", "arguments": "{content}"}}
 THINKING = {"open": "<think>", "close": "</think>"}
@@ -256,14 +254,16 @@ class Parser:
     Args:
         template: the response template; None: all of it is content.
         turn: the prompt's end that belongs to the turn, by `turn_of`.
-        tools: tools that may be called; without any, calls are content.
+        tools: tools that may be called, in OpenAI's format; without any, calls are content.
         many: whether several calls are allowed; if not, text after the first call is dropped.
 
     Attributes:
         calls: number of tool calls so far.
     """
 
-    def __init__(self, template: dict[str, Any] | None, turn: str, tools: Sequence[Tool], many: bool = True) -> None:
+    def __init__(
+        self, template: dict[str, Any] | None, turn: str, tools: Sequence[Mapping[str, Any]], many: bool = True
+    ) -> None:
         self.calls = 0
         self._many = many
         self._parser: Any = None
@@ -275,9 +275,8 @@ class Parser:
             from transformers.utils.chat_parsing import ResponseParser  # seconds
 
             fields = {name: f for name, f in template["fields"].items() if tools or name != "tool_calls"}
-            given = [tool.model_dump(exclude_none=True) for tool in tools]
             spec = template | {"fields": fields, "start_anchor": NO_ANCHOR}
-            self._parser = ResponseParser(spec, prefix=turn, tools=given)
+            self._parser = ResponseParser(spec, prefix=turn, tools=[*tools])
             self._parts(self._parser.initial_events)
             self.calls, self._spaces = 0, ""  # spaces after the prompt belong to the answer
             if turn:
