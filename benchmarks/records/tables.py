@@ -1,4 +1,7 @@
-"""Writes the tables of README.md and docs/ from `benchmarks/results/`: `helix tables`.
+"""Writes the tables of README.md and docs/ from `benchmarks/results/`, or prints whole ones.
+
+  helix tables              all pages; of a long table of results, eight rows that stand evenly in it
+  helix tables NAME ...     these tables, with all rows
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; of a point that was measured more than once, the newest
 line counts.
@@ -39,13 +42,14 @@ from benchmarks.records.planner_check import check_table, errors_table, regrets,
 from benchmarks.records.recorded_steps import Cell, halves, read_cells
 from benchmarks.records.rows import kv, results, shape
 from benchmarks.records.sparse_bill import Account
-from launch.inputs.arguments import helped, need_checkout
+from launch.inputs.arguments import helped, need_checkout, unknown
 from launch.inputs.compose import ROOT
 from launch.inputs.hardware import load_hardware
 from launch.serving.fields import table
 
 RESULTS = ["8-gpus", "4-gpus", "emulated", "kernels", "block-sparse", "speculation", "hop-b", "fidelity", "acceptance"]
 GUIDES = ["planner", "sparse", "tiering", "serving", "serving-engine", "speculation"]
+ROWS, MOST_ROWS = 8, 12  # of a table of results on a page
 PAGES = ["README.md", *(f"docs/{name}.md" for name in GUIDES), *(f"docs/results/{name}.md" for name in RESULTS)]
 
 
@@ -208,14 +212,30 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 }
 
 
+def some(name: str, table: Sequence[str]) -> list[str]:
+    """Keeps eight rows of a table of more than twelve: the first, the last, and those evenly between."""
+    head, rows = list(table[:2]), [line for line in table[2:] if line.startswith("|")]
+    if len(rows) <= MOST_ROWS:
+        return list(table)
+    kept = [rows[round(i * (len(rows) - 1) / (ROWS - 1))] for i in range(ROWS)]
+    rest = list(table[2 + len(rows) :])
+    return [*head, *kept, "", f"{ROWS} of {len(rows)} rows; all: `helix tables {name}`", *rest]
+
+
 def with_tables(name: str) -> str:
-    """A page's text with its tables as the results have them."""
-    return filled((ROOT / name).read_text(), lambda table: TABLES[table]())
+    """Returns a page's text with its tables as the results have them."""
+    whole = not name.startswith("docs/results/")
+    return filled((ROOT / name).read_text(), lambda table: TABLES[table]() if whole else some(table, TABLES[table]()))
 
 
 def main() -> None:
-    """Writes all pages' tables."""
-    if not helped(sys.argv[1:], __doc__):
-        need_checkout("helix tables")
-        for name in PAGES:
-            (ROOT / name).write_text(with_tables(name))
+    """Writes all pages' tables, or prints those that are named."""
+    if helped(names := sys.argv[1:], f"{__doc__}\ntables: {', '.join(TABLES)}"):
+        return
+    need_checkout("helix tables")
+    if wrong := [name for name in names if name not in TABLES]:
+        sys.exit(f"error: {unknown(wrong[0], TABLES)}")
+    for name in names:
+        print("\n".join(TABLES[name]()))
+    for name in [] if names else PAGES:
+        (ROOT / name).write_text(with_tables(name))
