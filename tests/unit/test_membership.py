@@ -115,7 +115,7 @@ RANKS = {
         ("MASTER_PORT", "0", "from 1 to 65535"),
         ("MASTER_PORT", "http", "from 1 to 65535"),
         ("MASTER_ADDR", "", "RANK is set but MASTER_ADDR is not"),
-        ("MASTER_ADDR", "no..host", "no host that is known here"),
+        ("MASTER_ADDR", "no..host", "not a host that is known here"),
     ],
 )
 def test_what_a_launcher_cannot_have_set(name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
