@@ -316,7 +316,7 @@ def _why_first(ranking: Ranking) -> str:
     same = f"{first.name} is level with {', '.join(c.name for c in level)}"
     if behind is None:
         return f"{same}."
-    ahead = f"{first.name} comes before {behind.name}: {_ahead(ranking, first, behind)}."
+    ahead = f"{_ahead(ranking, first, behind)}."
     near = [c.name for c in others if c not in level and _speed(ranking, first) < (1 + ERROR) * _speed(ranking, c)]
     closer = f" Within the {ERROR:.0%} that predictions are off: {', '.join(near)}; time them." if near else ""
     return ahead + (f" {same}." if level else "") + closer
@@ -344,15 +344,17 @@ def _verdict(ranking: Ranking) -> str:
     if whole is None:
         return f"Helix helps here: without splitting KV (kvp=1) nothing fits; {split.name} does."
     if ranking.choices.index(split) < ranking.choices.index(whole):
-        return f"Helix helps here: {split.name} against {whole.name}: {_ahead(ranking, split, whole)}."
-    return f"Helix does not help here: {whole.name} against {split.name}: {_ahead(ranking, whole, split)}."
+        return f"Helix helps here: {_ahead(ranking, split, whole)}."
+    return f"Helix does not help here: {_ahead(ranking, whole, split)}."
 
 
 def _ahead(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
-    """Describes the gain of one choice over another, by phases; times are per token."""
-    times = f"{_ms(a.ttl_s)} against {_ms(b.ttl_s)} a token"
+    """Describes how much faster one choice is than another, and in which phases; times are per token."""
+    gain = b.ttl_s / a.ttl_s - 1
+    times = f"{_ms(a.ttl_s)} a token instead of {_ms(b.ttl_s)}"
     if a.batch != b.batch:
-        return f"{a.gpu:.1f} against {b.gpu:.1f} tokens/s/GPU, batch {a.batch} against {b.batch} ({times})"
+        more = f"{a.gpu:.1f} tokens/s/GPU at batch {a.batch} instead of {b.gpu:.1f} at batch {b.batch}"
+        return f"{a.name} gives more than {b.name}: {more} ({times})"
     if (limit := ranking.question.ttl_s) is not None and b.ttl_s > limit >= a.ttl_s:
         times += f", where {_ms(limit)} are allowed"
     names = dict.fromkeys([*a.phases, *b.phases])
@@ -360,8 +362,9 @@ def _ahead(ranking: Ranking, a: PlannedLayout, b: PlannedLayout) -> str:
     named = [n for n in sorted(gains, key=lambda n: -abs(gains[n])) if abs(gains[n]) >= MENTIONED * a.ttl_s]
     largest = max(gains, key=lambda n: abs(gains[n]))
     shorter, longer = _phases(gains, named or [largest])
-    why = "; against it ".join(part for part in (shorter, longer) if part)
-    return f"{times} ({b.ttl_s / a.ttl_s - 1:+.1%}): {why}"
+    why = ", but ".join(part for part in (shorter, longer) if part)
+    than = f"{gain:.1%} faster than" if gain >= 0 else f"{-gain:.1%} slower than"
+    return f"{a.name} is {than} {b.name}: {times}; {why}"
 
 
 def _phases(gains: dict[str, float], names: Sequence[str]) -> tuple[str, str]:

@@ -167,7 +167,7 @@ def test_helix_helps_where_kv_is_most_and_not_where_it_is_little() -> None:
     long, short = ask(), ask(context=2048, batch=1)
     assert long.verdict.startswith("Helix helps here: helix kvp=") and "attention" in long.verdict
     assert short.choices[0].name == "tp tpa=8"
-    assert short.verdict.startswith("Helix does not help here: tp tpa=8 against helix") and "exchange" in short.verdict
+    assert short.verdict.startswith("Helix does not help here: tp tpa=8 is ") and "exchange" in short.verdict
     assert "nobody to split KV with" in ask(gpus=1, batch=1).verdict
     # 8 x 2M tokens of KV that TP doubles: 240 GB a GPU.
     assert "without splitting KV (kvp=1) nothing fits" in ask(context=2 * M).verdict
@@ -179,7 +179,7 @@ def test_the_reason_is_the_phase_that_differs() -> None:
     found = ask("llama-3.1-8b", H200.scaled(link=1e-3), context=M // 8)
     assert "exchange" in found.reason
     first, second = found.choices[:2]
-    gap = re.search(r"(\d+\.\d+) (ms|us) against (\d+\.\d+) (ms|us) a token", found.reason)
+    gap = re.search(r"(\d+\.\d+) (ms|us) a token instead of (\d+\.\d+) (ms|us)", found.reason)
     assert gap is not None
     assert float(gap[1]) == pytest.approx(1e3 * first.ttl_s, abs=0.006) and gap[2] == gap[4] == "ms"
     assert float(gap[3]) == pytest.approx(1e3 * second.ttl_s, abs=0.006)
