@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ class Answer:
 
     Attributes:
         chat: whether it answers a chat, not a completion.
+        request_id: that of the log.
         echoed: prompt text of each choice of a completion with echo.
         tells_thoughts: whether a chat's answer includes the model's reasoning.
         prompt_tokens: tokens of all prompts, each counted once.
@@ -31,6 +31,7 @@ class Answer:
     """
 
     chat: bool
+    request_id: str
     model: str
     choices: list[Choice]
     tokens: Tokens
@@ -46,7 +47,7 @@ class Answer:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
         self._counts = [0] * len(self.choices)  # tool calls of a chat so far, characters of a completion
         self._said = 0  # prompt tokens reported as progress
 
@@ -80,7 +81,7 @@ class Answer:
             if self.usage_at_end:
                 yield _event(self._object(kind, []) | {"usage": self.usage()})
         except ApiError as error:
-            yield b"event: error\n" + _event(error.body())
+            yield b"event: error\n" + _event(error.body(self.request_id))
         yield DONE
 
     def usage(self) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class Keys:
         if not self._digests:
             raise ValueError(f"serve.api_keys={path} holds no key: a line is OWNER KEY")
 
+    @property
+    def needed(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._digests)
+
     def owner(self, authorization: str | None) -> str | None:
         """Returns the owner of the key in an Authorization header; None if no key is needed.
 

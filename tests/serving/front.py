@@ -109,6 +109,10 @@ class Front:
         async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
             return await client.post(f"{self.url}{path}", **({"json": body} if body is not None else {}), **more)
 
+    async def options(self, path: str, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            return await client.options(f"{self.url}{path}", **more)
+
     async def connect(self, path: str, body: Any, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which a request has been sent; its bytes are the test's to read."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **more)
