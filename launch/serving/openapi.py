@@ -10,7 +10,6 @@ from pydantic.json_schema import models_json_schema
 
 from launch.serving.checked import Schema
 from launch.serving.fields import DONE, field_of
-from launch.serving.schemas import Conversation
 
 REF = "#/components/schemas/{model}"
 ERROR = {
@@ -42,7 +41,7 @@ def document(version: str, routes: Iterable[tuple[str, str, str, type[Schema] | 
     _, found = models_json_schema([(body, "validation") for body in sorted(bodies, key=str)], ref_template=REF)
     schemas = found.get("$defs", {})
     for known in bodies:
-        _describe(schemas[known.__name__], issubclass(known, Conversation))
+        _describe(schemas[known.__name__], known.route)
     paths: dict[str, Any] = {}
     for path, method, summary, body in routes:
         path = re.sub(r"{(\w+):path}", r"{\1}", path)
@@ -54,9 +53,9 @@ def document(version: str, routes: Iterable[tuple[str, str, str, type[Schema] | 
     )
 
 
-def _describe(schema: dict[str, Any], chat: bool) -> None:
+def _describe(schema: dict[str, Any], route: str) -> None:
     for name, of in schema.get("properties", {}).items():
-        if (known := field_of(name, chat)) is not None and known.fate == DONE:
+        if (known := field_of(name, route)) is not None and known.fate == DONE:
             of["description"] = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", known.says)
 
 

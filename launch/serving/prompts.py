@@ -41,6 +41,11 @@ def read_chat(
     return ids, turn, form_of(tokens, body, eos, dialect, turn)
 
 
+def ids_of_chat(tokens: Tokens, body: Chat, most: int) -> np.ndarray:
+    """Encodes a chat up to the answer: the ids [n] int32 of its prompt; errors as in `Tokens.encode_chat`."""
+    return tokens.encode_chat(body, body.shown_tools, most)[0]
+
+
 def form_of(
     tokens: Tokens, body: Generation, eos: Collection[int], dialect: Dialect | None = None, turn: str = ""
 ) -> Form | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from helix.config import ServeConfig
+from launch.serving import messages, responses
 from launch.serving.access import Logged, with_cors
 from launch.serving.answers import Answer
 from launch.serving.checked import Schema
@@ -28,14 +30,16 @@ from launch.serving.core import Core, Flight
 from launch.serving.dialects import Dialect, Parser, dialect_of
 from launch.serving.errors import ApiError
 from launch.serving.frames import Ready, Submit
+from launch.serving.messages import Count, Messages, MessagesAnswer, error_body
 from launch.serving.openapi import document
 from launch.serving.prompts import Form, form_of, ids_of, read_chat, unfollowed
 from launch.serving.reader import RECEIVE_S, Reader
+from launch.serving.responses import Responses, ResponsesAnswer
 from launch.serving.sampling import limit_of, sampling_of
 from launch.serving.schemas import Body, Chat, Completion, Detokenize, Generation, Tokenize, parsed, unknown
 from launch.serving.security import Keys
 from launch.serving.streams import EventStream, Gone, while_connected
-from launch.serving.tokens import read_defaults
+from launch.serving.tokens import read_defaults, variables
 
 UNSET_TOKENS = 16  # default of max_tokens for completions
 MIB = 1 << 20
@@ -101,6 +105,9 @@ class Api:
         return [
             ("/v1/chat/completions", "POST", self._chat, Chat),
             ("/v1/completions", "POST", self._complete, Completion),
+            ("/v1/responses", "POST", self._respond, Responses),
+            ("/v1/messages", "POST", self._message, Messages),
+            ("/v1/messages/count_tokens", "POST", self._count, Count),
             ("/v1/models", "GET", self._models, None),
             ("/v1/models/{name:path}", "GET", self._model, None),
             ("/v1/loads", "GET", self._loads, None),
@@ -150,13 +157,37 @@ class Api:
         form = None
         if body.shape is not None:
             form = await reader.run(request.state.size, form_of, reader.tokens, body, ready.eos)
-        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form)
+        return await self._answer(request, body, ready, prompts, UNSET_TOKENS, body.logprobs, echoed, None, form, body)
 
     async def _chat(self, request: Request) -> ASGIApp:
         """Answers a conversation, by the checkpoint's chat template."""
-        ready, body = self._core.refuse_unless_ready(), await self._body(request, Chat)
+        body = await self._body(request, Chat)
+        return await self._converse(request, body, body, Answer)
+
+    async def _respond(self, request: Request) -> ASGIApp:
+        """Answers a conversation as OpenAI's Responses do."""
+        body = await self._body(request, Responses)
+        chat = await self._known(body.model).run(request.state.size, responses.chat_of, body)
+        return await self._converse(request, chat, body, partial(ResponsesAnswer, body=body))
+
+    async def _message(self, request: Request) -> ASGIApp:
+        """Answers a conversation as Anthropic's Messages do."""
+        body = await self._body(request, Messages)
         reader = self._known(body.model)
-        tools = [] if body.tool_choice == "none" else body.tools or []
+        chat = await reader.run(request.state.size, messages.chat_of, body, variables(reader.tokens.template))
+        return await self._converse(request, chat, body, MessagesAnswer)
+
+    async def _count(self, request: Request) -> ASGIApp:
+        """Counts the tokens of a conversation, as Anthropic's Messages give it."""
+        ready, body = self._core.refuse_unless_ready(), await self._body(request, Count)
+        reader = self._known(body.model)
+        work = reader.tokens, body, variables(reader.tokens.template), max(ready.context, COUNTED_IDS)
+        return JSONResponse(await reader.run(request.state.size, messages.count_of, *work))
+
+    async def _converse(self, request: Request, body: Chat, said: Schema, kind: Callable[..., Answer]) -> ASGIApp:
+        """Answers a chat; `said` is the body that the client has sent for it."""
+        ready, reader = self._core.refuse_unless_ready(), self._known(body.model)
+        tools = body.shown_tools
         of_chat = reader.tokens, self._dialect, body, tools, ready.max_length, ready.eos
         ids, turn, form = await reader.run(request.state.size, read_chat, *of_chat)
         template = self._dialect.template if self._dialect is not None else None
@@ -171,6 +202,8 @@ class Api:
             [],
             lambda: Parser(template, turn, tools, body.may_call_again),
             form,
+            said,
+            kind,
         )
 
     async def _grammar(self, form: Form) -> str:
@@ -199,6 +232,8 @@ class Api:
         echoed: list[str],
         parser: Callable[[], Parser] | None,
         form: Form | None,
+        said: Schema,
+        kind: Callable[..., Answer] = Answer,
     ) -> ASGIApp:
         """Starts the continuations of all prompts, `n` of each, and answers whole or as a stream."""
         assert self._reader is not None, "set before the first job is ready"
@@ -227,7 +262,7 @@ class Api:
             )
             for index, (flight, own) in enumerate(zip(flights, parsers, strict=True))
         ]
-        answer = Answer(
+        answer = kind(
             chat=parser is not None,
             request_id=visit.id,
             model=self.name,
@@ -243,7 +278,7 @@ class Api:
             tells_thoughts=not isinstance(body, Chat) or body.include_reasoning,
         )
         visit.answer = answer
-        ignored = ",".join(map(_header, unknown(body)[:MOST_TOLD]))
+        ignored = ",".join(map(_header, unknown(said)[:MOST_TOLD]))
         headers = {"x-ignored-fields": ignored} if ignored else {}
         if body.stream:
             return EventStream(answer.events(), answer.close, self._serve.slow_s, headers)
@@ -324,7 +359,7 @@ class Api:
         open_to_all = handler in (self._health, self._livez, self._page, self._openapi)
 
         async def answered(request: Request) -> ASGIApp:
-            request.state.owner = None if open_to_all else self._keys.owner(request.headers.get("authorization"))
+            request.state.owner = None if open_to_all else self._keys.owner(request.headers)
             try:
                 return await handler(request)
             except (Gone, ClientDisconnect):
@@ -373,15 +408,22 @@ def _header(name: str) -> str:
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(request.state.visit.id), error.status, headers=error.headers)
+    return _told(request, error)
 
 
 def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path:.200}: {error.detail}"
-    headers = error.headers
-    return JSONResponse(ApiError(error.status_code, message).body(request.state.visit.id), error.status_code, headers)
+    told = _told(request, ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}"))
+    told.headers.update(error.headers or {})
+    return told
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, f"the server failed: {type(error).__name__}").body(request.state.visit.id), 500)
+    return _told(request, ApiError(500, f"the server failed: {type(error).__name__}"))
+
+
+def _told(request: Request, error: ApiError) -> Response:
+    """Creates the response of an error, in the form of the route's interface."""
+    of_messages = request.url.path.startswith("/v1/messages")
+    body = error_body(error, request.state.visit.id) if of_messages else error.body(request.state.visit.id)
+    return JSONResponse(body, error.status, headers=error.headers)

@@ -89,8 +89,8 @@ class Tokens:
         self._check_length(text, most, "prompt")
         return self._whole(text, special)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._needed().decode(ids))
+    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+        return str(self._needed().decode(ids, skip_special_tokens=not special))
 
     def token_text(self, token: int) -> str:
         """Decodes a single token; its number if there is no tokenizer."""

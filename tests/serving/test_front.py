@@ -18,6 +18,8 @@ from openai import AsyncOpenAI
 from launch.inputs.compose import composed
 from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Queued, Stats, Submit
+from launch.serving.messages import Count, Messages
+from launch.serving.responses import Responses
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
 from launch.serving.security import check_exposure
 from launch.serving.tokens import read_defaults
@@ -516,7 +518,7 @@ def test_whatever_a_body_holds_is_read_or_refused_by_name(data: st.DataObject) -
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
         max_leaves=8,
     )
-    for schema in (Completion, Chat, Tokenize, Detokenize):
+    for schema in (Completion, Chat, Tokenize, Detokenize, Responses, Messages, Count):
         body = data.draw(st.dictionaries(st.sampled_from([*schema.model_fields, *REFUSED, "else"]), values, max_size=6))
         try:
             parsed(schema, json.dumps(body).encode())
