@@ -59,6 +59,7 @@ class Flight:
         progress: prompt tokens done; None until it is admitted.
         stage: its stage in the current job.
         crashes: crashes of the job during this continuation, which it may have caused.
+        admitted: time of its admission, once it is admitted.
         first: time of its first token, by the monotonic clock; None until it has one.
     """
 
@@ -76,6 +77,7 @@ class Flight:
         self.stage = Stage.SENT
         self.crashes = 0
         self.began = time.monotonic()
+        self.admitted = self.began
         self.first: float | None = None
         self.last = self.began  # time of its last tokens
 
@@ -116,6 +118,7 @@ class Core:
         self.metrics.watch(
             "num_requests_running", "requests that were admitted", lambda: len(self.flights) - self.waiting
         )
+        self.metrics.watch("kv_cache_usage_perc", "share of the pages that sequences hold, 0 to 1", self._usage)
         for key, (name, what) in ENGINE.items():
             self.metrics.watch(name, what, lambda key=key: self.stats.get(key, 0))  # type: ignore[misc]
         self.rate = 0.0
@@ -143,6 +146,9 @@ class Core:
     def waiting(self) -> int:
         return sum(flight.waits for flight in self.flights.values())
 
+    def _usage(self) -> float:
+        return self.stats.get("pages_used", 0) / (self.stats.get("pages", 0) or 1)
+
     def refuse_unless_ready(self) -> Ready:
         """Returns the job's `Ready` message.
 
@@ -160,10 +166,8 @@ class Core:
             ApiError: 503, there are none.
         """
         ready, waiting = self.refuse_unless_ready(), self.waiting
-        used, cached = (
-            round(self.stats.get(pages, 0) * ready.kv_tokens / self.stats.get("pages", 1))
-            for pages in ("pages_used", "pages_cached")
-        )
+        page = ready.kv_tokens / self.stats.get("pages", 1)  # tokens
+        used, cached = (round(self.stats.get(name, 0) * page) for name in ("pages_used", "pages_cached"))
         running = len(self.flights) - waiting
         load = {
             "dp_rank": 0,
@@ -175,7 +179,7 @@ class Core:
             "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
             "max_total_num_tokens": ready.kv_tokens,
             "max_running_requests": ready.max_batch,
-            "token_usage": used / ready.kv_tokens,
+            "token_usage": self._usage(),
             "utilization": running / ready.max_batch,
             "gen_throughput": self.rate,
             "cache_hit_rate": self.hits / max(1, self.queried),
@@ -315,6 +319,8 @@ class Core:
             before, after = (values.get("preemptions", 0) for values in (self.stats, message.values))
             self.metrics.preemptions.inc(after - before if after >= before else after)  # another job counts from 0
             self.stats = message.values
+            if self.ready is not None and (pages := int(self.stats.get("pages", 0))):
+                self.metrics.describe_cache(self.ready.kv_tokens // pages, pages)
             now = time.monotonic()
             self.rate, self._drawn, self._counted = self._drawn / (now - self._counted), 0, now
         elif isinstance(message, Unread | Queued | Delta | Progress) and message.id in self.flights:
@@ -346,12 +352,15 @@ class Core:
         now, metrics = time.monotonic(), self.metrics
         if flight.waits and (isinstance(message, Progress) or len(message.ids)):
             metrics.queued.observe(now - flight.began)
+            flight.admitted = now
         if isinstance(message, Delta) and (count := len(message.ids)):
             if flight.drawn:
                 metrics.between_tokens.observe((now - flight.last) / count)
             else:
                 flight.first = now
                 metrics.first_token.observe(now - flight.began)
+                metrics.prefill.observe(now - flight.admitted)
+                metrics.looked_up.inc(len(flight.submit.ids))
                 metrics.cached_tokens.inc(message.cached or 0)
                 self.queried += len(flight.submit.ids)
                 self.hits += message.cached or 0
@@ -362,7 +371,12 @@ class Core:
     def _end(self, flight: Flight, finish_reason: str, reason: str | None) -> None:
         self.flights.pop(flight.submit.id, None)
         self.metrics.ended.labels(finish_reason).inc()
-        self.metrics.whole.observe(time.monotonic() - flight.began)
+        now = time.monotonic()
+        self.metrics.whole.observe(now - flight.began)
+        self.metrics.prompt_lengths.observe(len(flight.submit.ids))
+        self.metrics.new_lengths.observe(len(flight.drawn))
+        if flight.first is not None:
+            self.metrics.decode.observe(now - flight.first)
         flight.end(finish_reason, reason)
 
     def _send(self, message: Message) -> None:

@@ -325,7 +325,7 @@ class Api:
 
     async def _metrics(self, request: Request) -> ASGIApp:
         """Tells the metrics, in Prometheus's format."""
-        return Response(self._core.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self._core.metrics.text(self.name), media_type="text/plain; version=0.0.4")
 
     async def _version(self, request: Request) -> ASGIApp:
         """Tells the version."""

@@ -163,8 +163,8 @@ def run(check: Check, directory: Path, job: FakeJob | None = None, **settings: A
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Values of Prometheus's text, by their names without the prefix."""
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    """Values of Prometheus's text, by their names without the prefix `helix:`."""
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("helix:"))
     return {name.removeprefix("helix:"): float(value) for name, value in lines}
 
 
