@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from launch.inputs.compose import composed
 from launch.serving.errors import ApiError
 from launch.serving.frames import Delta, Progress, Queued, Stats, Submit
 from launch.serving.messages import Count, Messages
 from launch.serving.responses import Responses
 from launch.serving.schemas import REFUSED, Chat, Completion, Detokenize, Tokenize, parsed
-from launch.serving.security import check_exposure
 from launch.serving.tokens import read_defaults
 from tests.serving.front import READY, ROOT, FakeJob, Front, counting, metrics_of, run, silent, until
 
@@ -268,19 +266,6 @@ def test_a_server_that_is_not_ready_says_when_to_try_again(state: str, tmp_path:
         assert (await front.get("/livez")).status_code == 200
 
     run(check, tmp_path)
-
-
-def test_the_page_s_unit_and_container_start_what_there_is(tmp_path: Path) -> None:
-    """Their settings are those that the server knows."""
-    text = (ROOT / "docs" / "serving.md").read_text()
-    unit = next(line for line in text.splitlines() if line.startswith("ExecStart="))
-    container = next(line for line in text.splitlines() if line.startswith("ENTRYPOINT "))
-    for command in (unit.removeprefix("ExecStart=").split(), json.loads(container.removeprefix("ENTRYPOINT "))):
-        assert command[0].endswith(".venv/bin/python") and command[1:3] == ["-m", "launch.serve"]
-        given = [word for word in command[3:] if not word.startswith("model.path=")]
-        config = composed([*given, "model.path=/models"])
-        check_exposure(config.serve)
-        assert config.serve.host == "0.0.0.0" and config.serve.api_keys is not None
 
 
 def test_the_queue_has_an_end(tmp_path: Path) -> None:
