@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from launch.serving.answers import Answer
 
 ID = re.compile(r"[\x21-\x7e]{1,128}")  # ids of clients that are taken over: one word
-PROBES = ("/health", "/livez", "/metrics")  # they come every few seconds, and are not logged
+PROBES = ("/health", "/livez", "/metrics", "/v1/loads")  # they come every few seconds, and are not logged
 MOST_PATH = 200  # characters of a path in the log
 EXPOSED = ("x-request-id", "x-ignored-fields", "retry-after")  # headers that pages of other origins may read
 

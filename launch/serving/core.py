@@ -174,7 +174,9 @@ class Core:
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
             "num_total_reqs": running + waiting,
-            "num_waiting_tokens": sum(len(flight.submit.ids) for flight in self.flights.values() if flight.waits),
+            "num_waiting_uncached_tokens": sum(
+                len(flight.submit.ids) for flight in self.flights.values() if flight.waits
+            ),
             "num_used_tokens": used,
             "num_cached_tokens": cached,  # of nobody, and known to prompts that begin alike
             "max_total_num_tokens": ready.kv_tokens,

@@ -54,7 +54,7 @@ def test_the_log_has_a_line_for_each_request(tmp_path: Path, capsys: pytest.Capt
         for body in ({"prompt": [1, 2, 3], "n": 2}, {"prompt": [1, 2, 3], "stream": True}, {"prompt": [9]}, {"n": 0}):
             headers = {"authorization": "Bearer key-1", "x-request-id": "its-id"}
             await front.post("/v1/completions?a=b", body, headers=headers)
-        for path in ("/health", "/livez", "/metrics", "/v1/models", "/a%0Ab"):
+        for path in ("/health", "/livez", "/metrics", "/v1/loads", "/v1/models", "/a%0Ab"):
             await front.get(path, headers={"x-request-id": "i"})
 
     run(check, tmp_path, FakeJob(cached), api_keys=str(keys))
@@ -138,7 +138,8 @@ def test_loads_are_what_routers_read(tmp_path: Path) -> None:
         (load,) = loads["loads"]
         rate = load.pop("gen_throughput")
         assert rate > 0 and load == {
-            "dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1, "num_total_reqs": 3, "num_waiting_tokens": 3,
+            "dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1, "num_total_reqs": 3,
+            "num_waiting_uncached_tokens": 3,
             "num_used_tokens": READY.kv_tokens // 4, "num_cached_tokens": READY.kv_tokens // 2,
             "max_total_num_tokens": READY.kv_tokens, "max_running_requests": 8, "token_usage": 0.25,
             "utilization": 0.25, "cache_hit_rate": 2 / 3,
