@@ -83,6 +83,8 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     finally:
         for job in jobs:
             job.kill()
+            job.process.kill()  # smg writes its title over the mark by which a job's processes are found
+            job.process.wait(10)
 
 
 def _routes(fleet: Fleet) -> bool:
